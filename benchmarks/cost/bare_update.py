@@ -37,6 +37,7 @@ from streamppo.learner.attention import attention, prefix_sharing
 from streamppo.learner.batch.padded import PaddedBatch, pad
 from streamppo.learner.model import optimizer, policy, tiny
 from streamppo.learner.model.policy import Policy
+from streamppo.learner.update_metrics import update_metrics
 from streamppo.types import Batch
 
 CONFIG = Path(__file__).parents[2] / "configs" / "math.toml"
@@ -62,13 +63,13 @@ def bare_update(model: Bare, adamw: torch.optim.Optimizer, config: Config, batch
     """One step of PPO on one batch: GAE with lambda 1, whitened; truncated weights; clipped ratios and values."""
     width_B = batch.start_B + batch.length_B
     if share:
-        reading = prefix_sharing.read(batch.inputs_BL, batch.start_B, width_B, model.lm.config.hidden_size)
+        reading = prefix_sharing.lay_out(batch.inputs_BL, batch.start_B, width_B, model.lm.config.hidden_size)
     else:
         reading = attention.padded(batch.inputs_BL, width_B)
     hidden_ND = model.lm.base_model(**reading.arguments, use_cache=False).last_hidden_state.flatten(0, 1)
     mask_BT = batch.mask_BT
     at_BT = (batch.start_B[:, None] + torch.arange(mask_BT.shape[1])).clamp(max=batch.inputs_BL.shape[1] - 1)
-    before_N = reading.place_BL.gather(1, at_BT - 1)[mask_BT]
+    before_N = reading.index_BL.gather(1, at_BT - 1)[mask_BT]
     tokens_N = batch.inputs_BL.gather(1, at_BT)[mask_BT]
     picked_ND = hidden_ND[before_N]
     logp_NV = model.lm.lm_head(picked_ND).log_softmax(-1)
@@ -127,7 +128,7 @@ async def measure(config: Config, folder: Path, rounds: int, times: int) -> tupl
     updater.update(batch)
     apart = difference(model, updater.policy)
     ways["update"] = lambda: updater.update(batch)
-    ways["update and its metrics"] = lambda: updater.metrics(updater.update(batch))
+    ways["update and its metrics"] = lambda: update_metrics(updater, updater.update(batch))
     found: dict[str, list[float]] = {name: [] for name in ways}
     for _ in range(rounds + 1):
         for name, way in ways.items():

@@ -32,6 +32,7 @@ from streamppo.learner.model import load_policy, optimizer
 from streamppo.learner.objective import objective
 from streamppo.learner.parallel import context_parallel
 from streamppo.learner.update import Updater
+from streamppo.learner.update_metrics import update_metrics
 from streamppo.types import Batch, Identity, Trajectory
 
 MATH = Path(__file__).parents[2] / "configs" / "math.toml"
@@ -94,7 +95,7 @@ def update(folder: str, tokens: int, way: str, times: int) -> dict[str, float]:
     for _ in range(1 + times):
         begin = time.perf_counter()
         with most_memory() as peak:
-            updater.metrics(updater.update(batch))
+            update_metrics(updater, updater.update(batch))
             peaks.append(peak())
         seconds.append(time.perf_counter() - begin)
     return {"seconds": statistics.median(seconds[1:]), "peak_mib": max(peaks)}

@@ -17,6 +17,7 @@ from streamppo.learner.batch.padded import pad
 from streamppo.learner.model import load_policy, optimizer, policy, tiny
 from streamppo.learner.objective import objective
 from streamppo.learner.update import Updater
+from streamppo.learner.update_metrics import update_metrics
 from streamppo.rollout.embedded.engine import EmbeddedEngine
 from streamppo.rollout.embedded.requests import EndTokens
 from streamppo.rollout.engine import Completion, Sampling
@@ -103,7 +104,7 @@ async def _update(stages: Stages, version: int) -> tuple[tuple[float, float, flo
     sampled = time.perf_counter()
     optimizer.follow_schedule(stages.updater.optimizer, config, version)
     batch = pad(Batch(version=version, min_version=version, trajectories=tuple(rows))).to(stages.updater.device)
-    metrics = stages.updater.metrics(stages.updater.update(batch))
+    metrics = update_metrics(stages.updater, stages.updater.update(batch))
     learned = time.perf_counter()
     await stages.engine.update_weights(version + 1, policy.gather_weights(stages.updater.policy, config.model.dtype))
     return (sampled - begin, learned - sampled, time.perf_counter() - learned), metrics

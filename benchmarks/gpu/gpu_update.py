@@ -47,6 +47,7 @@ from streamppo.learner.model import load_policy, optimizer
 from streamppo.learner.model.policy import local
 from streamppo.learner.objective import objective
 from streamppo.learner.update import Updater
+from streamppo.learner.update_metrics import update_metrics
 from streamppo.types import Batch, Identity, Trajectory
 
 ROOT = Path(__file__).parents[2]
@@ -232,7 +233,7 @@ def timed(updater: Updater, padded: PaddedBatch) -> float:
     if ON_GPU:
         torch.cuda.synchronize()
     begin = time.perf_counter()
-    updater.metrics(updater.update(padded))
+    update_metrics(updater, updater.update(padded))
     if ON_GPU:
         torch.cuda.synchronize()
     return time.perf_counter() - begin

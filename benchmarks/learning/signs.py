@@ -48,10 +48,11 @@ from streamppo.algorithms.aggregate import denominators
 from streamppo.config import file as configfile
 from streamppo.config.sections import Config
 from streamppo.learner.batch.padded import PaddedBatch, pad
+from streamppo.learner.batching import ActiveRows
 from streamppo.learner.model import tiny
 from streamppo.learner.objective import objective
 from streamppo.learner.objective.loss import Loss
-from streamppo.learner.scorer import Scorer, score
+from streamppo.learner.update import Updater, score
 from streamppo.types import Batch, Identity, Prompt, Trajectory
 
 EVERY = 10
@@ -119,8 +120,8 @@ def by_sign(made: world.World, config: Config, batch: PaddedBatch) -> Signs:
     """Split the gradient of `batch`, with the correction of `config`, without entropy bonus and before any step."""
     functions, rows = objective.build(config), torch.arange(len(batch.reward_B))
     policy, all_B = made.updater.policy, torch.ones(len(rows), dtype=torch.bool)
-    scorer = Scorer(policy, None, None, config, made.updater.group, [rows], all_B, keeps_graphs=False)
-    targets, _ = scorer.prepare(functions, batch, beta=0.0)
+    updater = Updater(policy, made.updater.optimizer, functions, config, group=made.updater.group)
+    targets, _ = updater.prepare(functions, batch, ActiveRows(all_B, all_B, ~all_B))
     counts = denominators(batch.mask_BT, constant=config.rollout.max_tokens)
     found: list[Gradient] = []
     for weight in (0.0, 1.0):

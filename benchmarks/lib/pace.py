@@ -9,8 +9,9 @@ from streamppo.config.sections import Config
 from streamppo.learner.batch.fetch import lag_histogram
 from streamppo.learner.batch.padded import PaddedBatch
 from streamppo.learner.model import optimizer
-from streamppo.learner.objective import adaptive_lag
+from streamppo.learner.objective import adaptation
 from streamppo.learner.update import UpdateResult
+from streamppo.learner.update_metrics import update_metrics
 
 
 class Pace(Protocol):
@@ -49,7 +50,7 @@ class Adaptive:
 
     def __init__(self, config: Config) -> None:
         self._config = config
-        self._lag = adaptive_lag.go_on(config, None) or AdmittedLag(0)
+        self._lag = adaptation.lag_under(config, None) or AdmittedLag(0)
 
     @property
     def admitted(self) -> int:
@@ -63,7 +64,8 @@ class Adaptive:
     def after(self, batch: PaddedBatch, metrics: Mapping[str, float]) -> None:
         """Decide the next lag by the rule; the studies have no `queue.segments` for which the policy waits."""
         lags, frozen = lag_histogram(batch), batch.version < self._config.algorithm.critic.warmup_updates
-        self._lag = adaptive_lag.lag_after_update(self._config, self._lag, metrics, lags, frozen=frozen)
+        if not frozen:
+            self._lag = adaptation.lag_after_update(self._config, self._lag, metrics, lags)
 
 
 class Step(NamedTuple):
@@ -81,6 +83,7 @@ def step(world: World, pace: Pace, batch: PaddedBatch) -> Step:
     scheduled = adamw.param_groups[0]["lr"]
     optimizer.lower_policy(adamw, pace.before(batch))
     updated = world.updater.update(batch.to(world.updater.device))
-    metrics = world.updater.metrics(updated)
+    metrics = update_metrics(world.updater, updated)
+    world.updater.adapt(updated, metrics)
     pace.after(batch, metrics)
     return Step(updated, metrics, scheduled)

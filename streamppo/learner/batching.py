@@ -1,7 +1,7 @@
-"""The division of a batch into minibatches, one per step, and of a minibatch into each rank's micro-batches.
+"""The rows with a pass in an update, and their division into minibatches and each rank's micro-batches.
 
-It depends on seed, version, epoch, lengths and branches of rows, and idle rows (idle_rows.py). So a rank can find its
-rows before it fetches their tokens.
+A minibatch is the rows of one step. The division depends on seed, version, epoch, lengths and branches of rows, and
+idle rows. So a rank can find its rows before it fetches their tokens.
 
 B trajectories of the batch.
 """
@@ -12,31 +12,123 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
+from msgspec import structs
 from torch import Tensor
 
+from streamppo.algorithms.groups import zero_variance
+from streamppo.config import algorithm as choices
+from streamppo.config.correction import CustomCorrection
+from streamppo.config.policy_loss import CustomLoss
+from streamppo.config.queue import AdaptiveLag
+from streamppo.config.regularisation import NoExploration
 from streamppo.config.sections import Config
 from streamppo.learner.attention.prefix_sharing import WORTH, work
 from streamppo.learner.attention.tree import RowSizes
-from streamppo.learner.batch.padded import SharedPrompts, row_order
-from streamppo.learner.objective.idle_rows import IdleRows
-from streamppo.learner.objective.objective import Epoch
+from streamppo.learner.batch.padded import PaddedBatch, SharedPrompts, row_order
+from streamppo.learner.objective import build_correction
+from streamppo.learner.objective.adaptation import is_lowered_by_ess
+from streamppo.learner.objective.build_correction import TRUNCATED
+from streamppo.learner.objective.objective import Epoch, trained_tokens
+
+COMPARING = (choices.Grpo, choices.DrGrpo, choices.Rloo, choices.MaxRl)
+"""Estimators whose advantage is 0 for a group of equal rewards."""
+
+
+# --- rows with a pass ---------------------------------------------------------------------------------------
+
+
+class ActiveRows(NamedTuple):
+    """The rows [B] with a pass: `trained_B` in the steps, `scored_B` before the first step; on the CPU.
+
+    `idle_B` are rows with tokens in the loss, all without a gradient: a minibatch of idle rows still makes a step.
+    """
+
+    trained_B: Tensor
+    scored_B: Tensor
+    idle_B: Tensor
+
+    def select(self, rows: Tensor) -> Tensor:
+        """Those of `rows` with a pass in the steps."""
+        return rows[self.trained_B[rows]]
+
+
+def active_rows(config: Config, batch: PaddedBatch) -> ActiveRows:
+    """The rows of `batch` with a pass; rows without a gradient have none. If no row has a gradient, all rows pass, for
+    the metrics.
+
+        no token in the loss    all are too old, all rewards of the group are equal (zero_variance = "mask"), or the
+                                completion is filtered
+        only advantages of 0    zero_variance = "keep": all rewards of the group are equal, and nothing but advantages
+                                gives a gradient
+
+    Denominators, baselines and whitening are over the whole batch. The result depends on the configuration and on the
+    batch without its tokens: every rank finds the same rows before it has the tokens.
+    """
+    # Other rules need a pass of the truncated completions too: their shares are over all.
+    only_truncated = _filters_only_truncated(config.algorithm)
+    algorithm = config.algorithm if only_truncated else structs.replace(config.algorithm, filters=())
+    trained_B = trained_tokens(algorithm, batch).any(-1).cpu()
+    every_B = torch.ones_like(trained_B)
+    if _needs_whole_batch(config):
+        return ActiveRows(every_B, every_B, ~every_B)
+    idle_B = ~every_B
+    if _has_only_advantage_gradients(config):
+        idle_B = zero_variance(batch.reward_B, batch.prompt_B).cpu() & trained_B
+    gradient_B = trained_B & ~idle_B
+    if not gradient_B.any():
+        return ActiveRows(every_B, every_B, ~every_B)
+    return ActiveRows(gradient_B, every_B if _scores_all(config.algorithm) else gradient_B, idle_B)
+
+
+def _needs_whole_batch(config: Config) -> bool:
+    """True if the lag or the learning rate follows the effective sample size of the whole batch."""
+    return is_lowered_by_ess(config) or isinstance(config.queue.max_lag, AdaptiveLag)
+
+
+def _scores_all(config: choices.Algorithm) -> bool:
+    """True if a row's targets may depend on the scores of other rows."""
+    in_reward = config.kl.reward_beta > 0 or (config.teacher.on and config.teacher.signal == "reward")
+    return config.has_critic or in_reward or isinstance(config.correction, CustomCorrection)
+
+
+def _has_only_advantage_gradients(config: Config) -> bool:
+    """True if a token with advantage 0 has no gradient and does not decide whether a step is made."""
+    algorithm = config.algorithm
+    return (
+        isinstance(algorithm.advantage, COMPARING)
+        and not (isinstance(algorithm.advantage, choices.DrGrpo) and algorithm.advantage.baseline_shift)
+        and algorithm.whiten.over in ("auto", "off")
+        and not isinstance(algorithm.policy_loss, CustomLoss)
+        and isinstance(algorithm.exploration, NoExploration)
+        and not (algorithm.entropy or algorithm.entropy_control.target)
+        and not (algorithm.kl.on or algorithm.teacher.on or algorithm.positive_nll or algorithm.target_kl)
+        and _filters_only_truncated(algorithm)
+    )
+
+
+def _filters_only_truncated(config: choices.Algorithm) -> bool:
+    """True if only the filter of truncated completions leaves tokens out of the loss."""
+    return all(rule == TRUNCATED for rule in build_correction.metrics(config.correction, config.filters))
+
+
+# --- division -------------------------------------------------------------------------------------------------
 
 
 class PassCosts(NamedTuple):
-    """What a pass costs besides its tokens, as a number of tokens whose products in the layers cost as much.
+    """The cost of a pass besides its tokens, in tokens: their products in the layers cost as much.
 
-    `gradients`: adding a weight's gradient to that of the pass before. `launches`: its operations, times the squared
-    width of the model.
+    `gradients`: the addition of a weight's gradient to that of the pass before. `launches`: the launches of its
+    operations, times the squared width of the model.
     """
 
     gradients: float
     launches: float
 
 
-MUCH = 1 / 16
+PADDING_SHARE = 1 / 16
 """By default padding of this share of a micro-batch's budget costs as much as another micro-batch."""
 ON_CPU, ON_GPU = PassCosts(25, 5e5), PassCosts(250, 5e9)
-"""Measured on a CPU at widths of 64, 256 and 512. For a GPU computed: 40 % of an H100's peak, its memory, and 10
+"""Measured on a CPU at widths of 64, 256 and 512; computed for a GPU from 40 % of an H100's peak, its memory, and 10
 microseconds a launch.
 """
 
@@ -92,11 +184,11 @@ class Division(NamedTuple):
         tokens = sum(int((width_b * lines_B[rows]).sum()) for width_b, rows in zip(widths_B, pieces, strict=True))
         return tokens <= self.config.learner.micro_batch_tokens
 
-    def own_rows(self, sizes: RowSizes, version: int, epochs: Sequence[Epoch], chosen: IdleRows) -> list[int]:
+    def rank_rows(self, sizes: RowSizes, version: int, epochs: Sequence[Epoch], active: ActiveRows) -> list[int]:
         """The rows whose tokens this rank reads in an update: the rows of its passes, and the `STAND_IN`."""
         num_rows = len(sizes.tokens_B)
-        passes = [chosen.scored_B.nonzero()[:, 0]]
-        passes += [chosen.select(rows) for epoch in epochs for rows in self.minibatches(num_rows, version, epoch)]
+        passes = [active.scored_B.nonzero()[:, 0]]
+        passes += [active.select(rows) for epoch in epochs for rows in self.minibatches(num_rows, version, epoch)]
         pieces = [piece for rows in passes for piece in self.micro_batches(sizes, rows)]
         return torch.cat([*pieces, STAND_IN]).unique().tolist()
 
@@ -134,33 +226,34 @@ def micro_batches(
     """
     by_length = rows[torch.argsort(tokens_B[rows], descending=True, stable=True)]
     lines_B = torch.ones_like(tokens_B) if lines_B is None else lines_B
-    dealt = [by_length] if ranks == 1 else _dealt(by_length, tokens_B, lines_B, ranks, work)
+    by_rank = [by_length] if ranks == 1 else _deal(by_length, tokens_B, lines_B, ranks, work)
     if padded:
-        costs = PaddingCosts(work, MUCH * budget if overhead is None else overhead)
-        shares = [_split_padded(mine, tokens_B, lines_B, budget, prompts, costs) for mine in dealt]
+        costs = PaddingCosts(work, PADDING_SHARE * budget if overhead is None else overhead)
+        shares = [_split_padded(rank_rows, tokens_B, lines_B, budget, prompts, costs) for rank_rows in by_rank]
     else:
-        shares = [_split_joined(mine, tokens_B, budget, prompts) for mine in dealt]
+        shares = [_split_joined(rank_rows, tokens_B, budget, prompts) for rank_rows in by_rank]
     num_batches = max(map(len, shares))
     return [share + [by_length[:0]] * (num_batches - len(share)) for share in shares]
 
 
-def _dealt(
+def _deal(
     by_length: Tensor, tokens_B: Tensor, lines_B: Tensor, ranks: int, work: Callable[[int], float]
 ) -> list[Tensor]:
     """The rows of each rank: each row, in order, goes to the rank with the least work so far."""
-    dealt: list[list[int]] = [[] for _ in range(ranks)]
+    by_rank: list[list[int]] = [[] for _ in range(ranks)]
     loads = [0.0] * ranks
     rows = zip(by_length.tolist(), tokens_B[by_length].tolist(), lines_B[by_length].tolist(), strict=True)
     for row, tokens, lines in rows:
         lightest = loads.index(min(loads))
-        dealt[lightest].append(row)
+        by_rank[lightest].append(row)
         loads[lightest] += lines * work(tokens)
-    return [torch.tensor(own_rows, dtype=torch.long) for own_rows in dealt]
+    return [torch.tensor(rank_rows, dtype=torch.long) for rank_rows in by_rank]
 
 
 class PaddingCosts(NamedTuple):
-    """Whether rows of different lengths are padded to one: the `work` of a line by its tokens, and `overhead`, that of
-    another micro-batch.
+    """The costs that decide whether rows of different lengths are padded to one micro-batch.
+
+    `work`: that of a line by its tokens. `overhead`: that of another micro-batch.
     """
 
     work: Callable[[int], float]
@@ -170,7 +263,7 @@ class PaddingCosts(NamedTuple):
 def _split_padded(
     rows: Tensor, tokens_B: Tensor, lines_B: Tensor, budget: int, prompts: SharedPrompts | None, costs: PaddingCosts
 ) -> list[Tensor]:
-    """Rows are longest first, so the first row of a micro-batch is its width."""
+    """Micro-batches of padded rows. The longest row is first, so the first row of a micro-batch is its width."""
     tokens, lines, start = tokens_B[rows].tolist(), lines_B[rows].tolist(), 0
     pieces: list[Tensor] = []
     while start < len(tokens):
@@ -190,8 +283,10 @@ def _split_by_length(
     tokens, lines = tokens_B[rows].numpy(), lines_B[rows].numpy()
     pieces = _spans_of_similar(tokens, lines, costs.overhead)
     if len(pieces) > 1 and prompts is not None:
-        apart = sum(costs.work(int(tokens[begin])) * int(lines[begin:end].sum()) for begin, end in pieces)
-        if _shared_work(rows, tokens_B, prompts, costs.work) <= WORTH * (apart + costs.overhead * (len(pieces) - 1)):
+        separate_work = sum(costs.work(int(tokens[begin])) * int(lines[begin:end].sum()) for begin, end in pieces)
+        if _shared_work(rows, tokens_B, prompts, costs.work) <= WORTH * (
+            separate_work + costs.overhead * (len(pieces) - 1)
+        ):
             return [rows]
     return [rows[begin:end] for begin, end in pieces]
 
@@ -206,10 +301,10 @@ def _spans_of_similar(tokens: np.ndarray, lines: np.ndarray, overhead: float) ->
     cut = int(saved.argmax())
     if saved[cut] <= overhead:
         return [(0, len(tokens))]
-    after = _spans_of_similar(tokens[cut:], lines[cut:], overhead)
+    later_spans = _spans_of_similar(tokens[cut:], lines[cut:], overhead)
     return [
         *_spans_of_similar(tokens[:cut], lines[:cut], overhead),
-        *((cut + begin, cut + end) for begin, end in after),
+        *((cut + begin, cut + end) for begin, end in later_spans),
     ]
 
 
@@ -223,18 +318,18 @@ def _shared_work(rows: Tensor, tokens_B: Tensor, prompts: SharedPrompts, work: C
 
 
 def _split_joined(rows: Tensor, tokens_B: Tensor, budget: int, prompts: SharedPrompts | None) -> list[Tensor]:
-    """Rows in their order, and the samples of a prompt one after the other."""
+    """Micro-batches of rows end to end, in order of length or, with `prompts`, the samples of a prompt together."""
     if prompts is None:
         prompts = SharedPrompts(torch.arange(len(tokens_B)), torch.zeros_like(tokens_B))
     else:
         rows = rows[prompts.group_B[rows].argsort(stable=True)]
     pieces: list[Tensor] = []
-    start, size, before = 0, 0, None
+    start, size, last_group = 0, 0, None
     columns = (column[rows].tolist() for column in (tokens_B, *prompts))
     for end, (tokens, group, shared) in enumerate(zip(*columns, strict=True)):
-        more = tokens - shared if group == before else tokens
-        if end > start and size + more > budget:
+        new_tokens = tokens - shared if group == last_group else tokens
+        if end > start and size + new_tokens > budget:
             pieces.append(rows[start:end])
-            start, size, more = end, 0, tokens
-        size, before = size + more, group
+            start, size, new_tokens = end, 0, tokens
+        size, last_group = size + new_tokens, group
     return [*pieces, rows[start:]] if len(rows) else []

@@ -1,6 +1,7 @@
 """A rank's device (its GPU from Ray, or the CPU) and its process group."""
 
 import os
+import re
 import socket
 from collections.abc import Generator
 from contextlib import contextmanager, suppress
@@ -13,11 +14,13 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from streamppo.config.learner import Mesh
-from streamppo.errors import RunError
+from streamppo.errors import RunError, UpdateError
 
 DETERMINISTIC = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "FLASH_ATTENTION_DETERMINISTIC": "1"}
 """Environment variables for cuBLAS and (through transformers) flash-attn, set before their first use."""
 
+INEXACT = re.compile(r"^(\S+) does not have a deterministic implementation")
+"""torch's message for an operation without a deterministic form."""
 LOAD = timedelta(hours=2)
 """Timeout of a collective at load: rank 0 may read for all ranks, and 70B takes longer than NCCL's 10 minutes."""
 LOOPBACK = ("127.0.0.1", "::1")
@@ -43,11 +46,25 @@ def acquire(gpus: float, *, exact: bool = True) -> torch.device:
             "it needs a driver and a build of torch for CUDA"
         )
     torch.use_deterministic_algorithms(exact)
-    # The fill costs time for FSDP's many large buffers, and our code reads no uninitialised memory.
+    # A fill takes time for FSDP's many large buffers, and our code reads no uninitialised memory.
     torch.utils.deterministic.fill_uninitialized_memory = False  # pyright: ignore[reportAttributeAccessIssue]
     device = torch.device("cuda", 0)
     torch.cuda.set_device(device)
     return device
+
+
+@contextmanager
+def naming_inexact_operation() -> Generator[None]:
+    """Raise torch's error about an operation without a deterministic form as an `UpdateError` of one sentence."""
+    try:
+        yield
+    except RuntimeError as error:
+        if (operation := INEXACT.match(str(error))) is None:
+            raise
+        raise UpdateError(
+            f"torch's operation {operation[1]} has no deterministic form here, which learner.exact = true needs: set "
+            "learner.exact = false"
+        ) from error
 
 
 def to_device(tensor: Tensor, device: torch.device) -> Tensor:
@@ -102,11 +119,11 @@ def alone(device: torch.device) -> Generator[None]:
 
 def interface_to(host: str, port: int) -> str:
     """The interface from which this machine reaches `host`, which may be itself; "" if none is found."""
-    family, _, _, _, where = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
-    with socket.socket(family, socket.SOCK_DGRAM) as asked, suppress(OSError):
+    family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, socket.SOCK_DGRAM) as probe, suppress(OSError):
         # Connecting a UDP socket sends nothing; it only selects the route.
-        asked.connect(where)
-        local = asked.getsockname()[0]
+        probe.connect(address)
+        local = probe.getsockname()[0]
         for name, addresses in psutil.net_if_addrs().items():
             if local in {address.address.partition("%")[0] for address in addresses}:
                 return name

@@ -12,8 +12,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from streamppo.algorithms.exploration import Bonus
 from streamppo.algorithms.lag import AdmittedLag, lr_share
 from streamppo.config.sections import LOCAL, Config
-from streamppo.learner import checkpointing
-from streamppo.learner.batch.fetch import OwnRows
+from streamppo.learner import gradient_checkpointing
+from streamppo.learner.batch.fetch import RankRows
 from streamppo.learner.batch.padded import PaddedBatch
 from streamppo.learner.checkpoint import checkpoint
 from streamppo.learner.checkpoint.checkpoint import TrainState
@@ -23,10 +23,11 @@ from streamppo.learner.model import frozen, hf_files, load_policy, optimizer, po
 from streamppo.learner.model.frozen import NoReferenceWeights
 from streamppo.learner.model.policy import Policy
 from streamppo.learner.model.snapshot import WeightSnapshots, is_on_gpu
-from streamppo.learner.objective import adaptive_lag, objective
+from streamppo.learner.objective import adaptation, objective
+from streamppo.learner.objective.adaptation import UpdaterState
 from streamppo.learner.parallel import context_parallel
-from streamppo.learner.throughput import ModelSize, size_of, speed
 from streamppo.learner.update import Updater, UpdateResult
+from streamppo.learner.update_metrics import ModelSize, size_of, speed, update_metrics
 from streamppo.weights import factory
 from streamppo.weights.pusher import Publish, PushedVersion, Pusher
 
@@ -61,24 +62,23 @@ class Learner:
         self.policy.float32_head = config.model.float32_head
         self.policy.set_context(config.queue.prefix)
         self.policy.set_routes(replayed=config.rollout.engine.routes)
-        followed = frozen.load_reference(
+        reference = frozen.load_reference(
             config, self.model_path, self.mesh, self.policy, frozen.separate_reference(self.updater.reference)
         )
         if config.algorithm.teacher.model != self.config.algorithm.teacher.model:
             # Its memory is free before the next one is loaded.
             self.updater.teacher = None
-        taught_by = frozen.load_teacher(config, self.model_path, self.mesh, self.updater.teacher, self.policy.slices)
-        before = self.updater
-        self.updater = _updater(config, self.policy, self.optimizer, (followed, taught_by))
-        moved = before.reference_moved
-        self.updater.remember(before.beta, before.nonfinite_steps, before.steered_bonus, reference_moved=moved)
-        self.lag = adaptive_lag.go_on(config, self.lag)
+        teacher = frozen.load_teacher(config, self.model_path, self.mesh, self.updater.teacher, self.policy.slices)
+        previous = self.updater
+        self.updater = _updater(config, self.policy, self.optimizer, (reference, teacher))
+        self.updater.restore(previous.state)
+        self.lag = adaptation.lag_under(config, self.lag)
         self.config = config
 
     @property
-    def own_rows(self) -> OwnRows | None:
+    def rank_rows(self) -> RankRows | None:
         """The function from a batch to the rows whose tokens this rank reads; None for a single rank: it reads all."""
-        return self.updater.own_rows if self.updater.ranks > 1 else None
+        return self.updater.rank_rows if self.updater.ranks > 1 else None
 
     def follow_schedule(self, tokens_by_lag: Mapping[int, int]) -> float:
         """Set the learning rates of the update on a batch with `tokens_by_lag`; returns the policy's scheduled rate."""
@@ -88,22 +88,26 @@ class Learner:
             optimizer.lower_policy(self.optimizer, lr_share(self.lag, tokens_by_lag))
         return scheduled
 
-    def steer(
+    def metrics(self, updated: UpdateResult) -> dict[str, float]:
+        """The metrics of an update."""
+        return update_metrics(self.updater, updated)
+
+    def adapt(
         self, updated: UpdateResult, metrics: Mapping[str, float], tokens_by_lag: Mapping[int, int], scheduled: float
     ) -> dict[str, float]:
-        """Update the admitted lag from the `metrics` of an update.
+        """Adapt to the `metrics` of an update: the admitted lag, the weights of KL and entropy, a moving reference.
 
         Returns the metrics `admitted_lag`, for later batches, and `lr_share`, the share of the `scheduled` rate used.
         """
-        steered: dict[str, float] = {}
-        if self.lag is not None or adaptive_lag.is_lowered_by_ess(self.config):
-            steered["lr_share"] = metrics["lr"] / scheduled if scheduled else 1.0
+        self.updater.adapt(updated, metrics)
+        adapted: dict[str, float] = {}
+        if self.lag is not None or adaptation.is_lowered_by_ess(self.config):
+            adapted["lr_share"] = metrics["lr"] / scheduled if scheduled else 1.0
         if self.lag is not None:
-            self.lag = adaptive_lag.lag_after_update(
-                self.config, self.lag, metrics, tokens_by_lag, frozen=updated.frozen
-            )
-            steered["admitted_lag"] = float(self.lag.admitted)
-        return steered
+            if not updated.frozen:
+                self.lag = adaptation.lag_after_update(self.config, self.lag, metrics, tokens_by_lag)
+            adapted["admitted_lag"] = float(self.lag.admitted)
+        return adapted
 
     def speed(self, updated: UpdateResult, metrics: Mapping[str, float]) -> dict[str, float]:
         """The speed of an update with these `metrics`."""
@@ -135,20 +139,17 @@ class Learner:
             version=self.version,
             digest="",
             ranks=self.config.learner.ranks,
-            beta=self.updater.beta,
-            bad_steps=self.updater.nonfinite_steps,
-            bonus=self.updater.steered_bonus,
-            reference_moved=self.updater.reference_moved,
             lag=self.lag,
+            **self.updater.state._asdict(),
         )
         trained = TrainState(self.policy, self.optimizer, frozen.separate_reference(self.updater.reference))
         self.saver.start(folder, state, trained, self.pusher.last)
 
     def export(self, folder: Path) -> str:
         """Write the policy as a Hugging Face folder. Returns the digest of the last push."""
-        whole = policy.gather_weights(self.policy, self.config.model.dtype, self.config.model.lora)
+        weights = policy.gather_weights(self.policy, self.config.model.dtype, self.config.model.lora)
         if dist.get_rank() == 0:
-            for note in hf_files.export(whole, self.model_path, folder, self.config.model.dtype):
+            for note in hf_files.export(weights, self.model_path, folder, self.config.model.dtype):
                 log.info("%s: %s", folder, note)
         return self.pusher.last.result().digest
 
@@ -173,13 +174,13 @@ def build(
     temperature, critic = config.rollout.temperature, config.algorithm.critic.model
     slices = context_parallel.slices_of(mesh.device_type, config.learner.mesh)
     lora, offload = config.model.lora, config.learner.offload
-    model = checkpointing.choose(config, model_path, mesh.device_type)
+    model = gradient_checkpointing.resolve_on_rank(config, model_path, mesh.device_type)
     loaded = load_policy.load(model, model_path, temperature, mesh, critic, offload=offload, lora=lora, slices=slices)
     loaded.set_context(config.queue.prefix)
     loaded.set_routes(replayed=config.rollout.engine.routes)
     has_moved = restore is not None or (resume_from is not None and checkpoint.reference_has_moved(Path(resume_from)))
-    followed = frozen.load_reference(config, model_path, mesh, loaded, None, has_moved=has_moved)
-    second_models = followed, frozen.load_teacher(config, model_path, mesh, None, slices)
+    reference = frozen.load_reference(config, model_path, mesh, loaded, None, has_moved=has_moved)
+    second_models = reference, frozen.load_teacher(config, model_path, mesh, None, slices)
     adamw = optimizer.adamw(loaded, config)
     updater = _updater(config, loaded, adamw, second_models)
     trained, version, lag = TrainState(loaded, adamw, frozen.separate_reference(updater.reference)), 0, None
@@ -190,7 +191,7 @@ def build(
         version, lag = state.version, AdmittedLag(*state.lag) if state.lag else None
         optimizer.configure(adamw, config)
         bonus = None if state.bonus is None else Bonus(*state.bonus)
-        updater.remember(state.beta, state.bad_steps, bonus, reference_moved=state.reference_moved)
+        updater.restore(UpdaterState(state.beta, state.bad_steps, bonus, state.reference_moved))
     pusher = Pusher(
         publish,
         factory.ends(config).sender(dist.get_rank()),
@@ -202,7 +203,7 @@ def build(
         pinned=is_on_gpu(loaded),
     )
     saver = checkpoint.Saver(checkpoint.checkpoint_process_group(), config.checkpoint)
-    lag, copies = adaptive_lag.go_on(config, lag), WeightSnapshots(loaded, adamw)
+    lag, copies = adaptation.lag_under(config, lag), WeightSnapshots(loaded, adamw)
     return Learner(
         config, model_path, mesh, loaded, adamw, updater, pusher, saver, version, size_of(loaded), lag, copies
     )
@@ -215,6 +216,6 @@ def _updater(
     second_models: tuple[Policy | NoReferenceWeights | None, Policy | None],
 ) -> Updater:
     """The updater of the policy `trained`, with the reference and teacher of `second_models`."""
-    chosen, (followed, taught_by) = objective.build(config), second_models
+    functions, (reference, teacher) = objective.build(config), second_models
     group = trained.slices.data_ranks()
-    return Updater(trained, adamw, chosen, config, group=group, reference=followed, teacher=taught_by)
+    return Updater(trained, adamw, functions, config, group=group, reference=reference, teacher=teacher)

@@ -16,6 +16,7 @@ from streamppo.config.sections import Config, longest_completion
 from streamppo.config.task import AgentEnvironment
 from streamppo.errors import ModelError
 from streamppo.learner.attention import attention
+from streamppo.learner.attention.layers import parent_of_layers
 from streamppo.learner.model import adapters
 from streamppo.learner.model.load_policy import SHARD_LAYERS_ABOVE, is_whole
 from streamppo.learner.model.policy import HEAD_CHUNK
@@ -38,8 +39,8 @@ class ModelSizes(NamedTuple):
     """The sizes of a model: numbers of parameters, of which `trained` are not frozen, and bytes of one token in the
     compute type.
 
-    `layer` is one transformer layer, of which `by_tensor` and `by_expert` are what tensor and expert parallelism cut;
-    `rest` is everything outside of the layers: embeddings, norm, head. `widest` is a layer's largest activation.
+    `layer` is one transformer layer; tensor and expert parallelism split `by_tensor` and `by_expert` of it. `rest` is
+    everything outside of the layers: embeddings, norm, head. `widest` is a layer's largest activation.
     `routes` are the bytes of a token's experts, of all layers. `active` is the number of parameters used for one token.
     """
 
@@ -115,13 +116,13 @@ def _sizes(hf_config: PretrainedConfig, model: Model) -> ModelSizes:
         lm: Any = AutoModelForCausalLM.from_config(hf_config, dtype=dtype, attn_implementation=attends)
         if model.lora is not None:
             adapters.add(lm, model.lora, model.dtype)
-    body = _text_part(lm.base_model)
-    layers = body.layers
+    body, name = parent_of_layers(lm.base_model)
+    layers = getattr(body, name)
     head_width = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
     pair = 2 * text.num_key_value_heads * head_width
     parameters, head = _count(lm), _count(lm) - _count(lm.base_model)
     by_tensor, by_expert = tensor_parallel.cut_parameters(body, layers[0])
-    activations, widest = _activations(body)
+    activations, widest = _activations(body, name)
     experts, chosen = experts_of(text), getattr(text, "num_experts_per_tok", 0) if by_expert else 0
     return ModelSizes(
         parameters=parameters,
@@ -142,41 +143,38 @@ def _sizes(hf_config: PretrainedConfig, model: Model) -> ModelSizes:
     )
 
 
-def _text_part(transformer: Any) -> Any:
-    """The part of a transformer that has its layers: the language model beside one for pictures, OPT's decoder."""
-    for name in ("language_model", "decoder"):
-        if hasattr(transformer, name):
-            return getattr(transformer, name)
-    return transformer
-
-
 def _count(module: torch.nn.Module) -> int:
     return sum(parameter.numel() for parameter in module.parameters())
 
 
-def _activations(body: Any) -> tuple[int, int]:
-    """Bytes of one token kept by one layer for the backward pass: all, two layers minus one, and the largest."""
+def _activations(body: Any, name: str) -> tuple[int, int]:
+    """Bytes of one token kept for the backward pass by a layer of `body`, under its attribute `name`: all, the largest.
+
+    All are those of two layers minus those of one.
+    """
     # A row of one token shows what attention keeps of each. Layers that carry a state fill every row up to a chunk,
-    # and show it in a long row; some of them run on the meta device with one of both alone.
+    # and show it in a long row; some of them run on the meta device with only one of the two kinds of row.
     try:
-        of_token = _in_rows(body, PROBED, 1)
+        of_token = _activations_in_rows(body, name, PROBED, 1)
     except (RuntimeError, ValueError):
-        return _in_rows(body, 1, LONG_ROW)
+        return _activations_in_rows(body, name, 1, LONG_ROW)
     try:
-        in_long_row = _in_rows(body, 1, LONG_ROW)
+        in_long_row = _activations_in_rows(body, name, 1, LONG_ROW)
     except (RuntimeError, ValueError):
         return of_token
     return in_long_row if 2 * in_long_row[0] < of_token[0] else of_token
 
 
-def _in_rows(body: Any, rows: int, width: int) -> tuple[int, int]:
-    all_layers, measured = body.layers, list[list[int]]()
+def _activations_in_rows(body: Any, name: str, rows: int, width: int) -> tuple[int, int]:
+    all_layers, measured = getattr(body, name), list[list[int]]()
     try:
         for count in (1, 2):
-            body.layers, body.config.num_hidden_layers = all_layers[:count], count
+            setattr(body, name, all_layers[:count])
+            body.config.num_hidden_layers = count
             measured.append(_activation_bytes(body, rows, width))
     finally:
-        body.layers, body.config.num_hidden_layers = all_layers, len(all_layers)
+        setattr(body, name, all_layers)
+        body.config.num_hidden_layers = len(all_layers)
     return (sum(measured[1]) - sum(measured[0])) // (rows * width), max(measured[0]) // (rows * width)
 
 
@@ -202,7 +200,7 @@ def _pass(body: torch.nn.Module, rows: int, width: int) -> None:
     tokens = torch.zeros(rows, width, dtype=torch.long, device="meta")
     # A row of one token needs a mask, and layers that carry a state could not read one of a long row here.
     seen = torch.ones(rows, 1, 1, 1, dtype=torch.bool, device="meta") if width == 1 else None
-    with attention.told_apart():
+    with attention.without_packing_search():
         body(input_ids=tokens, attention_mask=seen, use_cache=False)
 
 
@@ -250,8 +248,8 @@ def rank(config: Config, model: ModelSizes, longest: int) -> RankMemory:
     batch        all rows of the batch, which every rank holds whole between its passes; the experts of a pass's tokens,
                  and on a CPU those of its rows
     """
-    learner, own_body = config.learner, _own_body(config, model)
-    small = model.parameters + own_body <= SHARD_LAYERS_ABOVE
+    learner, critic_body = config.learner, _critic_body(config, model)
+    small = model.parameters + critic_body <= SHARD_LAYERS_ABOVE
     mesh = learner.mesh
     kept_of_layer = model.layer - model.by_tensor + model.by_tensor // mesh.tensor
     kept_of_layer -= model.by_expert - model.by_expert // mesh.expert
@@ -260,8 +258,8 @@ def rank(config: Config, model: ModelSizes, longest: int) -> RankMemory:
     gradients = model.trained / model.parameters
     reduced = gradients * (gathered_parameters if small else max(model.rest, kept_of_layer))
     gathered = int((1 + gradients) * gathered_parameters * model.element + MASTER * reduced)
-    if alone := is_whole(learner.ranks, offload=learner.offload):
-        gathered = (model.element < MASTER) * model.element * (model.trained + own_body)
+    if is_alone := is_whole(learner.ranks, offload=learner.offload):
+        gathered = (model.element < MASTER) * model.element * (model.trained + critic_body)
     tokens = -(-max(learner.micro_batch_tokens, longest) // mesh.slices)
     per_layer = model.activations_per_layer + 2 * (mesh.tensor - 1) * model.hidden * model.element
     kind, layer_input = config.model.gradient_checkpointing, model.hidden * model.element
@@ -280,7 +278,7 @@ def rank(config: Config, model: ModelSizes, longest: int) -> RankMemory:
         mask=_tree_mask(config, model, tokens, longest),
         head=_head(config, model, tokens),
         layer=(tokens * (per_layer + 2 * model.widest) + keys // model.layers) * (not keeps_all)
-        + alone * int(gradients * model.rest * model.element),
+        + is_alone * int(gradients * model.rest * model.element),
         reference=frozen * model.parameters // shards,
         batch=config.queue.batch_size * longest * BATCH
         + (tokens * model.routes if config.rollout.engine.routes else 0)
@@ -312,9 +310,9 @@ def _repeated_keys(config: Config, model: ModelSizes, tokens: int, longest: int)
     shares = config.model.share_prompts and not model.by_expert and config.learner.mesh.slices == 1
     if not shares or not _is_joined(config, model):
         return 0
-    samples, own = config.queue.samples_per_prompt, longest_completion(config)
-    prompt = longest - own
-    repeated = (prompt + samples * longest) / (prompt + samples * own) - 1
+    samples, completion = config.queue.samples_per_prompt, longest_completion(config)
+    prompt = longest - completion
+    repeated = (prompt + samples * longest) / (prompt + samples * completion) - 1
     return int(tokens * repeated * model.cache_per_token)
 
 
@@ -336,10 +334,10 @@ def _head(config: Config, model: ModelSizes, tokens: int) -> int:
 def state(config: Config, model: ModelSizes) -> int:
     """Bytes of a rank's weights, gradients and moments, on its GPU or in host memory."""
     frozen = (model.parameters - model.trained) * model.element
-    trained = (model.trained + _own_body(config, model)) * (MASTER + GRADIENT + MOMENTS)
+    trained = (model.trained + _critic_body(config, model)) * (MASTER + GRADIENT + MOMENTS)
     return (trained + frozen) // config.learner.mesh.shards(config.learner.ranks)
 
 
-def _own_body(config: Config, model: ModelSizes) -> int:
+def _critic_body(config: Config, model: ModelSizes) -> int:
     """The number of parameters of a critic with a separate transformer."""
     return model.body if config.algorithm.critic.model != "head" else 0

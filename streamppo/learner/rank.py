@@ -97,16 +97,16 @@ class Rank:
 
         self._history = decode(past, History)
         store.bring_model(self._config, model_path)
-        chosen = self._history.at(_version(resume_from)).learner
-        place = device.acquire(chosen.gpus, exact=chosen.exact)
-        device.join(place, address, self._rank, chosen.ranks, offload=chosen.offload)
-        mesh = device.mesh_of(place.type, chosen.mesh)
+        settings = self._history.at(_version(resume_from)).learner
+        rank_device = device.acquire(settings.gpus, exact=settings.exact)
+        device.join(rank_device, address, self._rank, settings.ranks, offload=settings.offload)
+        mesh = device.mesh_of(rank_device.type, settings.mesh)
         learner = self._built = self._load(model_path, mesh, resume_from)
         device.expect(device.UPDATE, mesh, *learner.policy.slices.groups())
         life = ray.get(self._queue.new_process_id.remote(""))
         Thread(target=self._follow_queue, args=(life, learner), name="follow queue", daemon=True).start()
         learner.push()
-        self._fetcher.start(learner.version, learner.own_rows)
+        self._fetcher.start(learner.version, learner.rank_rows)
         Thread(target=self._beat, name="beat", daemon=True).start()
         return learner.version
 
@@ -124,12 +124,12 @@ class Rank:
         assert fetched.batch.version == learner.version, "a batch of another version"
         following = learner.version + 1
         if following not in self._history.configs and following < learner.config.updates:
-            self._fetcher.start(following, learner.own_rows)
+            self._fetcher.start(following, learner.rank_rows)
         scheduled = learner.follow_schedule(fetched.lags)
         batch, updater = fetched.batch.to(learner.updater.device), learner.updater
         updated = updater.update(batch)
-        metrics, learned = updater.metrics(updated), encode(updater.token_record(updated))
-        metrics |= learner.steer(updated, metrics, fetched.lags, scheduled) | learner.speed(updated, metrics)
+        metrics, learned = learner.metrics(updated), encode(updater.token_record(updated))
+        metrics |= learner.adapt(updated, metrics, fetched.lags, scheduled) | learner.speed(updated, metrics)
         learner.version += 1
         pushed = learner.push(learned)
         self._follow_history(learner)
@@ -195,12 +195,12 @@ class Rank:
         learner.configure(config)
         device.expect(device.UPDATE, learner.mesh, *groups)
         if learner.version < config.updates:
-            self._fetcher.start(learner.version, learner.own_rows)
+            self._fetcher.start(learner.version, learner.rank_rows)
 
-    def _put(self, what: str, folder: str) -> None:
+    def _put(self, name: str, folder: str) -> None:
         """Copy a folder to the run's address, for nodes that do not share this disk."""
         if self._config.cluster.own_disks:
-            store.Store(self._config.checkpoint.remote).put_folder(what, Path(folder))
+            store.Store(self._config.checkpoint.remote).put_folder(name, Path(folder))
 
     def _learner(self) -> "Learner":
         assert self._built is not None, "setup comes first"

@@ -8,7 +8,7 @@ computed on every rank from the whole gathered [B, T] batch, so functions of `al
 import logging
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -17,35 +17,33 @@ from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
 from streamppo.algorithms.aggregate import Denominators, denominators
-from streamppo.algorithms.diagnostics import OffPolicy, update_statistics_of
-from streamppo.algorithms.exploration import Bonus, next_bonus
-from streamppo.algorithms.kl import kl, next_beta, policy_weights, stop_early
+from streamppo.algorithms.diagnostics import OffPolicy, off_policy, update_statistics_of
+from streamppo.algorithms.exploration import Bonus
+from streamppo.algorithms.kl import stop_early
 from streamppo.algorithms.value_losses import explained_variance
 from streamppo.config.sections import Config
 from streamppo.errors import UpdateError
 from streamppo.learner import batching
 from streamppo.learner.attention import attention
 from streamppo.learner.batch.padded import PaddedBatch
-from streamppo.learner.batching import Division
-from streamppo.learner.device import add_up, to_device
+from streamppo.learner.batching import STAND_IN, ActiveRows, Division, active_rows
+from streamppo.learner.device import add_up, naming_inexact_operation, to_device
 from streamppo.learner.model.frozen import NoReferenceWeights, follow
-from streamppo.learner.model.optimizer import clip
-from streamppo.learner.model.policy import Part, Policy, PolicyOutput, device_of
-from streamppo.learner.objective import adaptive_lag, idle_rows
+from streamppo.learner.model.optimizer import clip, lower_policy
+from streamppo.learner.model.policy import Part, Policy, PolicyOutput, device_of, empty_output, release
+from streamppo.learner.objective import adaptation
+from streamppo.learner.objective.adaptation import UpdaterState
 from streamppo.learner.objective.loss import Loss, MicroBatchLoss
-from streamppo.learner.objective.metrics import (
-    Minibatch,
-    PolicyPass,
-    Sums,
-    batch_metrics,
-    distances,
-    dropped_shares,
-    first_logprobs,
-    step_metrics,
-)
+from streamppo.learner.objective.metrics import Minibatch, PolicyPass, Sums
 from streamppo.learner.objective.objective import Epoch, Objective
-from streamppo.learner.objective.targets import Targets, correct_answer_mask, per_token_record
-from streamppo.learner.scorer import Scorer, score
+from streamppo.learner.objective.targets import (
+    Frozen,
+    Targets,
+    compute_targets,
+    correct_answer_mask,
+    per_token_record,
+    teacher_logprobs_from_batch,
+)
 from streamppo.process import phase
 from streamppo.types import TokenRecord
 
@@ -56,20 +54,19 @@ log = logging.getLogger(__name__)
 
 
 class UpdateResult(NamedTuple):
-    """The result of an update on the rows `chosen` of a batch.
+    """The result of an update on the rows `active` of a batch.
 
-    `age` is the distance between proximal and behavior policy, if the learning rate follows it, else None. `frozen`:
-    only the critic was trained.
-
-    `start` and `scored` are the times, by `time.perf_counter`, at which the update and its first step began.
+    `divergences` are those of the proximal from the behavior policy, if the learning rate follows them, else None.
+    `frozen`: only the critic was trained. `start` and `scored` are the times, by `time.perf_counter`, at which the
+    update and its first step began.
     """
 
     objective: Objective
     batch: PaddedBatch
-    chosen: idle_rows.IdleRows
+    active: ActiveRows
     targets: Targets
     minibatches: Sequence[Minibatch]
-    age: OffPolicy | None
+    divergences: OffPolicy | None
     start: float
     scored: float
     frozen: bool
@@ -78,10 +75,11 @@ class UpdateResult(NamedTuple):
 class Updater:
     """Trains on padded batches; `policy` and `optimizer` are changed in place.
 
-    Calls are collectives of all ranks: same batch, same order. The ranks of `group` pass different rows. All state
-    across batches: `beta`, the weight of the KL in the reward; `bonus`, the entropy bonus; `bad_steps`, the skipped
-    optimizer steps in a row; `critic_bad_steps`, the same for a critic with its own steps; and the weights of a
-    reference that follows the policy.
+    Calls are collectives of all ranks: same batch, same order. The ranks of `group` pass different rows. The state
+    across batches is `UpdaterState`, with the `bonus` in use, and the weights of a reference that follows the policy.
+
+    One update: the rows with passes, their scores, the targets, and then for each minibatch the passes of its
+    micro-batches, forward and backward, and a step.
     """
 
     def __init__(
@@ -115,47 +113,42 @@ class Updater:
                 model.step = -(-config.learner.micro_batch_tokens // STEPS)
         self.bad_steps = self.critic_bad_steps = 0
 
-    def remember(
-        self, beta: float, in_a_row: tuple[int, int], bonus: Bonus | None, *, reference_moved: bool = False
-    ) -> None:
-        """Restore the state of an earlier updater: bad steps `in_a_row`; `beta` if it is adaptive and was not 0.
+    @property
+    def state(self) -> UpdaterState:
+        """The state for a later updater's `restore`; its bonus is None if it is not adaptive."""
+        bonus = self.bonus if self.config.algorithm.entropy_control.target else None
+        return UpdaterState(self.beta, (self.bad_steps, self.critic_bad_steps), bonus, self.reference_moved)
 
-        `bonus` is restored if it is adaptive and not None. `reference_moved`: the reference, which the caller loads, is
-        no longer the run's first model.
+    def restore(self, state: UpdaterState) -> None:
+        """Continue from the `state` of an earlier updater: `beta` if it is adaptive and was not 0, `bonus` likewise.
+
+        The caller loads the weights of a reference that has moved.
         """
-        self.bad_steps, self.critic_bad_steps = in_a_row
-        self.reference_moved = reference_moved and self.reference is not None
-        if self.config.algorithm.kl.target and beta:
-            self.beta = beta
-        if self.config.algorithm.entropy_control.target and bonus is not None:
-            self.bonus = bonus
+        self.bad_steps, self.critic_bad_steps = state.bad_steps
+        self.reference_moved = state.reference_moved and self.reference is not None
+        if self.config.algorithm.kl.target and state.beta:
+            self.beta = state.beta
+        if self.config.algorithm.entropy_control.target and state.bonus is not None:
+            self.bonus = state.bonus
 
-    @property
-    def nonfinite_steps(self) -> tuple[int, int]:
-        """Skipped optimizer steps in a row: the policy's, and the critic's if it has its own steps."""
-        return self.bad_steps, self.critic_bad_steps
-
-    @property
-    def steered_bonus(self) -> Bonus | None:
-        """The bonus for a later updater's `remember`; None if it is not adaptive."""
-        return self.bonus if self.config.algorithm.entropy_control.target else None
-
-    def own_rows(self, batch: PaddedBatch) -> list[int]:
+    def rank_rows(self, batch: PaddedBatch) -> list[int]:
         """The rows of `batch` whose tokens this rank reads in its update; `batch` may be without tokens."""
-        chosen, sizes = idle_rows.find(self.config, batch), self.policy.sizes(batch.on_host)
-        return self.division.own_rows(sizes, batch.version, self.objective.epochs, chosen)
+        active, sizes = active_rows(self.config, batch), self.policy.sizes(batch.on_host)
+        return self.division.rank_rows(sizes, batch.version, self.objective.epochs, active)
 
+    @naming_inexact_operation()
     def update(self, batch: PaddedBatch, epochs: Sequence[Epoch] | None = None) -> UpdateResult:
         """Train on `batch` for `epochs`, by default those of the objective.
 
-        Raises `UpdateError` for data that must not be trained on, and for gradients that stay non-finite.
+        Raises `UpdateError` for data that must not be trained on, for gradients that stay non-finite, and for an
+        operation of torch that is not exact where `learner.exact` asks for it.
         """
         start, objective = time.perf_counter(), self.objective
         if epochs is None and batch.version < self.config.algorithm.critic.warmup_updates:
             objective = objective.warm_up()
-        chosen = idle_rows.find(self.config, batch)
-        targets, graphs = self._scorer(batch, chosen).prepare(objective, batch, beta=self.beta)
-        age = adaptive_lag.lower_by_ess(self.config, self.optimizer, batch, targets.scored)
+        active = active_rows(self.config, batch)
+        targets, graphs = self.prepare(objective, batch, active)
+        divergences = self._lower_rate(batch, targets.scored)
         scored = time.perf_counter()
         loss = Loss(objective, self.config.algorithm, batch, targets, self.bonus.weight)
         minibatches: list[Minibatch] = []
@@ -167,52 +160,32 @@ class Updater:
                 shares: list[MicroBatchLoss] = []
                 counts = self._counts(batch, rows)
                 self.optimizer.zero_grad(set_to_none=True)
-                for number, piece in enumerate(self._pieces(batch, rows, chosen)):
+                for number, micro_batch in enumerate(self._micro_batches(batch, rows, active)):
                     has_graph = graphs and epoch.part != "critic"
-                    current = graphs[number] if has_graph else score(self.policy, batch, piece, epoch.part)
-                    share = loss.share(to_device(piece, self.device), epoch.part, current, counts)
+                    current = graphs[number] if has_graph else score(self.policy, batch, micro_batch, epoch.part)
+                    share = loss.share(to_device(micro_batch, self.device), epoch.part, current, counts)
                     self.backward(share.loss)
                     shares.append(share._replace(loss=share.loss.detach()))
-                minibatches.append(self._step(epoch, rows, shares, chosen, frozen=frozen))
+                minibatches.append(self._step(epoch, rows, shares, active, frozen=frozen))
         self._warn_empty_steps(batch.version, minibatches)
-        return UpdateResult(objective, batch, chosen, targets, minibatches, age, start, scored, frozen)
+        return UpdateResult(objective, batch, active, targets, minibatches, divergences, start, scored, frozen)
 
-    @phase("metrics")
-    def metrics(self, updated: UpdateResult) -> dict[str, float]:
-        """Return an update's metrics, equal on every rank but for times, and adapt `beta` and `bonus`. A collective.
+    def adapt(self, updated: UpdateResult, metrics: Mapping[str, float]) -> None:
+        """Adapt `beta` and `bonus` to the `metrics` of an update, and move a reference that follows the policy.
 
-        Call it once after each update. It also moves a reference that follows the policy, every `kl.follow_every`.
+        Call it once after each update.
         """
-        batch, targets, minibatches = updated.batch, updated.targets, updated.minibatches
-        scored, passed_B = targets.scored, updated.chosen.scored_B.to(self.device)
-        if not updated.objective.scores_policy:
-            first_BT, passed_B = first_logprobs(minibatches, batch.mask_BT, self.group)
-            scored = scored._replace(logprobs_BT=first_BT)
-        steps = step_metrics(minibatches, targets.trained_BT, self.group)
-        if all(minibatch.part == "critic" for minibatch in minibatches):
-            # In warm-up the policy's only pass is the one before the critic's steps.
-            steps["entropy"] = targets.scored.entropy_BT[targets.trained_BT].double().sum().item()
-            steps["entropy"] /= max(1, int(targets.trained_BT.sum()))
-        metrics = {
-            **batch_metrics(batch, scored, passed_B, targets.estimate, targets.trained_BT, updated.age),
-            **steps,
-            **dropped_shares(self.objective.rules, minibatches, batch, self.group),
-            "tokens_idle": float(batch.mask_BT[~updated.chosen.taught_B.to(self.device)].sum()),
-            **self._kl_metrics(updated, scored, passed_B),
-            **self._exploration_metrics(updated, steps["entropy"]),
-            **distances(batch, targets.teacher_BT, targets.right_BT, scored, passed_B),
-            **self.policy.routers.metrics(self.device),
-            **({} if targets.explained is None else {"outcomes_explained": targets.explained}),
-            "lr": self.optimizer.param_groups[0]["lr"],
-            "score_s": updated.scored - updated.start,
-            "train_s": time.perf_counter() - updated.scored,
-        }
-        self._move_reference(batch.version)
-        return metrics
+        if not updated.frozen:
+            self.beta = adaptation.beta_after_update(self.config, self.beta, metrics, len(updated.batch.reward_B))
+            self.bonus = adaptation.bonus_after_update(self.config, self.bonus, metrics)
+        every = self.config.algorithm.kl.follow_every
+        if isinstance(self.reference, Policy) and every and (updated.batch.version + 1) % every == 0:
+            follow(self.reference, self.policy, self.config.algorithm.kl.follow_share)
+            self.reference_moved = True
 
     def token_record(self, updated: UpdateResult) -> TokenRecord:
         """The per-token numbers from before the first step that the archive keeps."""
-        return per_token_record(self.objective, self.config, updated.batch, updated.targets, updated.chosen.scored_B)
+        return per_token_record(self.objective, self.config, updated.batch, updated.targets, updated.active.scored_B)
 
     def pretrain(self, batch: PaddedBatch) -> float:
         """Train only the critic on the returns of `batch`, which may be another run's.
@@ -224,16 +197,75 @@ class Updater:
         targets = self.update(batch, self.objective.critic_epochs()).targets
         return explained_variance(targets.scored.values_BT, targets.estimate.returns, batch.mask_BT)
 
-    def _scorer(self, batch: PaddedBatch, chosen: idle_rows.IdleRows) -> Scorer:
-        """The passes over `batch` before its first step."""
+    # --- before the first step -----------------------------------------------------------------------------------
+
+    def prepare(
+        self, objective: Objective, batch: PaddedBatch, active: ActiveRows
+    ) -> tuple[Targets, list[PolicyOutput]]:
+        """The targets of `batch`, and the scores with their graphs if its only step reuses them, else an empty list.
+
+        Raises `UpdateError` for data that must not be trained on.
+        """
         sizes = self.policy.sizes(batch.on_host)
-        pieces = self.division.micro_batches(sizes, chosen.scored_B.nonzero()[:, 0])
-        keeps_graphs = torch.equal(chosen.scored_B, chosen.taught_B) and self.division.are_one_pass(sizes, pieces)
-        if len(pieces) > 1:
+        micro_batches = self.division.micro_batches(sizes, active.scored_B.nonzero()[:, 0])
+        keeps_graphs = torch.equal(active.scored_B, active.trained_B)
+        keeps_graphs &= objective.one_step and self.division.are_one_pass(sizes, micro_batches)
+        if len(micro_batches) > 1:
             # A router has the routes of its last pass alone, and FSDP's passes are followed by their backward pass.
             keeps_graphs &= not (self.policy.routers or isinstance(self.policy, FSDPModule))
-        models = self.policy, self.reference, self.teacher
-        return Scorer(*models, self.config, self.group, pieces, chosen.scored_B, keeps_graphs)
+        scored, graphs = self._score_batch(objective.scored, batch, micro_batches, keeps_graphs=keeps_graphs)
+        try:
+            models = (self.reference, self.teacher)
+            frozen = Frozen(*(self._frozen_logprobs(model, batch, micro_batches) for model in models))
+            if self.config.algorithm.teacher.url:
+                frozen = frozen._replace(teacher_BT=teacher_logprobs_from_batch(batch))
+            with phase("targets"):
+                targets = compute_targets(
+                    objective, self.config, batch, scored, frozen, active.scored_B, beta=self.beta
+                )
+        except ValueError as error:
+            raise UpdateError(f"batch {batch.version} cannot be trained on: {error}") from error
+        return targets, graphs
+
+    def _score_batch(
+        self, part: Part | None, batch: PaddedBatch, micro_batches: Sequence[Tensor], *, keeps_graphs: bool
+    ) -> tuple[PolicyOutput, list[PolicyOutput]]:
+        """The scores of the whole batch; and those of this rank's passes with their graphs, if they are to be kept."""
+        if part is None:
+            return empty_output(batch), []
+        keeps_graphs &= part != "critic"
+        with torch.set_grad_enabled(keeps_graphs):
+            scores = [score(self.policy, batch, rows, part) for rows in micro_batches]
+        return _gather(batch, micro_batches, scores, self.group), scores if keeps_graphs else []
+
+    def _frozen_logprobs(
+        self, model: Policy | NoReferenceWeights | None, batch: PaddedBatch, micro_batches: Sequence[Tensor]
+    ) -> Tensor | None:
+        """[B, T] log-probs of `model`, the reference or the teacher, by its own routes; None without a model."""
+        if model is None:
+            return None
+        with torch.no_grad():
+            scores = [score(model, batch._replace(routes=None), rows, "policy") for rows in micro_batches]
+        if isinstance(model, Policy):
+            release(model)
+        return _gather(batch, micro_batches, scores, self.group).logprobs_BT
+
+    def _lower_rate(self, batch: PaddedBatch, scored: PolicyOutput) -> OffPolicy | None:
+        """Lower the policy's learning rate for the update on `batch`; None if it does not follow the divergences.
+
+            W     = proximal / behavior of each of n sequences
+            rate *= sqrt(sum(W)^2 / (n sum(W^2)))
+
+        The factor is the root of the effective sample size: AdamW's step is to grow with the root of the number of
+        samples in a gradient (VCPO, https://arxiv.org/abs/2602.17616). On-policy the factor is 1.
+        """
+        if not adaptation.is_lowered_by_ess(self.config):
+            return None
+        divergences = off_policy(scored.logprobs_BT, batch.behavior_logprobs_BT, batch.mask_BT, batch.lag_BT)
+        lower_policy(self.optimizer, math.sqrt(divergences.overall.ess_sequence))
+        return divergences
+
+    # --- a step --------------------------------------------------------------------------------------------------
 
     def _counts(self, batch: PaddedBatch, rows: Tensor) -> Denominators:
         """The denominators of the loss of a minibatch, over all ranks."""
@@ -243,10 +275,10 @@ class Updater:
             return counts
         return counts._replace(right=float(correct_answer_mask(batch, self.config)[rows].sum()))
 
-    def _pieces(self, batch: PaddedBatch, rows: Tensor, chosen: idle_rows.IdleRows) -> list[Tensor]:
+    def _micro_batches(self, batch: PaddedBatch, rows: Tensor, active: ActiveRows) -> list[Tensor]:
         """This rank's micro-batches of a minibatch; one empty micro-batch if no row is left but a step is due."""
-        pieces = self.division.micro_batches(self.policy.sizes(batch.on_host), chosen.select(rows))
-        return pieces or [rows[:0]] * bool(chosen.idle_B[rows].any())
+        micro_batches = self.division.micro_batches(self.policy.sizes(batch.on_host), active.select(rows))
+        return micro_batches or [rows[:0]] * bool(active.idle_B[rows].any())
 
     @phase("backward")
     def backward(self, loss: Tensor) -> None:
@@ -255,23 +287,17 @@ class Updater:
         loss.backward()
 
     def _step(
-        self,
-        epoch: Epoch,
-        minibatch: Tensor,
-        shares: Sequence[MicroBatchLoss],
-        chosen: idle_rows.IdleRows,
-        *,
-        frozen: bool,
+        self, epoch: Epoch, minibatch: Tensor, shares: Sequence[MicroBatchLoss], active: ActiveRows, *, frozen: bool
     ) -> Minibatch:
         """Make the optimizer step of a minibatch, unless the policy has already moved too far. A collective.
 
         A `frozen` policy is unchanged; only its critic learns.
         """
-        sums, rows, idle = Sums.zero(self.device), chosen.select(minibatch), minibatch[~chosen.taught_B[minibatch]]
+        sums, rows, idle = Sums.zero(self.device), active.select(minibatch), minibatch[~active.trained_B[minibatch]]
         for share in shares:
             sums = sums.plus(share.sums)
         passes = [share.policy_pass for share in shares if share.policy_pass is not None]
-        if not chosen.idle_B[minibatch].any() and not self._has_tokens(sums, passes):
+        if not active.idle_B[minibatch].any() and not self._has_tokens(sums, passes):
             return Minibatch(epoch.part, rows, sums, passes, None, stopped_early=False, is_empty=True, idle=idle)
         target_kl = self.config.algorithm.target_kl
         moved = self._kl_from_proximal(sums) if target_kl and epoch.part != "critic" else 0.0
@@ -340,43 +366,30 @@ class Updater:
         else:
             self.bad_steps = in_a_row
 
-    def _kl_metrics(self, updated: UpdateResult, learner: PolicyOutput, passed_B: Tensor) -> dict[str, float]:
-        """The KL of the policy to the reference; adapts `beta` if a target is set, unless the policy was frozen."""
-        batch, targets = updated.batch, updated.targets
-        if targets.reference_BT is None:
-            return {}
-        config, mask_BT = self.config.algorithm.kl, batch.mask_BT & passed_B[:, None]
-        per_token_BT = kl(learner.logprobs_BT, targets.reference_BT, mask_BT, kind="k3")
-        # Importance weights: tokens are of an older policy, or of the engine's arithmetic.
-        per_token_BT = per_token_BT * policy_weights(learner.logprobs_BT, batch.behavior_logprobs_BT, mask_BT)
-        per_response = (per_token_BT.sum() / passed_B.sum()).item()
-        metrics = {"reference_kl": per_response, "kl_beta": self.beta}
-        if config.target and not updated.frozen:
-            self.beta = next_beta(self.beta, per_response, len(mask_BT), target=config.target, horizon=config.horizon)
-        return metrics
-
-    def _move_reference(self, version: int) -> None:
-        every = self.config.algorithm.kl.follow_every
-        if isinstance(self.reference, Policy) and every and (version + 1) % every == 0:
-            follow(self.reference, self.policy, self.config.algorithm.kl.follow_share)
-            self.reference_moved = True
-
-    def _exploration_metrics(self, updated: UpdateResult, entropy: float) -> dict[str, float]:
-        """The share of selected tokens, and the weight of the entropy bonus; adapts `bonus` if a target is set."""
-        metrics, targets = dict[str, float](), updated.targets
-        if targets.chosen_BT is not None:
-            metrics["singled_out"] = float(targets.chosen_BT.sum()) / max(1.0, float(targets.trained_BT.sum()))
-        control = self.config.algorithm.entropy_control
-        if not control.target:
-            return metrics
-        metrics["entropy_weight"] = self.bonus.weight
-        # Of a frozen policy the bonus cannot change the entropy.
-        if not updated.frozen:
-            coefficient, within = self.bonus.coefficient, control.range
-            self.bonus = next_bonus(coefficient, entropy, target=control.target, step=control.step, within=within)
-        return metrics
-
 
 def _has_ended(epoch: Epoch, minibatches: Sequence[Minibatch]) -> bool:
     """True if the policy's part of the update has stopped early; a critic with its own steps continues."""
     return epoch.part != "critic" and any(minibatch.stopped_early for minibatch in minibatches)
+
+
+@phase("forward")
+def score(policy: Policy | NoReferenceWeights, batch: PaddedBatch, rows: Tensor, part: Part) -> PolicyOutput:
+    """The scores of `rows` by `policy`. An empty micro-batch passes one row: the pass is a collective."""
+    if isinstance(policy, Policy):
+        policy.routers.counts = len(rows) > 0
+    return policy(batch.select(rows if len(rows) else STAND_IN), part)
+
+
+def _gather(
+    batch: PaddedBatch, micro_batches: Sequence[Tensor], scores: Sequence[PolicyOutput], group: dist.ProcessGroup
+) -> PolicyOutput:
+    """The scores of every rank's rows, whole and detached, on every rank."""
+    gathered = empty_output(batch)
+    for rows, scored in zip(micro_batches, scores, strict=True):
+        device_rows = to_device(rows, batch.mask_BT.device)
+        for target, part in zip(gathered, scored, strict=True):
+            entries = (device_rows, slice(part.shape[1])) if part.dim() == 2 else (device_rows,)
+            target[entries] = part[: len(rows)].detach().to(target.dtype)
+    for column in gathered:
+        add_up(column, group)
+    return gathered

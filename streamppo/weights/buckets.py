@@ -1,4 +1,4 @@
-"""Shards of parameters <-> flat byte buckets. Pure: no Ray.
+"""Shards of parameters packed into flat byte buckets. Pure: no Ray.
 
 A bucket is a one-dimensional uint8 array of consecutive pieces, each aligned to 64 bytes. The layout depends only on
 names, shapes and sizes.
@@ -133,16 +133,16 @@ class Buckets:
         """The delta of each shard whose bucket shrinks to at most half its bytes; None for the other shards."""
         widths = [shard.dtype.itemsize for shard in self._shards.values()]
         deltas = [delta.changes(*three) for three in zip(before, raw, widths, strict=True)]
-        left = [0] * len(self.arrays)
+        stored_bytes = [0] * len(self.arrays)
         for encoded, whole, place in zip(deltas, raw, self._places, strict=True):
-            left[place.bucket] += (whole if encoded is None else encoded).nbytes
-        pays = [2 * nbytes <= array.nbytes for nbytes, array in zip(left, self.arrays, strict=True)]
+            stored_bytes[place.bucket] += (whole if encoded is None else encoded).nbytes
+        pays = [2 * nbytes <= array.nbytes for nbytes, array in zip(stored_bytes, self.arrays, strict=True)]
         return [encoded if pays[place.bucket] else None for encoded, place in zip(deltas, self._places, strict=True)]
 
-    def _pack_changed(self, stored: Sequence[Bytes], anew: Collection[int]) -> tuple[list[_Place], list[Bytes]]:
-        """Pack the `stored` bytes of the shards in buckets `anew` into new buckets; keep the other buckets."""
-        unchanged = [number for number in range(len(self.arrays)) if number not in anew]
-        moved = [number for number, place in enumerate(self._places) if place.bucket in anew]
+    def _pack_changed(self, stored: Sequence[Bytes], repacked: Collection[int]) -> tuple[list[_Place], list[Bytes]]:
+        """Pack the `stored` bytes of the shards in buckets `repacked` into new buckets; keep the other buckets."""
+        unchanged = [number for number in range(len(self.arrays)) if number not in repacked]
+        moved = [number for number, place in enumerate(self._places) if place.bucket in repacked]
         places, totals = _plan([stored[number].nbytes for number in moved], self._bucket_bytes)
         arrays = [np.zeros(total, dtype=np.uint8) for total in totals]
         for number, place in zip(moved, places, strict=True):
@@ -150,9 +150,9 @@ class Buckets:
         packed = dict(
             zip(moved, (place._replace(bucket=len(unchanged) + place.bucket) for place in places), strict=True)
         )
-        after = {number: at for at, number in enumerate(unchanged)}
+        new_numbers = {number: at for at, number in enumerate(unchanged)}
         return [
-            packed[number] if number in packed else place._replace(bucket=after[place.bucket])
+            packed[number] if number in packed else place._replace(bucket=new_numbers[place.bucket])
             for number, place in enumerate(self._places)
         ], [*(self.arrays[number] for number in unchanged), *arrays]
 
@@ -171,8 +171,8 @@ def describe_tensor(name: str, shard: Shard, values: torch.Tensor) -> Tensor:
 def pack_whole(version: int, tensors: Mapping[str, torch.Tensor], bucket_bytes: int) -> PackedPush:
     """Copy whole `tensors` into new buckets. See `Buckets`."""
     buckets = Buckets({name: Shard.whole(tensor) for name, tensor in tensors.items()}, bucket_bytes)
-    for name, into in buckets.tensors.items():
-        into.copy_(tensors[name].detach())
+    for name, target in buckets.tensors.items():
+        target.copy_(tensors[name].detach())
     return buckets.push(version)
 
 

@@ -19,10 +19,10 @@ from torch import Tensor
 from streamppo.errors import WeightsError
 
 BLOCK = 1 << 15
-"""Words per block. All blocks share one table of coefficients; block b multiplies it by its own odd factor."""
-AT_ONCE = 16
+"""Words per block. All blocks share one table of coefficients, times an odd factor of each block."""
+BLOCKS_AT_ONCE = 16
 """Blocks that a CPU widens and multiplies at a time: they stay in its cache."""
-AT_ONCE_ON_A_GPU = 1024
+BLOCKS_AT_ONCE_ON_GPU = 1024
 PART_BYTES = 1 << 21
 """Bytes that `write` copies and hashes at a time."""
 _MASK = 2**64 - 1
@@ -32,15 +32,15 @@ def hash_tensor(part: Tensor, first: int = 0) -> int:
     """The hash of `part`, which starts at byte `first` of the whole tensor."""
     raw = part.detach().contiguous().view(-1).view(torch.uint8)
     if len(raw) < 8:
-        return _of_bytes(raw.tolist(), first) & _MASK
+        return _hash_bytes(raw.tolist(), first) & _MASK
     head, tail = -first % 4, (first + len(raw)) % 4
     words = raw[head : len(raw) - tail] if head or tail else raw
     if words.data_ptr() % 4:
         words = words.clone()
-    total = _of_words(words.view(torch.int32), (first + head) // 4)
+    total = _hash_words(words.view(torch.int32), (first + head) // 4)
     if head or tail:
-        total += _of_bytes(raw[:head].tolist(), first)
-        total += _of_bytes(raw[len(raw) - tail :].tolist(), first + len(raw) - tail)
+        total += _hash_bytes(raw[:head].tolist(), first)
+        total += _hash_bytes(raw[len(raw) - tail :].tolist(), first + len(raw) - tail)
     return total & _MASK
 
 
@@ -64,32 +64,32 @@ def check(expected: Mapping[str, int], tensors: Iterable[tuple[str, Tensor]]) ->
     compare(expected, ((name, hash_tensor(tensor)) for name, tensor in tensors))
 
 
-def compare(expected: Mapping[str, int], found: Iterable[tuple[str, int]]) -> None:
-    """Raise `WeightsError` with the first name if a `found` hash is not the `expected` one."""
-    wrong = [name for name, content in found if content != expected[name]]
+def compare(expected: Mapping[str, int], hashes: Iterable[tuple[str, int]]) -> None:
+    """Raise `WeightsError` with the first name if a `hashes` hash is not the `expected` one."""
+    wrong = [name for name, content in hashes if content != expected[name]]
     if wrong:
         raise WeightsError(f"{wrong[0]} is not as it was pushed ({len(wrong)} tensors are not)")
 
 
-def _of_words(words: Tensor, start: int) -> int:
+def _hash_words(words: Tensor, start: int) -> int:
     """The hash of int32 `words`, the first of which has index `start`; a negative word counts modulo 2**64."""
-    table, total, at = _table(words.device), 0, 0
-    many = AT_ONCE if words.device.type == "cpu" else AT_ONCE_ON_A_GPU
-    while at < len(words):
-        block, within = divmod(start + at, BLOCK)
-        if within or len(words) - at < BLOCK:
-            part = words[at : at + BLOCK - within]
-            (block_sum,) = _of_blocks(part[None], table[within : within + len(part)])
+    table, total, offset = _table(words.device), 0, 0
+    blocks_at_once = BLOCKS_AT_ONCE if words.device.type == "cpu" else BLOCKS_AT_ONCE_ON_GPU
+    while offset < len(words):
+        block, within = divmod(start + offset, BLOCK)
+        if within or len(words) - offset < BLOCK:
+            part = words[offset : offset + BLOCK - within]
+            (block_sum,) = _hash_blocks(part[None], table[within : within + len(part)])
             total += block_sum * _factor(block)
         else:
-            part = words[at : at + min(many, (len(words) - at) // BLOCK) * BLOCK]
-            sums: list[int] = _of_blocks(part.view(-1, BLOCK), table)
+            part = words[offset : offset + min(blocks_at_once, (len(words) - offset) // BLOCK) * BLOCK]
+            sums: list[int] = _hash_blocks(part.view(-1, BLOCK), table)
             total += sum(block_sum * _factor(n) for n, block_sum in enumerate(sums, block))
-        at += len(part)
+        offset += len(part)
     return total
 
 
-def _of_blocks(blocks: Tensor, table: Tensor) -> list[int]:
+def _hash_blocks(blocks: Tensor, table: Tensor) -> list[int]:
     """The sum of each block, without the block's factor."""
     if blocks.device.type == "cpu":
         # einsum adds the products without storing them; `astype` widens faster than einsum would.
@@ -97,7 +97,7 @@ def _of_blocks(blocks: Tensor, table: Tensor) -> list[int]:
     return (blocks.to(torch.int64) * table).sum(1).tolist()
 
 
-def _of_bytes(values: list[int], first: int) -> int:
+def _hash_bytes(values: list[int], first: int) -> int:
     """The contribution of single bytes: the other bytes of their words count as 0."""
     return sum(_byte(value, at) * _coefficient(at // 4) for at, value in enumerate(values, first))
 
@@ -109,7 +109,7 @@ def _byte(value: int, at: int) -> int:
 
 @lru_cache
 def _table(device: torch.device) -> Tensor:
-    coefficients = [_mixed(n) | 1 for n in range(BLOCK)]
+    coefficients = [_split_mix(n) | 1 for n in range(BLOCK)]
     return torch.tensor(
         [coefficient - 2**64 if coefficient >> 63 else coefficient for coefficient in coefficients],
         dtype=torch.int64,
@@ -118,15 +118,15 @@ def _table(device: torch.device) -> Tensor:
 
 
 def _coefficient(word: int) -> int:
-    return (_mixed(word % BLOCK) | 1) * _factor(word // BLOCK)
+    return (_split_mix(word % BLOCK) | 1) * _factor(word // BLOCK)
 
 
 @lru_cache(1 << 16)
 def _factor(block: int) -> int:
-    return _mixed(2**32 + block) | 1
+    return _split_mix(2**32 + block) | 1
 
 
-def _mixed(number: int) -> int:
+def _split_mix(number: int) -> int:
     """The output of SplitMix64 (Steele, Lea and Flood 2014) for one state."""
     mixed = (number + 1) * 0x9E3779B97F4A7C15 & _MASK
     mixed = (mixed ^ mixed >> 30) * 0xBF58476D1CE4E5B9 & _MASK

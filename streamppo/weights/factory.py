@@ -59,15 +59,15 @@ def create_folder(config: Config) -> None:
     Raises `RunError` if it cannot be created.
     """
     end(config)
-    if isinstance(chosen := config.learner.transport, Folder):
-        with durable.naming(Path(chosen.path), RunError):
-            Path(chosen.path).mkdir(parents=True, exist_ok=True)
+    if isinstance(transport := config.learner.transport, Folder):
+        with durable.naming(Path(transport.path), RunError):
+            Path(transport.path).mkdir(parents=True, exist_ok=True)
 
 
 def end(config: Config) -> None:
     """Delete the weights folder of a `with_run_folder` configuration; other transports leave nothing behind."""
-    if isinstance(chosen := config.learner.transport, Folder):
-        shutil.rmtree(chosen.path, ignore_errors=True)
+    if isinstance(transport := config.learner.transport, Folder):
+        shutil.rmtree(transport.path, ignore_errors=True)
 
 
 def without_transport(config: Config) -> Config:

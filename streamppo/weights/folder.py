@@ -37,35 +37,35 @@ class FolderSender:
     """Implements `transport.Sender` for one life of `rank`; keeps two whole versions and the deltas after them."""
 
     def __init__(self, folder: Path, rank: int) -> None:
-        self._all, self._name = folder, f"rank-{rank}-"
-        self._own = folder / f"{self._name}{uuid4().hex[:12]}"
+        self._root, self._name = folder, f"rank-{rank}-"
+        self._folder = folder / f"{self._name}{uuid4().hex[:12]}"
         self._names: dict[int, list[Path]] = {}
-        self._before = 0
+        self._dropped_before = 0
 
     def put(self, version: int, arrays: Sequence[Bytes]) -> list[BucketRef]:
         """See `transport.Sender.put`."""
-        with durable.naming(self._own, WeightsError):
-            self._own.mkdir(parents=True, exist_ok=True)
+        with durable.naming(self._folder, WeightsError):
+            self._folder.mkdir(parents=True, exist_ok=True)
             return [self._write(version, number, array) for number, array in enumerate(arrays)]
 
     def drop(self, before: int) -> None:
         """See `transport.Sender.drop`; deletes one call later, so that actors can finish reads that they have begun."""
-        for version in [version for version in self._names if version < self._before]:
+        for version in [version for version in self._names if version < self._dropped_before]:
             for path in self._names.pop(version):
                 path.unlink(missing_ok=True)
-        self._before = before
-        for folder in self._all.glob(f"{self._name}*"):
+        self._dropped_before = before
+        for folder in self._root.glob(f"{self._name}*"):
             # Folders of dead ranks: the ledger no longer refers to them.
-            if folder != self._own:
+            if folder != self._folder:
                 shutil.rmtree(folder, ignore_errors=True)
 
     def _write(self, version: int, number: int, array: Bytes) -> bytes:
-        path = self._own / f"{version:08d}-{number}"
+        path = self._folder / f"{version:08d}-{number}"
         self._names.setdefault(version, []).append(path)
         with durable.aside(path).open("wb", buffering=0) as file:
-            left = array.data
-            while left:
-                left = left[file.write(left) :]
+            unwritten = array.data
+            while unwritten:
+                unwritten = unwritten[file.write(unwritten) :]
         os.replace(durable.aside(path), path)
         return encode(File(path=str(path), nbytes=array.nbytes))
 
@@ -97,9 +97,9 @@ class FolderReceiver:
 
 def _read(file: File) -> Bytes:
     """Read a bucket, or the rest of a truncated one. It is not memory-mapped: a shrinking file would be fatal."""
-    bucket, at = np.empty(file.nbytes, dtype=np.uint8), 0
-    into = bucket.data
+    bucket, size = np.empty(file.nbytes, dtype=np.uint8), 0
+    memory = bucket.data
     with open(file.path, "rb", buffering=0) as source:
-        while at < file.nbytes and (count := source.readinto(into[at:])):
-            at += count
-    return bucket[:at]
+        while size < file.nbytes and (count := source.readinto(memory[size:])):
+            size += count
+    return bucket[:size]

@@ -44,10 +44,10 @@ class Ledger(Generic[T]):
         if previous is not None and previous.push.digest != push.digest:
             raise WeightsError(f"version {push.version} was published again with other weights")
         self._entries[push.version] = LedgerEntry(push, handle)
-        whole = max(
+        newest_whole = max(
             (version for version, earlier in self._entries.items() if earlier.push.base_version is None), default=0
         )
-        self._entries = {version: entry for version, entry in self._entries.items() if version >= whole}
+        self._entries = {version: entry for version, entry in self._entries.items() if version >= newest_whole}
 
     @property
     def newest(self) -> int | None:

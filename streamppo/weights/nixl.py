@@ -60,10 +60,10 @@ class NixlSender:
         self._blocks = 0
         self._free: list[_Block] = []
         self._used: dict[int, list[_Block]] = {}
-        self._before = 0
+        self._dropped_before = 0
         self._generations = np.zeros(BLOCKS, dtype=np.int64)
         self._register(self._generations)
-        threading.Thread(target=self._look_after, name="nixl", daemon=True).start()
+        threading.Thread(target=self._make_progress, name="nixl", daemon=True).start()
 
     def put(self, version: int, arrays: Sequence[Bytes]) -> list[BucketRef]:
         """See `transport.Sender.put`."""
@@ -90,15 +90,15 @@ class NixlSender:
 
     def drop(self, before: int) -> None:
         """See `transport.Sender.drop`; frees one call later, so that actors can finish reads that they have begun."""
-        for version in [version for version in self._used if version < self._before]:
+        for version in [version for version in self._used if version < self._dropped_before]:
             self._free += self._used.pop(version)
-        self._before = before
+        self._dropped_before = before
 
     def _block(self, nbytes: int) -> _Block:
         """A block of at least `nbytes` and at most twice as many: the one free for longest, or a new one."""
-        for at, block in enumerate(self._free):
+        for number, block in enumerate(self._free):
             if nbytes <= block.memory.nbytes <= max(4096, 2 * nbytes):
-                return self._free.pop(at)
+                return self._free.pop(number)
         block = _Block(self._blocks, np.zeros(max(4096, nbytes), dtype=np.uint8))
         self._blocks += 1
         self._register(block.memory)
@@ -108,7 +108,7 @@ class NixlSender:
         with self._lock:
             self._agent.register_memory([(memory.ctypes.data, memory.nbytes, 0, "")], KIND)
 
-    def _look_after(self) -> None:
+    def _make_progress(self) -> None:
         """Make progress calls forever, for devices that do not serve reads by themselves."""
         while True:
             with self._lock:
@@ -151,8 +151,9 @@ class NixlReceiver:
         """Fill `into` from `address` of the agent `name`. Raises `BucketGone` if it takes too long."""
         agent, place = self._agent, (into.ctypes.data, into.nbytes, 0)
         registered = agent.register_memory([(*place, "")], KIND)
-        theirs, ours = agent.get_xfer_descs([(address, into.nbytes, 0)], KIND), agent.get_xfer_descs([place], KIND)
-        handle = agent.initialize_xfer("READ", ours, theirs, name)
+        remote_memory = agent.get_xfer_descs([(address, into.nbytes, 0)], KIND)
+        local_memory = agent.get_xfer_descs([place], KIND)
+        handle = agent.initialize_xfer("READ", local_memory, remote_memory, name)
         try:
             end = time.monotonic() + READ_S + into.nbytes / SLOWEST_BYTES_PER_S
             state = agent.transfer(handle)

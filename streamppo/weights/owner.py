@@ -40,12 +40,12 @@ TAKES_OVER = "+"
 
 def tokens(run: Path) -> list[str]:
     """The tokens of the claims by the folder `run`, the newest first."""
-    return [token.removeprefix(TAKES_OVER) for token in _written(run)]
+    return [token.removeprefix(TAKES_OVER) for token in _claim_tokens(run)]
 
 
 def token(run: Path) -> str:
     """The token of the last claim by the folder `run`; empty without one."""
-    return next((claimed for claimed in _written(run) if not claimed.startswith(TAKES_OVER)), "")
+    return next((claimed for claimed in _claim_tokens(run) if not claimed.startswith(TAKES_OVER)), "")
 
 
 def newest(names: Sequence[str]) -> str:
@@ -65,7 +65,7 @@ def other_owner(store: Store, run: Path) -> str:
     if newest(names) not in tokens(run):
         place = f" in {claim.path}" if claim else ""
         return f"another copy of this run continues{place}, with the address {store.address}"
-    takes_over = f"{TAKES_OVER}{newest(names)}" in _written(run)
+    takes_over = f"{TAKES_OVER}{newest(names)}" in _claim_tokens(run)
     if claim and not takes_over and claim.path != str(run.resolve()) and claim.inode != run.stat().st_ino:
         return f"a copy of the run in {claim.path}, whose address is {store.address}"
     return ""
@@ -77,12 +77,12 @@ def claim(store: Store, run: Path) -> None:
     In this order, a crash between the two leaves a folder that still has the newest token. Raises `CheckpointError` if
     the address refuses.
     """
-    token, before = uuid4().hex[:12], store.names(OWNERS)
+    token, claims = uuid4().hex[:12], store.names(OWNERS)
     write(run, store.address, [token, *tokens(run)])
-    number = 1 + max((int(name.partition("-")[0]) for name in before), default=0)
+    number = 1 + max((int(name.partition("-")[0]) for name in claims), default=0)
     row = msgspec.json.encode(Claim(str(run.resolve()), run.stat().st_ino))
     store.put(OWNERS, {f"{number:08d}-{token}": io.BytesIO(with_crc(row))})
-    for old in before:
+    for old in claims:
         try:
             store.delete(f"{OWNERS}/{old}")
         except CheckpointError as error:
@@ -111,7 +111,7 @@ def forget(run: Path) -> str:
     return f"to continue with it as a separate run, delete {run / ADDRESS}: it gets another address"
 
 
-def _written(run: Path) -> list[str]:
+def _claim_tokens(run: Path) -> list[str]:
     file = run / ADDRESS
     return durable.read(file).decode().partition("\n")[2].split() if file.is_file() else []
 

@@ -66,7 +66,7 @@ class Pusher:
         self._described: Future[None] = Future()
         self._described.set_result(None)
         self._wants_whole = True
-        self._carried: dict[int, tuple[bytes, list[BucketRef], bytes]] = {}
+        self._pushes: dict[int, tuple[bytes, list[BucketRef], bytes]] = {}
 
     def buckets(self, like: Mapping[str, Shard]) -> Buckets:
         """The buckets for the next version, with the layout of `like`; no push reads them.
@@ -92,10 +92,10 @@ class Pusher:
         previous push.
         """
         pushed = self.last.result()
-        before = self._sets[-1] if self._deltas and self._sets and not self._wants_whole else None
+        previous = self._sets[-1] if self._deltas and self._sets and not self._wants_whole else None
         self._sets.append(filled)
         self._described = Future()
-        self.last = self._thread.submit(self._push, version, filled, before, learned, admitted_lag, wait_for_copy)
+        self.last = self._thread.submit(self._push, version, filled, previous, learned, admitted_lag, wait_for_copy)
         return pushed
 
     def republish(self) -> list[Future[PublishReply]]:
@@ -104,9 +104,9 @@ class Pusher:
         Each version waits in its own thread for the shares of the other ranks: they may arrive in another order, or
         never for a version that the other ranks no longer need.
         """
-        carried = list(self._carried.values())
-        threads = ThreadPoolExecutor(max_workers=max(1, len(carried)), thread_name_prefix="push again")
-        sent = [threads.submit(self._publish, *entry) for entry in carried]
+        pushes = list(self._pushes.values())
+        threads = ThreadPoolExecutor(max_workers=max(1, len(pushes)), thread_name_prefix="push again")
+        sent = [threads.submit(self._publish, *entry) for entry in pushes]
         threads.shutdown(wait=False)
         return sent
 
@@ -115,7 +115,7 @@ class Pusher:
         self,
         version: int,
         filled: Buckets,
-        before: Buckets | None,
+        previous: Buckets | None,
         learned: bytes,
         admitted_lag: int | None,
         wait_for_copy: Callable[[], None],
@@ -123,14 +123,14 @@ class Pusher:
         start = time.perf_counter()
         try:
             wait_for_copy()
-            push, arrays = filled.push(version, before, rank=self._rank, ranks=self._ranks)
+            push, arrays = filled.push(version, previous, rank=self._rank, ranks=self._ranks)
         finally:
             self._described.set_result(None)
         encoded = encode(structs.replace(push, admitted_lag=admitted_lag, frozen=self._frozen))
         refs = self._sender.put(version, arrays)
-        self._carried[version] = encoded, refs, learned
+        self._pushes[version] = encoded, refs, learned
         published = self._publish(encoded, refs, learned)
-        self._carried = {number: entry for number, entry in self._carried.items() if number >= published.whole}
+        self._pushes = {number: entry for number, entry in self._pushes.items() if number >= published.whole}
         self._sender.drop(published.whole)
         self._wants_whole = published.wants_whole
         ms = (time.perf_counter() - start) * 1e3

@@ -22,10 +22,10 @@ from streamppo.weights.shares import check_whole
 
 
 class Replica:
-    """The `tensors` (HF names) of `push`, the version taken last; None and empty before the first one.
+    """The version taken last: its `push`, and its `tensors` by Hugging Face name; None and empty before the first one.
 
-    Tensors are read-only for callers, and change with the next `take`. If `memory` is given, it returns new shared
-    memory for tensors of so many bytes: then the tensors do not change after `give`.
+    Tensors are read-only for callers, and change with the next `take`. `memory`, if given, allocates shared memory for
+    tensors of these bytes: the tensors then do not change after `give`.
     """
 
     def __init__(self, memory: Callable[[Sequence[int]], SharedTensors] | None = None) -> None:
@@ -34,10 +34,10 @@ class Replica:
         self._memory, self._is_given = memory, False
         self.tensors: dict[str, torch.Tensor] = {}
         self._arrays: list[Bytes] = []
-        self._is_own = self._sees = False
-        self._next: Push | None = None
+        self._has_own_memory = self._views_buckets = False
+        self._pending: Push | None = None
         self._by_bucket: list[list[TensorChunk]] = []
-        self._put = 0
+        self._num_buckets = 0
 
     @property
     def version(self) -> int:
@@ -61,37 +61,37 @@ class Replica:
 
         Raises `WeightsError` if its deltas are relative to another version than the replica's.
         """
-        before, self.push = self.version, None
-        if push.base_version not in {None, before}:
-            raise WeightsError(f"version {push.version} is a delta to version {push.base_version}, not to {before}")
+        held, self.push = self.version, None
+        if push.base_version not in {None, held}:
+            raise WeightsError(f"version {push.version} is a delta to version {push.base_version}, not to {held}")
         check_whole(push)
-        self._next, self._put = push, 0
+        self._pending, self._num_buckets = push, 0
         self._by_bucket = [list[TensorChunk]() for _ in push.bucket_bytes]
         for piece in push.pieces:
             if not 0 <= piece.bucket < len(self._by_bucket):
                 raise WeightsError(f"version {push.version}: a piece lies outside of its bucket")
             self._by_bucket[piece.bucket].append(piece)
-        self._sees = self._memory is None and all(_is_whole(push, piece) for piece in push.pieces)
-        if self._sees:
-            self._arrays, self._is_own = [np.zeros(0, dtype=np.uint8)] * len(push.tensors), False
+        self._views_buckets = self._memory is None and all(_is_whole(push, piece) for piece in push.pieces)
+        if self._views_buckets:
+            self._arrays, self._has_own_memory = [np.zeros(0, dtype=np.uint8)] * len(push.tensors), False
         else:
             self._take_memory(push)
 
     def put(self, bucket: Bytes) -> None:
         """Apply the next bucket of the version that was begun. Raises `WeightsError` if it does not match the push."""
-        push, number = self._next, self._put
+        push, number = self._pending, self._num_buckets
         assert push is not None, "a version was begun"
         if number >= len(push.bucket_bytes) or bucket.nbytes != push.bucket_bytes[number]:
             raise WeightsError(f"version {push.version}: other buckets arrived than were sent")
         for piece in self._by_bucket[number]:
             self._use(push, piece, _stored(push, piece, bucket))
-        self._put += 1
+        self._num_buckets += 1
 
     def finish(self) -> None:
         """Complete the version that was begun. Raises `WeightsError` if a bucket is missing."""
-        push, self._next = self._next, None
+        push, self._pending = self._pending, None
         assert push is not None, "a version was begun"
-        if self._put != len(push.bucket_bytes):
+        if self._num_buckets != len(push.bucket_bytes):
             raise WeightsError(f"version {push.version}: other buckets arrived than were sent")
         if self.shared is not None:
             self.adopt(push, self.shared)
@@ -125,15 +125,15 @@ class Replica:
         if self._memory is not None:
             self._take_shared_memory(push, sizes)
             return
-        if not self._is_own or [array.nbytes for array in self._arrays] != sizes:
-            seen = [] if push.base_version is None else self._arrays
-            self._arrays = [array.copy() for array in seen] or [np.empty(size, dtype=np.uint8) for size in sizes]
-            self._is_own = True
+        if not self._has_own_memory or [array.nbytes for array in self._arrays] != sizes:
+            base = [] if push.base_version is None else self._arrays
+            self._arrays = [array.copy() for array in base] or [np.empty(size, dtype=np.uint8) for size in sizes]
+            self._has_own_memory = True
 
     def _take_shared_memory(self, push: Push, sizes: list[int]) -> None:
         """Get shared memory: reuse it unless it was given to others."""
         assert self._memory is not None, "the replica has shared memory"
-        before, is_same = self._arrays, [array.nbytes for array in self._arrays] == sizes
+        base_arrays, is_same = self._arrays, [array.nbytes for array in self._arrays] == sizes
         if push.base_version is not None and not is_same:
             raise WeightsError(f"version {push.version} is a delta to tensors of other sizes")
         if is_same and not self._is_given:
@@ -141,11 +141,11 @@ class Replica:
         self.shared, self._is_given = self._memory(sizes), False
         self._arrays = [part.numpy() for part in self.shared.parts]
         if push.base_version is not None:
-            for array, base in zip(self._arrays, before, strict=True):
+            for array, base in zip(self._arrays, base_arrays, strict=True):
                 array[:] = base
 
     def _use(self, push: Push, piece: TensorChunk, stored: Bytes) -> None:
-        if self._sees:
+        if self._views_buckets:
             self._arrays[piece.tensor] = stored
             return
         into = self._arrays[piece.tensor][piece.first : piece.first + piece.nbytes]
@@ -167,7 +167,7 @@ def _stored(push: Push, piece: TensorChunk, bucket: Bytes) -> Bytes:
     return bucket[piece.start : piece.start + piece.stored]
 
 
-class _Exposed:
+class _WritableArray:
     """Exposes a read-only array to NumPy as writable memory; keeps the array alive."""
 
     def __init__(self, array: Bytes) -> None:
@@ -178,5 +178,5 @@ class _Exposed:
 def _view(tensor: Tensor, raw: Bytes) -> torch.Tensor:
     if not raw.flags.writeable:
         # torch has no read-only tensors and warns about such arrays. Pulled weights are never written to.
-        raw = np.asarray(_Exposed(raw))
+        raw = np.asarray(_WritableArray(raw))
     return torch.from_numpy(raw).view(getattr(torch, tensor.dtype)).reshape(tensor.shape)

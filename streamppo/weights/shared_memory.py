@@ -1,4 +1,4 @@
-"""Memory of a version's tensors that processes of one machine share. It has no name: it ends with its last user.
+"""Memory of a version's tensors that processes of one machine share. It has no name, and is freed by its last user.
 
 A version is in blocks of about `block_bytes`; a larger tensor is alone in its block. Both ends compute the places of
 the tensors from their sizes.
@@ -62,7 +62,7 @@ def allocate(totals: Sequence[int]) -> list[Tensor]:
             f"{SHARED} has {free / 2**30:.1f} GiB left, and a version takes {sum(totals) / 2**30:.1f} GiB: make it "
             "larger (docker run --shm-size), or choose rollout.engine.transport = 'disk'"
         )
-    return [_whole(torch.UntypedStorage._new_shared(total)) for total in totals]
+    return [_block(torch.UntypedStorage._new_shared(total)) for total in totals]
 
 
 def new(sizes: Sequence[int], block_bytes: int) -> SharedTensors:
@@ -78,9 +78,11 @@ def attach(descriptors: Sequence[int], sizes: Sequence[int], block_bytes: int) -
     """
     places, totals = plan(sizes, block_bytes)
     try:
-        found = [os.fstat(descriptor).st_size for descriptor in descriptors]
-        if found != totals:
-            raise WeightsError(f"the shared memory has blocks of {found[:3]} bytes, and the version {totals[:3]}")
+        shared_bytes = [os.fstat(descriptor).st_size for descriptor in descriptors]
+        if shared_bytes != totals:
+            raise WeightsError(
+                f"the shared memory has blocks of {shared_bytes[:3]} bytes, and the version {totals[:3]}"
+            )
         storages = [
             torch.UntypedStorage._new_shared_fd_cpu(descriptor, total)  # pyright: ignore[reportAttributeAccessIssue]
             for descriptor, total in zip(descriptors, totals, strict=True)
@@ -88,7 +90,7 @@ def attach(descriptors: Sequence[int], sizes: Sequence[int], block_bytes: int) -
     finally:
         for descriptor in descriptors:
             os.close(descriptor)
-    return _parts([_whole(storage) for storage in storages], places, sizes)
+    return _parts([_block(storage) for storage in storages], places, sizes)
 
 
 def is_shared(tensors: Iterable[Tensor]) -> bool:
@@ -96,7 +98,7 @@ def is_shared(tensors: Iterable[Tensor]) -> bool:
     return all(tensor.device.type == "cpu" and tensor.untyped_storage().is_shared() for tensor in tensors)
 
 
-def _whole(storage: torch.UntypedStorage) -> Tensor:
+def _block(storage: torch.UntypedStorage) -> Tensor:
     return torch.empty(0, dtype=torch.uint8).set_(storage)
 
 

@@ -1,4 +1,4 @@
-"""Joins the shares of one version that the ranks of a learner publish."""
+"""Joins the shares of a version, one from each rank of a learner."""
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
@@ -57,28 +57,28 @@ class ShareCollector(Generic[T, R]):
     def __init__(self, publish: Callable[[RankShare[T]], Awaitable[R]]) -> None:
         self._publish = publish
         self._shares = Shares[T]()
-        self._begun: dict[int, asyncio.Future[asyncio.Task[R]]] = {}
-        self._brought: dict[int, dict[int, str]] = {}
+        self._tasks: dict[int, asyncio.Future[asyncio.Task[R]]] = {}
+        self._digests: dict[int, dict[int, str]] = {}
 
     async def result(self, share: RankShare[T]) -> R:
         """Add a share, and wait for the result of its version. Raises the errors of `publish` and of `join`."""
         version, rank, digest = share.push.version, share.push.rank, share.push.digest
-        if self._brought.setdefault(version, {}).setdefault(rank, digest) != digest:
-            self._begun.pop(version, None)
-            self._brought[version] = {rank: digest}
-        if version not in self._begun:
-            self._begun[version] = asyncio.get_running_loop().create_future()
-            self._begun.pop(version - REMEMBERED, None)
-            self._brought.pop(version - REMEMBERED, None)
-        task_future = self._begun[version]
+        if self._digests.setdefault(version, {}).setdefault(rank, digest) != digest:
+            self._tasks.pop(version, None)
+            self._digests[version] = {rank: digest}
+        if version not in self._tasks:
+            self._tasks[version] = asyncio.get_running_loop().create_future()
+            self._tasks.pop(version - REMEMBERED, None)
+            self._digests.pop(version - REMEMBERED, None)
+        task_future = self._tasks[version]
         if not task_future.done() and (shares := self._shares.add(share)):
             task_future.set_result(asyncio.create_task(self._make(shares)))
         task = await asyncio.shield(task_future)
         try:
             return await asyncio.shield(task)
         finally:
-            if task.done() and task.exception() is not None and self._begun.get(version) is task_future:
-                del self._begun[version]
+            if task.done() and task.exception() is not None and self._tasks.get(version) is task_future:
+                del self._tasks[version]
 
     async def _make(self, shares: Sequence[RankShare[T]]) -> R:
         refs = [ref for share in shares for ref in share.refs]

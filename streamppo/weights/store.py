@@ -49,7 +49,7 @@ class Store:
 
     def __init__(self, address: str) -> None:
         self.address = address
-        # fsspec chains file systems with it, and one of them renders templates: the address may be untrusted.
+        # fsspec chains file systems by "::", and one of them renders templates: the address may be untrusted.
         if CHAIN in address:
             raise CheckpointError(f"{address}: names one file system inside of another: give the store's own address")
         with self.naming_errors():
@@ -77,10 +77,10 @@ class Store:
         """Fetch one file to `to / name`."""
         aside = to / f"{name}.{uuid4().hex}{durable.ASIDE}"
         source = f"{self._root}/{folder}/{name}"
-        with self.naming_errors(), self._reading(source) as theirs, durable.naming(to, CheckpointError):
+        with self.naming_errors(), self._reading(source) as remote_file, durable.naming(to, CheckpointError):
             to.mkdir(parents=True, exist_ok=True)
-            with aside.open("wb") as ours:
-                shutil.copyfileobj(theirs, ours, PART_BYTES)
+            with aside.open("wb") as local_file:
+                shutil.copyfileobj(remote_file, local_file, PART_BYTES)
             durable.flush(aside)
             durable.rename(aside, to / name)
 
@@ -110,11 +110,11 @@ class Store:
 
     def sizes(self, folder: str) -> dict[str, int]:
         """The size in bytes of each file in a folder at the address; empty if it does not exist."""
-        place = f"{self._root}/{folder}"
+        path = f"{self._root}/{folder}"
         with self.naming_errors():
             self._files.invalidate_cache()
             try:
-                listed: Sequence[dict[str, Any]] = self._files.ls(place, detail=True)
+                listed: Sequence[dict[str, Any]] = self._files.ls(path, detail=True)
             except FileNotFoundError:
                 return {}
         return {entry["name"].rpartition("/")[2]: int(entry["size"] or 0) for entry in listed}
@@ -163,8 +163,8 @@ class Store:
             is_folder = isinstance(self._files, LocalFileSystem)
             path = Path(folder) / name
             aside = f"{path}.{uuid4().hex}{durable.ASIDE}" if is_folder else f"{folder}/{name}"
-            with self._files.open(aside, "wb") as theirs:
-                shutil.copyfileobj(file, theirs, PART_BYTES)
+            with self._files.open(aside, "wb") as remote_file:
+                shutil.copyfileobj(file, remote_file, PART_BYTES)
             if is_folder:
                 durable.flush(Path(aside))
                 durable.rename(Path(aside), path)

@@ -20,7 +20,7 @@ from streamppo.algorithms import chunked_head
 from streamppo.algorithms.candidates import Candidates
 from streamppo.algorithms.chunked_head import LogitShape, chunked_logprobs_entropy
 from streamppo.config.model import JOINED
-from streamppo.learner import device, scorer, update
+from streamppo.learner import device, update
 from streamppo.learner.attention import attention, prefix_kv, prefix_sharing, varlen
 from streamppo.learner.batch.padded import PaddedBatch, pad
 from streamppo.learner.model import hf_files, norms, optimizer, snapshot
@@ -156,8 +156,7 @@ def test_passes_wait_for_nothing_on_the_gpu(
     with case.group(0, 1, tmp_path / "store", "nccl"):
         updater = case.updater(case.config_of(*SINGLE, *overrides), tmp_path / "model", DEVICE)
         updater.update(rows())
-        for module in (scorer, update):
-            monkeypatch.setattr(module, "score", watched(scorer.score))
+        monkeypatch.setattr(update, "score", watched(update.score))
         monkeypatch.setattr(Loss, "share", watched(Loss.share))
         monkeypatch.setattr(update.Updater, "backward", watched(update.Updater.backward))
         updater.update(rows())

@@ -148,7 +148,7 @@ def test_an_update_is_that_of_the_learner(
     apart.optimizer = torch.optim.SGD(apart.learner.parameters(), lr=config.learner.lr * 100)
     before = parameters(apart.learner)
     update = apart.train(apart.batch, 2, correction, negative)
-    metrics = updater.metrics(updater.update(pad(trajectories(apart.batch))))
+    metrics = case.metrics(updater, pad(trajectories(apart.batch)))
     expected, got = case.whole(updater.policy.lm), apart.learner.lm.state_dict()
     assert (parameters(apart.learner) - before).abs().max() > 1e-3, "the step is far above rounding"
     for name, weights in expected.items():

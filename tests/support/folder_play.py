@@ -320,7 +320,9 @@ class _Played:
                 padded = pad(batch)
                 self._teaches |= not zero_variance(padded.reward_B, padded.prompt_B).all()
                 updated = learner.updater.update(padded)
-                self._check_metrics(version, learner.updater.metrics(updated))
+                metrics = learner.metrics(updated)
+                learner.updater.adapt(updated, metrics)
+                self._check_metrics(version, metrics)
                 learner.version = version + 1
                 await engine.update_weights(version + 1, policy.gather_weights(learner.policy, self._made.compute))
         finally:

@@ -26,7 +26,8 @@ from streamppo.learner.device import mesh_of
 from streamppo.learner.model import frozen, load_policy
 from streamppo.learner.objective import objective
 from streamppo.learner.parallel import context_parallel
-from streamppo.learner.update import Updater
+from streamppo.learner.update import Updater, UpdateResult
+from streamppo.learner.update_metrics import update_metrics
 from streamppo.types import Batch, Identity, Trajectory, flags, ints
 
 MATH = Path(__file__).parent.parent.parent / "configs" / "math.toml"
@@ -163,8 +164,15 @@ def updater(config: Config, folder: Path, device: str = "cpu") -> Updater:
 
 
 def metrics(updater: Updater, batch: PaddedBatch) -> dict[str, float]:
-    """The metrics of one update."""
-    return updater.metrics(updater.update(batch))
+    """The metrics of one update, to which the updater then adapts."""
+    return adapt(updater, updater.update(batch))
+
+
+def adapt(updater: Updater, updated: UpdateResult) -> dict[str, float]:
+    """The metrics of the update `updated`, to which the updater then adapts."""
+    metrics = update_metrics(updater, updated)
+    updater.adapt(updated, metrics)
+    return metrics
 
 
 def whole(policy: torch.nn.Module) -> dict[str, torch.Tensor]:

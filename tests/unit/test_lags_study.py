@@ -13,7 +13,7 @@ from benchmarks.learning import lags
 from benchmarks.learning.lags import Case
 from streamppo.config import file as configfile
 from streamppo.learner.model import tiny
-from streamppo.learner.objective.adaptive_lag import is_lowered_by_ess
+from streamppo.learner.objective.adaptation import is_lowered_by_ess
 
 TINY = ("updates=6", "queue.batch_size=16", "model.tiny.max_steps=1", "evaluation.prompts=16")
 

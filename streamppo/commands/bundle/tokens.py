@@ -82,9 +82,9 @@ def _passes(config: Config, updated: UpdateResult, rows: Sequence[int]) -> Itera
 
 
 def _at(terms: TokenTerms, at: int) -> TokenTerms:
-    out = {name: dropped_bT[at] for name, dropped_bT in terms.out.items()}
-    columns = {name: column_bT[at] for name, column_bT in terms._asdict().items() if name != "out"}
-    return TokenTerms(**columns, out=out)
+    left_out = {name: dropped_bT[at] for name, dropped_bT in terms.left_out.items()}
+    columns = {name: column_bT[at] for name, column_bT in terms._asdict().items() if name != "left_out"}
+    return TokenTerms(**columns, left_out=left_out)
 
 
 def _numbers(config: Config, updated: UpdateResult, row_pass: RowPass, count: int) -> Columns:
@@ -92,7 +92,7 @@ def _numbers(config: Config, updated: UpdateResult, row_pass: RowPass, count: in
     targets, batch, row, terms = updated.targets, updated.batch, row_pass.row, row_pass.terms
     nan_T = torch.full((count,), torch.nan)
     scored_T = nan_T
-    if updated.objective.scores_policy and updated.chosen.scored_B[row]:
+    if updated.objective.scores_policy and updated.active.scored_B[row]:
         scored_T = targets.scored.logprobs_BT[row]
     numbers = {
         "reward": batch.rewards_BT[row],
@@ -118,7 +118,7 @@ def _numbers(config: Config, updated: UpdateResult, row_pass: RowPass, count: in
 def _dropped(updated: UpdateResult, row_pass: RowPass, count: int) -> list[str]:
     """The rules that excluded each token from the policy's loss; "" for a token in the loss."""
     batch, row, terms = updated.batch, row_pass.row, row_pass.terms
-    rules = {} if terms is None else {name: out_T[:count].tolist() for name, out_T in terms.out.items()}
+    rules = {} if terms is None else {name: out_T[:count].tolist() for name, out_T in terms.left_out.items()}
     in_loss = None if terms is None else terms.kept_bT[:count].tolist()
     columns = (batch.mask_BT[row], batch.fresh_BT[row], updated.targets.trained_BT[row])
     reasons: list[str] = []
@@ -133,7 +133,7 @@ def _dropped(updated: UpdateResult, row_pass: RowPass, count: int) -> list[str]:
             is_filtered = TRUNCATED in updated.objective.rules and batch.truncated_B[row]
             reasons.append(TRUNCATED if is_filtered else EQUAL)
         elif in_loss is None:
-            reasons.append(EQUAL if updated.chosen.idle_B[row] else "no pass")
+            reasons.append(EQUAL if updated.active.idle_B[row] else "no pass")
         else:
             reasons.append("" if in_loss[at] else "weight 0")
     return reasons

@@ -117,8 +117,8 @@ def _update(bundle: Bundle, learner: Learner, rows: Sequence[int], model: str, *
     if updated is None:
         raise BundleError("its update was quit in the debugger")
     tokens = columns_of(learner.config, bundle.batch, updated, rows, model)
-    metrics = learner.updater.metrics(updated)
-    metrics |= learner.steer(updated, metrics, lags, scheduled)
+    metrics = learner.metrics(updated)
+    metrics |= learner.adapt(updated, metrics, lags, scheduled)
     return BundleUpdate(digest_of(learner), metrics, tokens)
 
 

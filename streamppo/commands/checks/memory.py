@@ -12,7 +12,7 @@ from streamppo.config.sections import LOCAL, Config, longest_completion, longest
 from streamppo.config.task import DataTask
 from streamppo.driver.ray import placement
 from streamppo.errors import ModelError
-from streamppo.learner import checkpointing
+from streamppo.learner import gradient_checkpointing
 from streamppo.learner import memory as ranks
 from streamppo.rollout import positions
 
@@ -55,7 +55,7 @@ def memory(config: Config, hf_config: PretrainedConfig, gpu: Gpu) -> Findings:
     if config.model.gradient_checkpointing == "auto":
         # As a rank does before it loads, on an empty GPU.
         without = _gib(ranks.rank(config, model, longest).total)
-        config = checkpointing.resolved(config, model, longest, int(gpu.gib * GIB))
+        config = gradient_checkpointing.resolve(config, model, longest, int(gpu.gib * GIB))
         if config.learner.gpus:
             kind = config.model.gradient_checkpointing
             text = f'"{kind}" on a GPU of {gpu.gib:.0f} GiB: a rank that keeps all activations has about {without}'

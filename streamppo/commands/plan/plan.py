@@ -23,7 +23,7 @@ from streamppo.config import file as configfile
 from streamppo.config.model import BUILTIN
 from streamppo.config.sections import Config, longest_row
 from streamppo.errors import ConfigError, RunError
-from streamppo.learner import checkpointing, memory
+from streamppo.learner import gradient_checkpointing, memory
 from streamppo.queue.rules.state import queue_settings
 from streamppo.telemetry import metrics_file
 from streamppo.weights.models.settings import read_settings
@@ -146,7 +146,7 @@ def on_gpus(config: Config, hardware: Hardware, assumed: Assumed, to: Path | Non
     lengths = Lengths(prompt_tokens, lognormal(length, config.rollout.max_tokens))
 
     def checkpointed(config: Config) -> Config:
-        return checkpointing.resolved(config, model, longest_row(config), int(gpu.gib * GIB))
+        return gradient_checkpointing.resolve(config, model, longest_row(config), int(gpu.gib * GIB))
 
     def price(config: Config) -> StageCosts:
         mean = sum(lengths.completions) / len(lengths.completions)

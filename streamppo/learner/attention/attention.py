@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 RUNS_ON = {"flash_attention_4": (9, 10, 11), "flash_attention_3": (9,), "flash_attention_2": (8, 9, 10, 11, 12)}
-"""Newest first, each with the major compute capabilities on which its backward pass is deterministic."""
+"""flash-attn, newest first, each with the major compute capabilities on which its backward pass is deterministic."""
 PROBED = (5, 7)
 """Lengths of the two rows that `leak` passes together and alone: longer than a convolution's window."""
 LEAK = 1e-3
@@ -49,44 +49,44 @@ class ContextPass(NamedTuple):
     join: Callable[[Tensor, Tensor], Tensor]
 
 
-class Reading(NamedTuple):
+class RowLayout(NamedTuple):
     """The layout of rows for a transformer: its arguments, and each token's index in its flattened output.
 
-    `arguments` are on the transformer's device, `place_BL` in the host's memory.
+    `arguments` are on the transformer's device, `index_BL` in the host's memory.
 
-    Indices beyond the end of a row are undefined; -1 is a token of another rank (context_parallel.py).
-    With a `context`, which is computed first and without gradient, only the tokens after it have an index. Where a row
-    has branches (tree.py), `source_N` are the input tokens' indices in the flattened rows, -1 for padding; an index may
-    appear several times.
+    Indices beyond the end of a row are undefined; -1 is a token of another rank (context_parallel.py). A `context` is
+    computed first, without gradient; only the tokens after it have an index. `source_N`, for rows with branches
+    (tree.py), are the input tokens' indices in the flattened rows: -1 for padding, and several times for a token in
+    several lines.
     """
 
     arguments: dict[str, Any]
-    place_BL: Tensor
+    index_BL: Tensor
     context: ContextPass | None = None
     source_N: Tensor | None = None
 
 
-Layout = Callable[[Tensor, Tensor, torch.device], Reading]
-"""(inputs_BL, tokens of each row [B], the transformer's device) -> `Reading`; both tensors are in the host's memory."""
+Layout = Callable[[Tensor, Tensor, torch.device], RowLayout]
+"""(inputs_BL, tokens of each row [B], device of the transformer) -> `RowLayout`; both tensors are in host memory."""
 CPU = torch.device("cpu")
 
 
-def padded(inputs_BL: Tensor, width_B: Tensor, device: torch.device = CPU) -> Reading:
+def padded(inputs_BL: Tensor, width_B: Tensor, device: torch.device = CPU) -> RowLayout:
     """One row per trajectory, padded to the longest."""
-    place_BL = torch.arange(inputs_BL.numel()).view(inputs_BL.shape)
-    return Reading({"input_ids": to_device(inputs_BL, device)}, place_BL)
+    index_BL = torch.arange(inputs_BL.numel()).view(inputs_BL.shape)
+    return RowLayout({"input_ids": to_device(inputs_BL, device)}, index_BL)
 
 
-def joined(inputs_BL: Tensor, width_B: Tensor, device: torch.device = CPU, *, step: int = 1) -> Reading:
+def joined(inputs_BL: Tensor, width_B: Tensor, device: torch.device = CPU, *, step: int = 1) -> RowLayout:
     """One sequence without padding; positions restart at every row.
 
     A last row of zeros fills it up to a multiple of `step` tokens.
     flash-attn gets the rows' bounds. Every other implementation finds them in the positions and makes a mask of N * N
     entries: correct but wasteful.
     """
-    place_BL = torch.arange(inputs_BL.shape[1]).expand(inputs_BL.shape)
-    inside_BL = place_BL < width_B[:, None]
-    tokens_N, positions_N = inputs_BL[inside_BL], place_BL[inside_BL]
+    index_BL = torch.arange(inputs_BL.shape[1]).expand(inputs_BL.shape)
+    inside_BL = index_BL < width_B[:, None]
+    tokens_N, positions_N = inputs_BL[inside_BL], index_BL[inside_BL]
     if missing := -len(tokens_N) % step:
         tokens_N = torch.nn.functional.pad(tokens_N, (0, missing))
         positions_N, width_B = (
@@ -102,7 +102,7 @@ def joined(inputs_BL: Tensor, width_B: Tensor, device: torch.device = CPU, *, st
         "max_length_q": longest,
         "max_length_k": longest,
     }
-    return Reading(arguments, (width_B.cumsum(0) - width_B)[: len(inputs_BL), None] + place_BL)
+    return RowLayout(arguments, (width_B.cumsum(0) - width_B)[: len(inputs_BL), None] + index_BL)
 
 
 def bounds(width_B: Tensor) -> Tensor:
@@ -111,7 +111,7 @@ def bounds(width_B: Tensor) -> Tensor:
 
 
 @contextmanager
-def told_apart() -> Iterator[None]:
+def without_packing_search() -> Iterator[None]:
     """A context without transformers' search for packed rows, which would synchronise with the device."""
     from transformers import masking_utils
 
@@ -131,7 +131,7 @@ def layout(implementation: str) -> Layout:
 def choose(config: Model, device: str) -> str:
     """Return transformers' name of the attention: the configured one, or the newest flash-attn that runs here.
 
-    Where none runs, torch's own; SDPA in float32 and on the CPU, and, with a warning, on a GPU without either.
+    Without a flash-attn it is torch's own; SDPA in float32, on a CPU, and, with a warning, on a GPU without either.
     """
     if config.attention == varlen.NAME:
         return varlen.register()
@@ -149,60 +149,62 @@ def choose(config: Model, device: str) -> str:
     return "sdpa"
 
 
-def agreed(chosen: str) -> str:
-    """`chosen`, which is that of this rank. A collective. Raises `ModelError` if ranks differ, as on unlike GPUs."""
-    every: list[str] = [""] * dist.get_world_size()
-    dist.all_gather_object(every, chosen)
-    if len(set(every)) > 1:
-        named = ", ".join(f"{name} on rank {every.index(name)}" for name in dict.fromkeys(every))
+def agree_on(implementation: str) -> str:
+    """The `implementation` of every rank. A collective. Raises `ModelError` if ranks differ, as on unlike GPUs."""
+    by_rank: list[str] = [""] * dist.get_world_size()
+    dist.all_gather_object(by_rank, implementation)
+    if len(set(by_rank)) > 1:
+        named = ", ".join(f"{name} on rank {by_rank.index(name)}" for name in dict.fromkeys(by_rank))
         raise ModelError(f"ranks would compute attention in different ways ({named}): set model.attention")
-    return chosen
+    return implementation
 
 
-def without_leaks(chosen: str, config: Model, path: str | Path, transformers: "Sequence[PreTrainedModel]") -> str:
-    """`chosen`, or SDPA if `chosen` joins rows and one of `transformers` leaks state between them. A collective.
+def leak_free_attention(
+    implementation: str, config: Model, path: str | Path, transformers: "Sequence[PreTrainedModel]"
+) -> str:
+    """`implementation`, or SDPA if it joins rows and one of `transformers` leaks state between them. A collective.
 
     `transformers` are unsharded, on the CPU, with plain torch attention, on rank 0; empty on other ranks. Raises
     `ModelError` in place of SDPA if the configuration names its attention.
     """
-    if layout(chosen) is padded:
-        return chosen
-    found = [next(filter(None, map(_leak_words, transformers)), "")]
-    dist.broadcast_object_list(found, src=0)
-    if not found[0]:
-        return chosen
-    why = (
-        f"the model {str(path)!r} carries state from row to row where rows lie end to end, as {chosen} reads them: "
-        f"{found[0]}"
+    if layout(implementation) is padded:
+        return implementation
+    leaks = [next(filter(None, map(_leak_sentence, transformers)), "")]
+    dist.broadcast_object_list(leaks, src=0)
+    if not leaks[0]:
+        return implementation
+    reason = (
+        f"the model {str(path)!r} carries state from row to row where rows lie end to end, as {implementation} reads "
+        f"them: {leaks[0]}"
     )
     if config.attention != "auto":
-        raise ModelError(f'{why}; model.attention = "sdpa" computes every row separately')
-    _warn(f"{why}; the learner uses SDPA, which computes padding too")
+        raise ModelError(f'{reason}; model.attention = "sdpa" computes every row separately')
+    _warn(f"{reason}; the learner uses SDPA, which computes padding too")
     return "sdpa"
 
 
-def fall_back(chosen: str, config: Model, configs: "Iterable[PretrainedConfig]") -> str:
-    """`chosen`, or the attention after it that computes models of `configs` completely: flash, varlen, SDPA, eager.
+def fall_back(implementation: str, config: Model, configs: "Iterable[PretrainedConfig]") -> str:
+    """`implementation`, or the first after it that computes models of `configs` completely: flash, varlen, SDPA, eager.
 
     Raises `ModelError` if the configuration names one that leaves a part out.
     """
-    every = list(configs)
+    model_configs = list(configs)
     after_flash = varlen.NAME if varlen.is_available() else "sdpa"
     chain = {
         **{name: (after_flash, partial(_flash_refusal, name)) for name in RUNS_ON},
         varlen.NAME: ("sdpa", varlen.refusal),
         "sdpa": ("eager", _sdpa_refusal),
     }
-    while chosen in chain:
-        following, refusal = chain[chosen]
-        reason = next(filter(None, map(refusal, every)), "")
+    while implementation in chain:
+        following, refusal = chain[implementation]
+        reason = next(filter(None, map(refusal, model_configs)), "")
         if not reason:
             break
         if config.attention != "auto":
             raise ModelError(f'{reason}: choose model.attention = "auto" or "eager"')
         _warn(f"{reason}: the learner uses {NAMES[following]}")
-        chosen = varlen.register() if following == varlen.NAME else following
-    return chosen
+        implementation = varlen.register() if following == varlen.NAME else following
+    return implementation
 
 
 def _flash_refusal(name: str, config: "PretrainedConfig") -> str:
@@ -211,9 +213,9 @@ def _flash_refusal(name: str, config: "PretrainedConfig") -> str:
     if not getattr(model, "_supports_flash_attn", True):
         return f"transformers has no flash-attn for {text.model_type} models"
     # In place of another one, transformers would load the first of these.
-    known = getattr(model, "_compatible_flash_implementations", None)
-    if known is not None and name not in known:
-        return f"{text.model_type} models are computed by {' or '.join(known)}, not by {name}"
+    compatible = getattr(model, "_compatible_flash_implementations", None)
+    if compatible is not None and name not in compatible:
+        return f"{text.model_type} models are computed by {' or '.join(compatible)}, not by {name}"
     return varlen.width_refusal(text, name)
 
 
@@ -233,8 +235,8 @@ def has_sdpa(text: "PretrainedConfig") -> bool:
     return getattr(varlen.model_class(text), "_supports_sdpa", True)
 
 
-def _leak_words(transformer: "PreTrainedModel") -> str:
-    """What shows that `transformer` leaks state between rows end to end; "" if it leaks none."""
+def _leak_sentence(transformer: "PreTrainedModel") -> str:
+    """The evidence that `transformer` leaks state between rows end to end; "" if it leaks none."""
     try:
         largest = leak(transformer)
     except ValueError as error:
@@ -253,18 +255,18 @@ def leak(transformer: "PreTrainedModel", together: Layout = joined) -> float:
     width_B = torch.tensor(PROBED)
     inputs_BL = torch.arange(len(PROBED) * max(PROBED)).view(len(PROBED), -1) % transformer.config.vocab_size
     inputs_BL[:, 0] = inputs_BL[0, 0]
-    reading = together(inputs_BL, width_B, CPU)
-    together_ND = transformer(**reading.arguments, use_cache=False).last_hidden_state.flatten(0, 1)
+    row_layout = together(inputs_BL, width_B, CPU)
+    together_ND = transformer(**row_layout.arguments, use_cache=False).last_hidden_state.flatten(0, 1)
     rows = [inputs_BL[row : row + 1, :width] for row, width in enumerate(PROBED)]
-    alone_ND = torch.cat([transformer(input_ids=row, use_cache=False).last_hidden_state[0] for row in rows])
-    place_N = torch.cat([reading.place_BL[row, :width] for row, width in enumerate(PROBED)])
-    return ((together_ND[place_N] - alone_ND).abs().max() / alone_ND.abs().max()).item()
+    separate_ND = torch.cat([transformer(input_ids=row, use_cache=False).last_hidden_state[0] for row in rows])
+    index_N = torch.cat([row_layout.index_BL[row, :width] for row, width in enumerate(PROBED)])
+    return ((together_ND[index_N] - separate_ND).abs().max() / separate_ND.abs().max()).item()
 
 
-def looks_at_all(config: "PretrainedConfig", families: Sequence[str] = FAMILIES) -> bool:
-    """True for a model of `families` without a sliding window: its state is keys and values, and only masks hide them.
+def has_full_attention(config: "PretrainedConfig", families: Sequence[str] = FAMILIES) -> bool:
+    """True for a model of `families` without a sliding window, which would count tokens of other rows.
 
-    A sliding window would count tokens of other rows.
+    The only state of such a model is keys and values, and only masks hide them.
     """
     return config.model_type in families and not getattr(config, "use_sliding_window", False)
 

@@ -25,13 +25,24 @@ CACHE_NAMES = ("cache", "past_key_values")
 """The argument of an attention module with its cache, in newer and in older versions of transformers."""
 
 
+def parent_of_layers(transformer: Any) -> tuple[Any, str]:
+    """The module that has the layers of `transformer`, and their attribute there.
+
+    Raises `ModelError` if they are under none of `PLACES`.
+    """
+    for path in PLACES:
+        with suppress(AttributeError):
+            transformer.get_submodule(path)
+            parent, _, name = path.rpartition(".")
+            return transformer.get_submodule(parent), name
+    paths = ", ".join(PLACES)
+    raise ModelError(f"{type(transformer).__name__} is not supported: its layers are not at {paths}")
+
+
 def layers_of(transformer: Any) -> Iterable[nn.Module]:
     """The layers of `transformer`. Raises `ModelError` if they are under none of `PLACES`."""
-    for place in PLACES:
-        with suppress(AttributeError):
-            return transformer.get_submodule(place)
-    where = ", ".join(PLACES)
-    raise ModelError(f"{type(transformer).__name__} is not supported: its layers are not at {where}")
+    parent, name = parent_of_layers(transformer)
+    return parent.get_submodule(name)
 
 
 def kind(config: Model) -> Checkpointing:
@@ -79,10 +90,13 @@ def compile_layers(transformer: "PreTrainedModel") -> None:
     # Newer versions of transformers compute a layer again inside its forward, which FSDP's subclass of it would skip.
     is_inside = "__init_subclass__" in vars(GradientCheckpointingLayer)
     for layer in layers_of(transformer):
-        again, function = is_inside and isinstance(layer, GradientCheckpointingLayer), cast("Any", type(layer).forward)
-        own = function.__wrapped__.__get__(layer) if again else layer.forward
-        compiled = partial(_call, torch.compile(own, dynamic=True, options=options))
-        layer.forward = partial(_checkpointed, layer, compiled) if again else compiled
+        recomputes, function = (
+            is_inside and isinstance(layer, GradientCheckpointingLayer),
+            cast("Any", type(layer).forward),
+        )
+        forward = function.__wrapped__.__get__(layer) if recomputes else layer.forward
+        compiled = partial(_call, torch.compile(forward, dynamic=True, options=options))
+        layer.forward = partial(_checkpointed, layer, compiled) if recomputes else compiled
 
 
 def _checkpointed(layer: Any, compiled: Callable[..., Any], *arguments: Any, **named: Any) -> Any:

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from streamppo.config.rollout import FAMILIES
 from streamppo.errors import ModelError
 from streamppo.learner.attention import attention, layers
-from streamppo.learner.attention.attention import CPU, ContextPass, Reading
+from streamppo.learner.attention.attention import CPU, ContextPass, RowLayout
 from streamppo.learner.device import to_device
 
 if TYPE_CHECKING:
@@ -51,14 +51,14 @@ class PrefixCache:
 class ContextJoin:
     """Joins a context's kept keys and values with those of its completions."""
 
-    def __init__(self, kept: PrefixCache, join: Callable[[Tensor, Tensor], Tensor]) -> None:
-        self._kept = kept
+    def __init__(self, cache: PrefixCache, join: Callable[[Tensor, Tensor], Tensor]) -> None:
+        self._cache = cache
         self._join = join
 
     def update(self, keys: Tensor, values: Tensor, layer: int, *_: object, **__: object) -> tuple[Tensor, Tensor]:
         """Return the keys and values for a layer's attention. A recomputation may call it again."""
-        kept_keys, kept_values = self._kept.layers[layer]
-        return self._join(kept_keys, keys), self._join(kept_values, values)
+        context_keys, context_values = self._cache.layers[layer]
+        return self._join(context_keys, keys), self._join(context_values, values)
 
 
 def prepare(transformers: "Iterable[PreTrainedModel]") -> None:
@@ -68,18 +68,18 @@ def prepare(transformers: "Iterable[PreTrainedModel]") -> None:
     a cache as its argument. Raises `ModelError` for a model with more context state than keys and values.
     """
     for transformer in transformers:
-        if not attention.looks_at_all(transformer.config):
+        if not attention.has_full_attention(transformer.config):
             raise ModelError(
                 f"queue.segments.prefix = 'detached' needs one of {', '.join(FAMILIES)}, without a sliding window, "
                 f"and {transformer.name_or_path!r} is {transformer.config.model_type}: choose 'attached'"
             )
         for layer in layers.layers_of(transformer):
             module: Any = layer.self_attn
-            if _hand_over not in module._forward_pre_hooks.values():
-                module.register_forward_pre_hook(_hand_over, with_kwargs=True)
+            if _set_cache not in module._forward_pre_hooks.values():
+                module.register_forward_pre_hook(_set_cache, with_kwargs=True)
 
 
-def _hand_over(_: nn.Module, arguments: Any, named: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+def _set_cache(_: nn.Module, arguments: Any, named: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
     if NAME in named:
         # A layer passes its cache, which is None, under the name of its version of transformers.
         named[next(name for name in layers.CACHE_NAMES if name in named)] = named.pop(NAME)
@@ -94,7 +94,9 @@ def keys_and_values(transformer: Any, context: ContextPass) -> dict[str, Context
     return {NAME: ContextJoin(cache, context.join)}
 
 
-def padded(inputs_BL: Tensor, start_B: Tensor, width_B: Tensor, device: torch.device = CPU, *, share: bool) -> Reading:
+def padded(
+    inputs_BL: Tensor, start_B: Tensor, width_B: Tensor, device: torch.device = CPU, *, share: bool
+) -> RowLayout:
     """Rows of [C] and [S] tokens, with a mask of S * (C + S) entries; with `share`, equal contexts are one row.
 
     The mask hides a context's padding. At least one context token is computed, even if hidden: the pass is a collective
@@ -107,24 +109,24 @@ def padded(inputs_BL: Tensor, start_B: Tensor, width_B: Tensor, device: torch.de
     is_seen_BC = torch.arange(C) < first_B[:, None]
     if share:
         contexts, row_B = contexts.masked_fill(~is_seen_BC, 0).unique(dim=0, return_inverse=True)
-    place_BS = first_B[:, None] + torch.arange(S)
-    inputs_BS = inputs_BL.gather(1, place_BS.clamp(max=L - 1))
-    place_BL = torch.arange(B)[:, None] * S - first_B[:, None] + torch.arange(L)
+    position_BS = first_B[:, None] + torch.arange(S)
+    inputs_BS = inputs_BL.gather(1, position_BS.clamp(max=L - 1))
+    index_BL = torch.arange(B)[:, None] * S - first_B[:, None] + torch.arange(L)
     is_seen_BC, row_B = to_device(is_seen_BC, device), to_device(row_B, device)
-    own_BSS = torch.ones(S, S, dtype=torch.bool, device=device).tril_().expand(B, S, S)
+    causal_BSS = torch.ones(S, S, dtype=torch.bool, device=device).tril_().expand(B, S, S)
     arguments: dict[str, Tensor | int] = {
         "input_ids": to_device(inputs_BS, device),
-        "position_ids": to_device(place_BS, device),
-        "attention_mask": torch.cat([is_seen_BC[:, None].expand(B, S, C), own_BSS], 2)[:, None],
+        "position_ids": to_device(position_BS, device),
+        "attention_mask": torch.cat([is_seen_BC[:, None].expand(B, S, C), causal_BSS], 2)[:, None],
     }
 
-    def join(kept: Tensor, own: Tensor) -> Tensor:
-        return torch.cat([kept[row_B] if share else kept, own], 2)
+    def join(context: Tensor, completion: Tensor) -> Tensor:
+        return torch.cat([context[row_B] if share else context, completion], 2)
 
-    return Reading(arguments, place_BL, ContextPass({"input_ids": to_device(contexts, device)}, join))
+    return RowLayout(arguments, index_BL, ContextPass({"input_ids": to_device(contexts, device)}, join))
 
 
-def joined(inputs_BL: Tensor, start_B: Tensor, width_B: Tensor, device: torch.device = CPU) -> Reading:
+def joined(inputs_BL: Tensor, start_B: Tensor, width_B: Tensor, device: torch.device = CPU) -> RowLayout:
     """Contexts end to end, then completions end to end; flash-attn gets the bounds of queries and of keys.
 
     Its causal mask is aligned at the end: a row's last query sees all of the row's keys. An empty context is one hidden
@@ -132,23 +134,23 @@ def joined(inputs_BL: Tensor, start_B: Tensor, width_B: Tensor, device: torch.de
     """
     first_B = start_B - 1
     contexts = attention.joined(inputs_BL, first_B.clamp(min=1), device)
-    own_B, place_L = width_B - first_B, torch.arange(inputs_BL.shape[1])
-    is_context_BL, inside_BL = place_L < first_B[:, None], place_L < width_B[:, None]
-    is_own_BL = inside_BL & ~is_context_BL
-    begin_B = own_B.cumsum(0) - own_B
-    place_BL = begin_B[:, None] + place_L - first_B[:, None]
+    count_B, position_L = width_B - first_B, torch.arange(inputs_BL.shape[1])
+    is_context_BL, inside_BL = position_L < first_B[:, None], position_L < width_B[:, None]
+    is_completion_BL = inside_BL & ~is_context_BL
+    begin_B = count_B.cumsum(0) - count_B
+    index_BL = begin_B[:, None] + position_L - first_B[:, None]
     num_context = int(first_B.clamp(min=1).sum())
-    order_N = to_device(torch.where(is_context_BL, contexts.place_BL, num_context + place_BL)[inside_BL], device)
+    order_N = to_device(torch.where(is_context_BL, contexts.index_BL, num_context + index_BL)[inside_BL], device)
     arguments: dict[str, Tensor | int] = {
-        "input_ids": to_device(inputs_BL[is_own_BL][None], device),
-        "position_ids": to_device(place_L.expand(inputs_BL.shape)[is_own_BL][None], device),
-        "cu_seq_lens_q": to_device(attention.bounds(own_B), device),
+        "input_ids": to_device(inputs_BL[is_completion_BL][None], device),
+        "position_ids": to_device(position_L.expand(inputs_BL.shape)[is_completion_BL][None], device),
+        "cu_seq_lens_q": to_device(attention.bounds(count_B), device),
         "cu_seq_lens_k": to_device(attention.bounds(width_B), device),
-        "max_length_q": int(own_B.max()),
+        "max_length_q": int(count_B.max()),
         "max_length_k": int(width_B.max()),
     }
 
-    def join(kept: Tensor, own: Tensor) -> Tensor:
-        return torch.cat([kept, own], 2).index_select(2, order_N)
+    def join(context: Tensor, completion: Tensor) -> Tensor:
+        return torch.cat([context, completion], 2).index_select(2, order_N)
 
-    return Reading(arguments, place_BL, ContextPass(contexts.arguments, join))
+    return RowLayout(arguments, index_BL, ContextPass(contexts.arguments, join))

@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from streamppo.learner.attention.attention import CPU, LEAK, Reading, leak, looks_at_all, padded
+from streamppo.learner.attention.attention import CPU, LEAK, RowLayout, has_full_attention, leak, padded
 from streamppo.learner.device import to_device
 
 if TYPE_CHECKING:
@@ -51,10 +51,12 @@ def can_share(transformers: "Sequence[PreTrainedModel]") -> bool:
 
 
 def _can_share(transformer: "PreTrainedModel") -> bool:
-    return looks_at_all(transformer.config) and leak(transformer, partial(_probe, dtype=transformer.dtype)) <= LEAK
+    return (
+        has_full_attention(transformer.config) and leak(transformer, partial(_probe, dtype=transformer.dtype)) <= LEAK
+    )
 
 
-def read(inputs_BL: Tensor, start_B: Tensor, width_B: Tensor, hidden: int, device: torch.device = CPU) -> Reading:
+def lay_out(inputs_BL: Tensor, start_B: Tensor, width_B: Tensor, hidden: int, device: torch.device = CPU) -> RowLayout:
     """Lay out rows, shared or padded by the work of a model of width `hidden`; completions begin at `start_B`."""
     shared_plan = plan(inputs_BL, start_B, width_B)
     rows, width = len(shared_plan.width_G), int(shared_plan.width_G.max())
@@ -73,9 +75,9 @@ def work(rows: int, width: int, hidden: int) -> float:
 
 def plan(inputs_BL: Tensor, start_B: Tensor, width_B: Tensor) -> SharingPlan:
     """Put trajectories with the same prompt tokens into one row, in their order."""
-    place_L = torch.arange(inputs_BL.shape[1], device=inputs_BL.device)
+    position_L = torch.arange(inputs_BL.shape[1], device=inputs_BL.device)
     # No token is -1, so no prompt equals the beginning of a longer one.
-    prompts_BL = inputs_BL.masked_fill(place_L >= start_B[:, None], -1)
+    prompts_BL = inputs_BL.masked_fill(position_L >= start_B[:, None], -1)
     row_B = number(prompts_BL)
     order_B = row_B.argsort(stable=True)
     completion_B = (width_B - start_B)[order_B]
@@ -94,8 +96,8 @@ def number(rows_BL: Tensor) -> Tensor:
     # torch's `unique` of rows compares them one by one. This hash, a sum with odd factors, is checked for collisions.
     factor_L = torch.randint(2**62, rows_BL.shape[1:], generator=torch.Generator().manual_seed(0)) * 2 + 1
     _, number_B = (rows_BL * factor_L.to(rows_BL.device)).sum(1).unique(return_inverse=True)
-    place_B = torch.arange(len(rows_BL), device=rows_BL.device)
-    last_G = place_B.new_zeros(len(rows_BL)).scatter_reduce_(0, number_B, place_B, "amax")
+    index_B = torch.arange(len(rows_BL), device=rows_BL.device)
+    last_G = index_B.new_zeros(len(rows_BL)).scatter_reduce_(0, number_B, index_B, "amax")
     if torch.equal(rows_BL, rows_BL[last_G[number_B]]):
         return number_B
     return rows_BL.unique(dim=0, return_inverse=True)[1]
@@ -103,38 +105,38 @@ def number(rows_BL: Tensor) -> Tensor:
 
 def shared(
     inputs_BL: Tensor, start_B: Tensor, width_B: Tensor, plan: SharingPlan, device: torch.device = CPU
-) -> Reading:
+) -> RowLayout:
     """Lay out one row for each prompt by `plan`. Only padding sees padding; it sees the prompt too."""
     G, W = len(plan.width_G), int(plan.width_G.max())
     position_BL = torch.arange(inputs_BL.shape[1]).expand(inputs_BL.shape)
     is_prompt_BL = position_BL < start_B[:, None]
     inside_BL = position_BL < width_B[:, None]
     in_row_BL = torch.where(is_prompt_BL, position_BL, plan.begin_B[:, None] + position_BL - start_B[:, None])
-    place_BL = plan.row_B[:, None] * W + in_row_BL
+    index_BL = plan.row_B[:, None] * W + in_row_BL
     # Samples of a prompt write equal tokens to the prompt's indices.
-    place_N, prompt = place_BL[inside_BL], len(inputs_BL)
+    index_N, prompt = index_BL[inside_BL], len(inputs_BL)
     branch_BL = torch.arange(prompt)[:, None].masked_fill(is_prompt_BL, prompt)
 
-    def laid_out(column_BL: Tensor, padding: int) -> Tensor:
+    def fill_rows(column_BL: Tensor, padding: int) -> Tensor:
         row_N = torch.full((G * W,), padding, dtype=column_BL.dtype)
-        row_N[place_N] = column_BL[inside_BL]
+        row_N[index_N] = column_BL[inside_BL]
         return to_device(row_N.view(G, W), device)
 
-    branch_GW = laid_out(branch_BL, -1)
+    branch_GW = fill_rows(branch_BL, -1)
     sees_GWW = (branch_GW[:, None] == prompt) | (branch_GW[:, None] == branch_GW[:, :, None])
     arguments: dict[str, Tensor | int] = {
-        "input_ids": laid_out(inputs_BL, 0),
-        "position_ids": laid_out(position_BL, 0),
+        "input_ids": fill_rows(inputs_BL, 0),
+        "position_ids": fill_rows(position_BL, 0),
         "attention_mask": sees_GWW.tril_()[:, None],
     }
-    return Reading(arguments, place_BL)
+    return RowLayout(arguments, index_BL)
 
 
-def _probe(inputs_BL: Tensor, width_B: Tensor, device: torch.device, *, dtype: torch.dtype) -> Reading:
+def _probe(inputs_BL: Tensor, width_B: Tensor, device: torch.device, *, dtype: torch.dtype) -> RowLayout:
     """Rows that share their first token, with an additive mask for any plain attention: hidden tokens are at -inf."""
     start_B = torch.ones_like(width_B)
-    reading = shared(inputs_BL, start_B, width_B, plan(inputs_BL, start_B, width_B), device)
-    sees = reading.arguments["attention_mask"]
+    row_layout = shared(inputs_BL, start_B, width_B, plan(inputs_BL, start_B, width_B), device)
+    sees = row_layout.arguments["attention_mask"]
     assert isinstance(sees, Tensor)
     added = torch.zeros(sees.shape, dtype=dtype).masked_fill(~sees, torch.finfo(dtype).min)
-    return reading._replace(arguments={**reading.arguments, "attention_mask": added})
+    return row_layout._replace(arguments={**row_layout.arguments, "attention_mask": added})

@@ -1,4 +1,4 @@
-"""A prompt once for its samples where rows lie end to end: each completion's attention takes the prompt's keys too.
+"""Rows end to end with each prompt once for its samples: a completion's attention takes the prompt's keys too.
 
 B trajectories, L prompt + completion tokens (padded), N tokens with each prompt once, K keys of all rows of attention,
 P tokens that are keys of several rows, H heads of width D.
@@ -10,8 +10,8 @@ P tokens that are keys of several rows, H heads of width D.
     queries     [p0 p1 p2] [a0 a1]          [b0 b1 b2]
     keys        [p0 p1 p2] [p0 p1 p2 a0 a1] [p0 p1 p2 b0 b1 b2]
 
-Attention is causal and aligned at the end of each row, so that it is that of whole rows. It computes pairs of tokens
-once, as without sharing but for the prompts' own.
+Attention is causal and aligned at the end of each row: it equals that of whole rows. Without sharing, only the pairs of
+tokens within a prompt would be computed more often.
 """
 
 from typing import Any, NamedTuple
@@ -20,15 +20,18 @@ import torch
 from torch import Tensor
 
 from streamppo.learner.attention import attention
-from streamppo.learner.attention.attention import CPU, Reading
+from streamppo.learner.attention.attention import CPU, RowLayout
 from streamppo.learner.attention.prefix_kv import NAME
 from streamppo.learner.attention.prefix_sharing import SharingPlan, plan
 from streamppo.learner.device import to_device
 
 
 class SharedKeys(NamedTuple):
-    """The tokens of all keys, `token_K`, and what their gradients need: each token's first key, and for tokens with
-    several keys the places of all, with K as padding."""
+    """The token of each key, `token_K`, and the keys of each token, for gradients.
+
+    `first_N`: the token's first key. `repeated_P`: the tokens with several keys. `places_PR`: all of their keys, padded
+    with K.
+    """
 
     token_K: Tensor
     first_N: Tensor
@@ -43,12 +46,14 @@ class SharedKeys(NamedTuple):
         return keys, values
 
 
-def read(inputs_BL: Tensor, start_B: Tensor, width_B: Tensor, device: torch.device = CPU, *, step: int = 1) -> Reading:
+def lay_out(
+    inputs_BL: Tensor, start_B: Tensor, width_B: Tensor, device: torch.device = CPU, *, step: int = 1
+) -> RowLayout:
     """Lay out rows end to end, each prompt once; a last row of zeros fills them up to a multiple of `step` tokens."""
-    made = plan(inputs_BL, start_B, width_B)
-    if len(made.width_G) == len(width_B):
+    sharing_plan = plan(inputs_BL, start_B, width_B)
+    if len(sharing_plan.width_G) == len(width_B):
         return attention.joined(inputs_BL, width_B, device, step=step)
-    return shared(inputs_BL, start_B, width_B, made, device, step=step)
+    return shared(inputs_BL, start_B, width_B, sharing_plan, device, step=step)
 
 
 def shared(
@@ -59,63 +64,63 @@ def shared(
     device: torch.device = CPU,
     *,
     step: int = 1,
-) -> Reading:
+) -> RowLayout:
     """Lay out rows by `plan`: of each prompt its tokens, then its completions."""
-    place_L = torch.arange(inputs_BL.shape[1])
+    position_L = torch.arange(inputs_BL.shape[1])
     first_B = (plan.width_G.cumsum(0) - plan.width_G)[plan.row_B]
-    is_prompt_BL, inside_BL = place_L < start_B[:, None], place_L < width_B[:, None]
-    own_BL = (first_B + plan.begin_B - start_B)[:, None] + place_L
-    token_BL = torch.where(is_prompt_BL, first_B[:, None] + place_L, own_BL)
+    is_prompt_BL, inside_BL = position_L < start_B[:, None], position_L < width_B[:, None]
+    completion_BL = (first_B + plan.begin_B - start_B)[:, None] + position_L
+    token_BL = torch.where(is_prompt_BL, first_B[:, None] + position_L, completion_BL)
     token_N, size = token_BL[inside_BL], int(plan.width_G.sum())
     missing = -size % step
 
-    def laid_out(column_BL: Tensor) -> Tensor:
+    def fill_row(column_BL: Tensor) -> Tensor:
         # Samples of a prompt write equal numbers.
         column_N = torch.zeros(size + missing, dtype=column_BL.dtype).scatter_(0, token_N, column_BL[inside_BL])
         return to_device(column_N[None], device)
 
-    queries, keys, rows = _rows(start_B, width_B, plan)
-    own_keys = [token_BL[row, :width] for row, width in zip(rows, keys, strict=True)]
+    queries, keys, trajectories = _rows(start_B, width_B, plan)
+    key_tokens = [token_BL[row, :width] for row, width in zip(trajectories, keys, strict=True)]
     if missing:
         queries, keys = [*queries, missing], [*keys, missing]
-        own_keys.append(torch.arange(size, size + missing))
+        key_tokens.append(torch.arange(size, size + missing))
     arguments: dict[str, Any] = {
-        "input_ids": laid_out(inputs_BL),
-        "position_ids": laid_out(place_L.expand(inputs_BL.shape)),
+        "input_ids": fill_row(inputs_BL),
+        "position_ids": fill_row(position_L.expand(inputs_BL.shape)),
         "cu_seq_lens_q": to_device(attention.bounds(torch.tensor(queries)), device),
         "cu_seq_lens_k": to_device(attention.bounds(torch.tensor(keys)), device),
         "max_length_q": max(queries),
         "max_length_k": max(keys),
-        NAME: _keys_of(torch.cat(own_keys), size + missing, device),
+        NAME: _shared_keys(torch.cat(key_tokens), size + missing, device),
     }
-    return Reading(arguments, token_BL)
+    return RowLayout(arguments, token_BL)
 
 
 def _rows(start_B: Tensor, width_B: Tensor, plan: SharingPlan) -> tuple[list[int], list[int], list[int]]:
     """The rows of attention in the order of their queries: numbers of queries and of keys, and the trajectory."""
     rows: list[tuple[int, int, int]] = []
-    starts, widths, samples, before = start_B.tolist(), width_B.tolist(), plan.row_B.bincount().tolist(), -1
+    starts, widths, samples, last_group = start_B.tolist(), width_B.tolist(), plan.row_B.bincount().tolist(), -1
     by_place = plan.begin_B.argsort(stable=True)
     for row in by_place[plan.row_B[by_place].argsort(stable=True)].tolist():
         group, start, width = int(plan.row_B[row]), starts[row], widths[row]
         is_alone = samples[group] == 1
-        if group != before and not is_alone:
+        if group != last_group and not is_alone:
             rows.append((start, start, row))
         rows.append((width if is_alone else width - start, width, row))
-        before = group
+        last_group = group
     queries, keys, trajectories = zip(*rows, strict=True)
     return list(queries), list(keys), list(trajectories)
 
 
-def _keys_of(token_K: Tensor, size: int, device: torch.device) -> SharedKeys:
-    place_K = token_K.argsort(stable=True)
+def _shared_keys(token_K: Tensor, size: int, device: torch.device) -> SharedKeys:
+    order_K = token_K.argsort(stable=True)
     count_N = token_K.bincount(minlength=size)
     begin_N = count_N.cumsum(0) - count_N
     repeated_P = (count_N > 1).nonzero()[:, 0]
-    at_R = torch.arange(int(count_N.max()))
-    at_PR = (begin_N[repeated_P, None] + at_R).clamp(max=len(place_K) - 1)
-    places_PR = torch.where(at_R < count_N[repeated_P, None], place_K[at_PR], len(token_K))
-    return SharedKeys(*(to_device(one, device) for one in (token_K, place_K[begin_N], repeated_P, places_PR)))
+    number_R = torch.arange(int(count_N.max()))
+    entry_PR = (begin_N[repeated_P, None] + number_R).clamp(max=len(order_K) - 1)
+    places_PR = torch.where(number_R < count_N[repeated_P, None], order_K[entry_PR], len(token_K))
+    return SharedKeys(*(to_device(tensor, device) for tensor in (token_K, order_K[begin_N], repeated_P, places_PR)))
 
 
 # Operations of their own, so that a compiler does not choose the order in which gradients are added.
@@ -130,14 +135,14 @@ def _repeat(
 
 
 @torch.library.custom_op("streamppo::repeat_keys_backward", mutates_args=())
-def _add_up(gradients: list[Tensor], first_N: Tensor, repeated_P: Tensor, places_PR: Tensor) -> list[Tensor]:
+def _add_gradients(gradients: list[Tensor], first_N: Tensor, repeated_P: Tensor, places_PR: Tensor) -> list[Tensor]:
     """The gradients of tokens, each the sum of those of its keys; `index_select`'s own would sort all keys first."""
     sums: list[Tensor] = []
     for gradient in gradients:
         padded = torch.nn.functional.pad(gradient, (0, 0, 0, 1))
         parts = padded.index_select(-2, places_PR.flatten()).unflatten(-2, places_PR.shape)
-        several = parts.sum(-2, dtype=torch.float32).to(gradient.dtype)
-        sums.append(gradient.index_select(-2, first_N).index_copy_(-2, repeated_P, several))
+        summed = parts.sum(-2, dtype=torch.float32).to(gradient.dtype)
+        sums.append(gradient.index_select(-2, first_N).index_copy_(-2, repeated_P, summed))
     return sums
 
 
@@ -146,17 +151,17 @@ def _(tensors: list[Tensor], token_K: Tensor, *_: Tensor) -> list[Tensor]:
     return [tensor.new_empty(*tensor.shape[:-2], len(token_K), tensor.shape[-1]) for tensor in tensors]
 
 
-@_add_up.register_fake
+@_add_gradients.register_fake
 def _(gradients: list[Tensor], first_N: Tensor, *_: Tensor) -> list[Tensor]:
     return [gradient.new_empty(*gradient.shape[:-2], len(first_N), gradient.shape[-1]) for gradient in gradients]
 
 
-def _keep(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
+def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
     ctx.save_for_backward(*inputs[2:])
 
 
 def _backward(ctx: Any, gradients: list[Tensor]) -> tuple[Any, ...]:
-    return _add_up(gradients, *ctx.saved_tensors), None, None, None, None
+    return _add_gradients(gradients, *ctx.saved_tensors), None, None, None, None
 
 
-_repeat.register_autograd(_backward, setup_context=_keep)
+_repeat.register_autograd(_backward, setup_context=_save_for_backward)

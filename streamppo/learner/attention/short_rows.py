@@ -3,8 +3,8 @@
 G rows of W tokens, H heads of width D for queries and K for keys and values, C = D / 2 complex numbers of a head.
 
 torch's attention for CPUs is tuned for long rows, and transformers' rotary positions read and write each head several
-times. This one keeps all scores as one tensor. With 8 heads of width 8, rows of 22 tokens take 0.59 of the time, rows
-of 48 tokens the same time; with wider heads they still take less (benchmarks/cost/short_rows.py).
+times. This operation keeps all scores as one tensor. With 8 heads of width 8, it takes 0.59 of torch's time for rows of
+22 tokens, and the same time for rows of 48; with wider heads less time also for those (benchmarks/cost/short_rows.py).
 """
 
 from collections.abc import Callable
@@ -20,12 +20,12 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 LONGEST = 48
-"""The longest row, in tokens, for which this is faster."""
+"""The longest row, in tokens, for which this operation is faster."""
 
 
 def prepare(transformer: "PreTrainedModel") -> None:
     """Replace the attention of `transformer` for short rows; other families are left unchanged."""
-    if not attention.looks_at_all(transformer.config):
+    if not attention.has_full_attention(transformer.config):
         return
     for layer in layers.layers_of(transformer):
         module: Any = layer.self_attn

@@ -4,10 +4,10 @@ B trajectories, L prompt + completion tokens (padded), G lines, W tokens of a li
 
     row      0  1  2  3  4  5  6  7  8        branches (5, 2) and (8, -1)
 
-    masked   0  1  2  3  4  5  6  7           a tree as one line: a token sees the tokens that it follows, and its
-             8                                position is their number; nothing is computed twice
+    masked   0  1  2  3  4  5  6  7           a tree as one line: a token sees its ancestors, and its position is their
+             8                                number; nothing is computed twice
 
-    paths    0  1  2  3  4                    a line for each token that none follows; it is linear, as any row
+    paths    0  1  2  3  4                    a line for each leaf: its ancestors in order, as in any row
              0  1  2  5  6  7
              8
 
@@ -23,7 +23,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from streamppo.learner.attention.attention import CPU, Layout, Reading, padded
+from streamppo.learner.attention.attention import CPU, Layout, RowLayout, padded
 from streamppo.learner.attention.prefix_sharing import work
 from streamppo.learner.batch.padded import Host, SharedPrompts
 from streamppo.learner.device import to_device
@@ -50,7 +50,7 @@ class TreeLine(NamedTuple):
 
 
 def sizes(host: Host, layout: Layout, hidden: int | None) -> RowSizes:
-    """The sizes of rows in a pass over `host`, for micro-batches; `layout` and `hidden` are those of `read`."""
+    """The sizes of rows in a pass over `host`, for micro-batches; `layout` and `hidden` are those of `lay_out`."""
     width_B = host.start_B + host.length_B
     if host.branches is None:
         return RowSizes(width_B)
@@ -79,7 +79,7 @@ def _is_masked(tree: Size, hidden: int | None) -> bool:
     )
 
 
-def read(host: Host, layout: Layout, hidden: int | None, device: torch.device = CPU) -> Reading:
+def lay_out(host: Host, layout: Layout, hidden: int | None, device: torch.device = CPU) -> RowLayout:
     """Lay out the rows of `host`, which has branches. Trees may be masked for a model of width `hidden`, if not None.
 
     Single paths use `layout`, which is `padded` where trees may be masked.
@@ -92,15 +92,15 @@ def read(host: Host, layout: Layout, hidden: int | None, device: torch.device = 
     for line, source_W in zip(lines, source_GW.numpy(), strict=True):
         source_W[: len(line.tokens)] = line.tokens + line.row * L
     inputs_GW = host.inputs_BL.flatten()[source_GW.clamp(min=0)].masked_fill_(source_GW < 0, 0)
-    reading = _masked(inputs_GW, host.branches, lines, device) if masked else layout(inputs_GW, width_G, device)
-    place_N = torch.zeros(B * L, dtype=torch.long)
+    row_layout = _masked(inputs_GW, host.branches, lines, device) if masked else layout(inputs_GW, width_G, device)
+    index_N = torch.zeros(B * L, dtype=torch.long)
     is_token_GW = source_GW >= 0
-    source_N = torch.full((reading.arguments["input_ids"].numel(),), -1)
-    source_N[reading.place_BL[is_token_GW]] = source_GW[is_token_GW]
+    source_N = torch.full((row_layout.arguments["input_ids"].numel(),), -1)
+    source_N[row_layout.index_BL[is_token_GW]] = source_GW[is_token_GW]
     # The first line that has a token comes last, and stays.
     for number, line in reversed(list(enumerate(lines))):
-        place_N[torch.from_numpy(line.tokens).long() + line.row * L] = reading.place_BL[number, : len(line.tokens)]
-    return reading._replace(place_BL=place_N.view(B, L), source_N=source_N)
+        index_N[torch.from_numpy(line.tokens).long() + line.row * L] = row_layout.index_BL[number, : len(line.tokens)]
+    return row_layout._replace(index_BL=index_N.view(B, L), source_N=source_N)
 
 
 def _lines(columns: tuple[bytes, ...], widths: list[int], hidden: int | None) -> tuple[list[TreeLine], bool]:
@@ -110,13 +110,13 @@ def _lines(columns: tuple[bytes, ...], widths: list[int], hidden: int | None) ->
         paths = branches.paths(column, width)
         for tree, size in zip(branches.trees(column, width), branches.sizes(column, width), strict=True):
             is_masked = _is_masked(size, hidden)
-            chosen = [tree] if is_masked else [path for path in paths if path[0] == tree[0]]
-            lines += [TreeLine(row, tokens) for tokens in chosen]
+            token_lists = [tree] if is_masked else [path for path in paths if path[0] == tree[0]]
+            lines += [TreeLine(row, tokens) for tokens in token_lists]
             masked |= is_masked
     return lines, masked
 
 
-def _masked(inputs_GW: Tensor, columns: tuple[bytes, ...], lines: list[TreeLine], device: torch.device) -> Reading:
+def _masked(inputs_GW: Tensor, columns: tuple[bytes, ...], lines: list[TreeLine], device: torch.device) -> RowLayout:
     """Lines by a mask: positions are depths, and a token sees itself and those that it follows; padding sees all."""
     G, W = inputs_GW.shape
     position_GW, piece_GW = np.zeros((G, W), np.int64), np.zeros((G, W), np.int64)
@@ -137,4 +137,4 @@ def _masked(inputs_GW: Tensor, columns: tuple[bytes, ...], lines: list[TreeLine]
         "position_ids": to_device(torch.from_numpy(position_GW), device),
         "attention_mask": sees_PW[to_device(piece_GW, device)].tril_()[:, None],
     }
-    return Reading(arguments, torch.arange(G * W).view(G, W))
+    return RowLayout(arguments, torch.arange(G * W).view(G, W))

@@ -34,7 +34,7 @@ _registered: dict[str, Callable[..., object]] = {}
 
 
 def is_available() -> bool:
-    """True if torch has it, since 2.10, and this GPU runs it."""
+    """True if torch has the kernel, since 2.10, and this GPU runs it."""
     try:
         import torch.nn.attention.varlen
     except ImportError:
@@ -43,10 +43,10 @@ def is_available() -> bool:
 
 
 def register() -> str:
-    """Make it known to transformers, which makes no mask for it; return its name.
+    """Register the kernel with transformers, which makes no mask for it; return its name.
 
-    A second call changes nothing: context parallelism may have wrapped it since (context_parallel.py). torch 2.15 would
-    choose cuDNN's kernels for some of the rows, also where it must compute deterministically.
+    A second call changes nothing: context parallelism may have wrapped the kernel since (context_parallel.py). cuDNN is
+    off, because torch 2.15 would choose its kernels for some rows, also for deterministic computation.
     """
     from torch.nn.attention.varlen import varlen_attn
     from transformers import AttentionInterface
@@ -55,7 +55,7 @@ def register() -> str:
         return NAME
     _registered[NAME] = varlen_attn
     torch.backends.cuda.enable_cudnn_sdp(False)
-    # Since torch 2.12 it asks whether heads of queries share keys; before, they just may.
+    # Since torch 2.12 shared keys of query heads must be enabled.
     asks = "enable_gqa" in inspect.signature(varlen_attn).parameters
     kernel = partial(varlen_attn, enable_gqa=True) if asks else varlen_attn
     AttentionInterface.register(NAME, partial(attend, kernel))
@@ -63,7 +63,7 @@ def register() -> str:
 
 
 def refusal(config: "PretrainedConfig") -> str:
-    """The reason why it cannot compute the attention of a model of transformers' `config`; "" if it can."""
+    """The reason why the kernel cannot compute the attention of a model of transformers' `config`; "" if it can."""
     text = config.get_text_config()
     if not getattr(model_class(text), "_supports_attention_backend", False):
         return f"{text.model_type} models have attention of their own, in place of which {KERNEL} cannot be put"
@@ -103,7 +103,7 @@ def attend(
     sliding_window: int | None = None,
     **named: Any,
 ) -> tuple[Tensor, None]:
-    """Causal attention, aligned at the end of each row: [1, N, H, D]. Raises `ModelError` for what it leaves out."""
+    """Causal attention, aligned at the end of each row: [1, N, H, D]. Raises `ModelError` for sinks and a cap."""
     if any(named.get(name) is not None for name in ("softcap", "s_aux")):
         raise ModelError(f"{type(module).__name__} caps its scores or has sinks, and {KERNEL} leaves both out")
     query, key, value = (tensor[0].transpose(0, 1) for tensor in (query_1HND, key_1HKD, value_1HKD))

@@ -1,6 +1,6 @@
 """Prefetch of batches: fetched and padded in a thread, during the update before them.
 
-With several ranks, each fetches the outline of a batch, finds its own rows, and fetches only their tokens.
+With several ranks, each fetches the outline of a batch, finds its rows, and fetches only their tokens.
 """
 
 import time
@@ -23,7 +23,7 @@ from streamppo.types import Batch, Outline, Tokens, decode
 RETRY_S = 0.5
 """Seconds between retries to fetch a batch whose owner has died."""
 
-OwnRows: TypeAlias = Callable[[PaddedBatch], list[int]]
+RankRows: TypeAlias = Callable[[PaddedBatch], list[int]]
 """A batch without tokens -> the rows whose tokens this rank reads."""
 
 
@@ -43,9 +43,9 @@ class Fetcher:
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="fetch")
         self._under_way: Future[FetchedBatch | None] = Future()
 
-    def start(self, version: int, own_rows: OwnRows | None) -> None:
-        """Start to fetch the batch of the update that starts at `version`; without `own_rows`, with all tokens."""
-        self._under_way = self._thread.submit(self._fetch, version, own_rows)
+    def start(self, version: int, rank_rows: RankRows | None) -> None:
+        """Start to fetch the batch of the update that starts at `version`; without `rank_rows`, with all tokens."""
+        self._under_way = self._thread.submit(self._fetch, version, rank_rows)
 
     def result(self) -> FetchedBatch | None:
         """Wait for the batch of the last `start`; None if the run was stopped."""
@@ -62,19 +62,19 @@ class Fetcher:
         for version in versions:
             yield pad(decode(ray.get(self._source.archived_batch.remote(run, version)), Batch))
 
-    def _fetch(self, version: int, own_rows: OwnRows | None) -> FetchedBatch | None:
+    def _fetch(self, version: int, rank_rows: RankRows | None) -> FetchedBatch | None:
         begin = time.perf_counter()
-        taken = self._retry(version, own_rows)
+        fetched = self._retry(version, rank_rows)
         process.add("fetch", time.perf_counter() - begin)
-        if taken is None:
+        if fetched is None:
             return None
-        batch = pad(taken)
+        batch = pad(fetched)
         return FetchedBatch(batch, lag_histogram(batch), time.perf_counter() - begin)
 
-    def _retry(self, version: int, own_rows: OwnRows | None) -> Batch | None:
+    def _retry(self, version: int, rank_rows: RankRows | None) -> Batch | None:
         while True:
             try:
-                return self._fetch_whole(version) if own_rows is None else self._fetch_own_rows(version, own_rows)
+                return self._fetch_whole(version) if rank_rows is None else self._fetch_rank_rows(version, rank_rows)
             except ObjectLostError:
                 # The queue died with the object; the restarted queue has the same batch.
                 time.sleep(RETRY_S)
@@ -83,12 +83,12 @@ class Fetcher:
         refs = ray.get(self._source.take.remote(version))
         return None if refs is None else batch_parts.merge([decode(part.data, Batch) for part in ray.get(refs)])
 
-    def _fetch_own_rows(self, version: int, own_rows: OwnRows) -> Batch | None:
+    def _fetch_rank_rows(self, version: int, rank_rows: RankRows) -> Batch | None:
         """The batch with the tokens of this rank's rows; None if the run was stopped."""
         if (refs := ray.get(self._source.outline.remote(version))) is None:
             return None
         outline = batch_parts.merge_outlines([decode(piece.data, Outline) for piece in ray.get(refs)])
-        rows = own_rows(pad(batch_parts.join(outline, [])))
+        rows = rank_rows(pad(batch_parts.join(outline, [])))
         row_bytes = np.array(rows, dtype="<i4").tobytes()
         if (refs := ray.get(self._source.tokens.remote(version, row_bytes))) is None:
             return None

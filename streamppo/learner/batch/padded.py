@@ -1,4 +1,4 @@
-"""From a batch of trajectories to tensors. Pure: no Ray, no group.
+"""A batch of trajectories as padded tensors. Pure: no Ray, no group.
 
 B trajectories, L prompt + completion tokens (padded), T completion tokens (padded). Rows are padded on the right: with
 causal attention no real token ever sees padding, so no attention mask is needed.
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from streamppo.algorithms.candidates import Candidates
 from streamppo.algorithms.masked import on_last_token
-from streamppo.learner.batch.routes import RowRoutes, of_rows
+from streamppo.learner.batch.routes import RowRoutes, routes_of_rows
 from streamppo.learner.device import to_device
 from streamppo.process import phase
 from streamppo.types import Batch, Trajectory, flags, floats, ints
@@ -49,8 +49,8 @@ class Host:
         # Pinned memory keeps strides, and only contiguous memory is copied to a GPU without a wait.
         return Host(self.inputs_BL[rows, : widths[1]].contiguous(), *columns, widths, branches)
 
-    def groups(self) -> "SharedPrompts":
-        """The rows that have their tokens before the completion in common."""
+    def shared_prompts(self) -> "SharedPrompts":
+        """The groups of rows with equal tokens before their completions."""
         group_B = self.prompt_B * (1 + self.start_B.max()) + self.start_B
         # A row that continues an earlier segment shares it with no other.
         group_B = torch.where(self.prefix_B > 0, -1 - torch.arange(len(self.prefix_B)), group_B)
@@ -156,7 +156,7 @@ def pad(batch: Batch) -> PaddedBatch:
         components_B=_components(trajectories),
         candidates=_candidates(trajectories, length_B),
         teacher_logprobs_BT=_teacher_logprobs(trajectories, length_B),
-        routes=of_rows(trajectories),
+        routes=routes_of_rows(trajectories),
         branches=_some([trajectory.branches for trajectory in trajectories]),
     )
 

@@ -38,22 +38,25 @@ class RowRoutes:
         """[N, E] the expert numbers of tokens by row and index in it, and True where a token has some; index -1 has
         none."""
         has_N = (token_N >= 0) & (token_N < self.count_B[row_N])
-        place_N = torch.where(has_N, self.begin_B[row_N] + token_N, 0)
-        return self.numbers_ME[place_N], has_N & self.known_M[place_N]
+        index_N = torch.where(has_N, self.begin_B[row_N] + token_N, 0)
+        return self.numbers_ME[index_N], has_N & self.known_M[index_N]
 
 
-def of_rows(trajectories: Sequence[Trajectory]) -> RowRoutes | None:
+def routes_of_rows(trajectories: Sequence[Trajectory]) -> RowRoutes | None:
     """The routes of all rows with routes; None if no row has any."""
-    counts = [(len(one.prompt_tokens) // 4 + one.num_tokens - 1) * bool(one.routes) for one in trajectories]
+    counts = [
+        (len(trajectory.prompt_tokens) // 4 + trajectory.num_tokens - 1) * bool(trajectory.routes)
+        for trajectory in trajectories
+    ]
     parts = [
-        routes.read(one.routes, one.route_bytes, count)
-        for one, count in zip(trajectories, counts, strict=True)
-        if one.routes
+        routes.read(trajectory.routes, trajectory.route_bytes, count)
+        for trajectory, count in zip(trajectories, counts, strict=True)
+        if trajectory.routes
     ]
     if not parts:
         return None
     known_M = np.concatenate([known for _, known in parts])
-    numbers_ME = _joined([numbers for numbers, _ in parts])
+    numbers_ME = _concatenate([numbers for numbers, _ in parts])
     count_B = torch.tensor(counts)
     return RowRoutes(
         torch.from_numpy(numbers_ME),
@@ -64,7 +67,7 @@ def of_rows(trajectories: Sequence[Trajectory]) -> RowRoutes | None:
     )
 
 
-def _joined(rows: Sequence[Numbers]) -> Numbers:
+def _concatenate(rows: Sequence[Numbers]) -> Numbers:
     """All rows end to end, in the wider of their types; a row of another model has fewer numbers, which are -1."""
     wide = max(numbers.shape[1] for numbers in rows)
     if all(numbers.shape[1] == wide for numbers in rows):

@@ -59,7 +59,7 @@ class Saver:
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
         self._under_way: Future[None] | None = None
         self._copier = Copier(config)
-        self._left: tuple[Path, list[str]] | None = None
+        self._uncopied: tuple[Path, list[str]] | None = None
 
     def start(self, folder: Path, state: CheckpointState, trained: TrainState, pushed: "Future[PushedVersion]") -> None:
         """Start a checkpoint under `folder` once the last one is complete; on return `trained` may change.
@@ -96,8 +96,8 @@ class Saver:
         """Wait until the last checkpoint is complete and copied to the address. Raises as `wait` does."""
         self.wait()
         self._copier.wait()
-        if self._left is not None and self._copier.remote is not None:
-            self._copy(*self._left)
+        if self._uncopied is not None and self._copier.remote is not None:
+            self._copy(*self._uncopied)
             self._copier.wait()
 
     def check(self) -> None:
@@ -145,14 +145,14 @@ class Saver:
             if self._copier.remote is not None:
                 # After this the leading ranks have renamed the folder on every disk.
                 dist.barrier(self._group)
-                self._left = final, list(sealed)
+                self._uncopied = final, list(sealed)
                 if copies:
-                    self._copy(*self._left)
+                    self._copy(*self._uncopied)
 
-    def _copy(self, final: Path, own: Sequence[str]) -> None:
+    def _copy(self, final: Path, rank_files: Sequence[str]) -> None:
         """Start a copy of this rank's files; they are opened first, since `manifest.drop` may delete them meanwhile."""
-        is_first, self._left = dist.get_rank() == 0, None
-        names = [*own, METADATA, manifest.MANIFEST] if is_first else own
+        is_first, self._uncopied = dist.get_rank() == 0, None
+        names = [*rank_files, METADATA, manifest.MANIFEST] if is_first else rank_files
         self._copier.start(final, {name: (final / name).open("rb") for name in names}, prunes=is_first)
 
 
@@ -168,14 +168,14 @@ def load_newest(
 ) -> CheckpointState | None:
     """Load the checkpoint at `path` in place, or the newest intact one before it. A collective.
 
-    A checkpoint is skipped if a file is damaged or if it is not of the run's `past`; None if all are skipped. Ranks
-    fetch missing files from `address`, if set. Raises the other errors of `load`.
+    A checkpoint with a damaged file, or of another run than `past`, is skipped; None if all are. Ranks fetch missing
+    files from `address`, if set. Raises the other errors of `load`.
     """
     copies = CheckpointStore(address) if address else None
     local = [folder.name for folder in manifest.complete(path.parent)]
     remote = _complete_copies(copies) if copies and dist.get_rank() == 0 else []
-    before = [name for name in {path.name, *local, *remote} if name <= path.name]
-    for name in _from_first_rank(sorted(before), dist.group.WORLD)[::-1]:
+    candidates = [name for name in {path.name, *local, *remote} if name <= path.name]
+    for name in _from_first_rank(sorted(candidates), dist.group.WORLD)[::-1]:
         candidate = path.with_name(name)
         try:
             return load(candidate, trained, copies, past)
@@ -243,19 +243,21 @@ def restore(trained: TrainState, tensors: Mapping[str, torch.Tensor]) -> None:
     """
     policy, optimizer, reference = trained
     parameters = dict(policy.named_parameters())
-    places = {f"policy.{name}": one for name, one in parameters.items() if one.requires_grad}
+    targets = {f"policy.{name}": weight for name, weight in parameters.items() if weight.requires_grad}
     if any(name.startswith("optimizer.") for name in tensors):
-        moments = {name: optimizer.state.get(one, {}) for name, one in parameters.items()}
-        places |= {f"optimizer.{name}.{kind}": one for name, kept in moments.items() for kind, one in kept.items()}
+        moments = {name: optimizer.state.get(weight, {}) for name, weight in parameters.items()}
+        targets |= {
+            f"optimizer.{name}.{kind}": moment for name, state in moments.items() for kind, moment in state.items()
+        }
     if reference is not None and any(name.startswith("reference.") for name in tensors):
-        places |= {f"reference.{name}": one for name, one in reference.named_parameters()}
-    for name, into in places.items():
+        targets |= {f"reference.{name}": weight for name, weight in reference.named_parameters()}
+    for name, target in targets.items():
         saved = tensors.get(name)
-        if saved is None or (saved.shape, saved.dtype) != (into.shape, into.dtype):
+        if saved is None or (saved.shape, saved.dtype) != (target.shape, target.dtype):
             lacks = "is missing" if saved is None else f"is {saved.dtype} {list(saved.shape)}"
-            raise CheckpointError(f"{name!r} {lacks}, and the model has {into.dtype} {list(into.shape)}")
+            raise CheckpointError(f"{name!r} {lacks}, and the model has {target.dtype} {list(target.shape)}")
         with torch.no_grad():
-            into.copy_(saved)
+            target.copy_(saved)
     if (rng := tensors.get("rng")) is not None:
         torch.set_rng_state(rng)
 
@@ -318,21 +320,29 @@ def _tensors(trained: TrainState, state: CheckpointState) -> dict[str, Any]:
     policy, optimizer, reference = trained
     model_state, optimizer_state = get_state_dict(policy, optimizer)
     sharded: dict[str, dict[str, Any]] = {}
-    alike: dict[str, dict[str, Any]] = {}
+    unsharded: dict[str, dict[str, Any]] = {}
     moments_of = cast("dict[str, dict[str, object]]", optimizer_state["state"])
     # With a working copy moments are stored as FSDP's shards are: either kind of policy reads the other's files.
-    is_whole = getattr(policy, "working_copy", None) is not None
+    is_full = getattr(policy, "working_copy", None) is not None
     for name, moments in moments_of.items():
-        apart = {key for key, value in moments.items() if isinstance(value, DTensor) or (is_whole and key != "step")}
-        sharded[name] = {key: moments[key] for key in apart}
-        alike[name] = {key: value for key, value in moments.items() if key not in apart}
+        sharded_keys = {
+            key for key, value in moments.items() if isinstance(value, DTensor) or (is_full and key != "step")
+        }
+        sharded[name] = {key: moments[key] for key in sharded_keys}
+        unsharded[name] = {key: value for key, value in moments.items() if key not in sharded_keys}
     # A rank on a CPU may see GPUs; asking for their state would open a context on one.
     on_gpu = torch.cuda.is_initialized()
     rng = {"cpu": torch.get_rng_state()} | ({"cuda": torch.cuda.get_rng_state()} if on_gpu else {})
-    rank_state = {"state": alike, "param_groups": optimizer_state["param_groups"], "rng": rng}
-    still = {name for name, tensor in policy.named_parameters(remove_duplicate=False) if not tensor.requires_grad}
-    moving = {name: tensor for name, tensor in model_state.items() if name not in still}
-    tensors: dict[str, Any] = {"policy": moving, "optimizer": sharded, "own": {f"rank-{dist.get_rank()}": rank_state}}
+    rank_state = {"state": unsharded, "param_groups": optimizer_state["param_groups"], "rng": rng}
+    frozen_names = {
+        name for name, tensor in policy.named_parameters(remove_duplicate=False) if not tensor.requires_grad
+    }
+    trained_state = {name: tensor for name, tensor in model_state.items() if name not in frozen_names}
+    tensors: dict[str, Any] = {
+        "policy": trained_state,
+        "optimizer": sharded,
+        "own": {f"rank-{dist.get_rank()}": rank_state},
+    }
     if reference is not None and state.reference_moved:
         tensors["reference"] = {name: tensor.detach() for name, tensor in reference.named_parameters()}
     return tensors

@@ -92,8 +92,7 @@ def room(path: Path) -> dict[str, torch.Tensor]:
 
 
 def _is_no_fallback(record: logging.LogRecord) -> bool:
-    """A log filter: False for torch's traceback of unreadable metadata on the root logger, which the raised error
-    repeats."""
+    """A log filter: False for torch's traceback of unreadable metadata, because the raised error says the same."""
     return record.module != "state_dict_loader"
 
 

@@ -16,7 +16,7 @@ from streamppo.queue.rules.records import PublishedVersion
 from streamppo.queue.store.journal import Journal
 
 ANY = ""
-"""Stands for a digest if a redo of the version may give slightly different weights."""
+"""In place of a digest: a redo of the version may give slightly different weights."""
 
 
 class History(msgspec.Struct, frozen=True):
@@ -61,9 +61,9 @@ def read_history(run: Path, present: Config) -> History:
     return History(configs or {0: present}, digests(recorded, versions))
 
 
-def digests(recorded: Mapping[int, Config], made: Mapping[int, PublishedVersion]) -> dict[int, str]:
+def digests(recorded: Mapping[int, Config], versions: Mapping[int, PublishedVersion]) -> dict[int, str]:
     """The digest of each version; `ANY` where a redo may not give the same weights."""
     return {
         version: published.digest if resume_checks.is_exact(recorded, version) else ANY
-        for version, published in made.items()
+        for version, published in versions.items()
     }

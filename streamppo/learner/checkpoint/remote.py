@@ -63,11 +63,11 @@ def belongs_to(config: Config, folder: Path) -> str:
         copies = CheckpointStore(address)
         if reason := owner.other_owner(copies, folder):
             return reason
-        others = set(copies.versions()) - set(copies.versions(history.read_history(folder, config)))
+        foreign = set(copies.versions()) - set(copies.versions(history.read_history(folder, config)))
     except CheckpointError as error:
         log.info("%s", error)
         return ""
-    return f"{address} has checkpoints of another run, of version {max(others)}" if others else ""
+    return f"{address} has checkpoints of another run, of version {max(foreign)}" if foreign else ""
 
 
 def refuse_copy(config: Config, folder: Path) -> None:
@@ -133,13 +133,13 @@ class CheckpointStore(Store):
 
     def drop(self, config: Checkpoint) -> None:
         """Delete whole copies beyond `config.keep` and `keep_every`, and partial copies older than a whole one."""
-        listed, whole = self._versions(), self.versions()
+        listed, complete = self._versions(), self.versions()
         keep = {
-            *whole[-config.keep :],
-            *(number for number in whole if config.keep_every and number % config.keep_every == 0),
+            *complete[-config.keep :],
+            *(number for number in complete if config.keep_every and number % config.keep_every == 0),
         }
         for version in listed:
-            if version not in keep and whole and version < whole[-1]:
+            if version not in keep and complete and version < complete[-1]:
                 self.delete(f"{version:08d}")
 
     # --- the pieces ------------------------------------------------------------------------------------------

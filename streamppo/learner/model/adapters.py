@@ -45,10 +45,12 @@ def add(lm: Any, lora: Lora, dtype: str) -> None:
             inject_adapter_in_model(_settings(lora, lora.targets or linear_layers(lm)), lm)
     except ValueError as error:
         raise ModelError(f"{name}: {error}") from error
-    for place, module in lm.named_modules():
+    for module_name, module in lm.named_modules():
         if hasattr(module, "lora_A") and not isinstance(module.base_layer, nn.Linear):
             kind = type(module.base_layer).__name__
-            raise ModelError(f"{name}: {place} is a {kind}, and only linear layers may have adapters: name others")
+            raise ModelError(
+                f"{name}: {module_name} is a {kind}, and only linear layers may have adapters: name others"
+            )
     for parameter in lm.parameters():
         if not parameter.requires_grad:
             parameter.data = parameter.data.to(getattr(torch, dtype))
@@ -57,16 +59,16 @@ def add(lm: Any, lora: Lora, dtype: str) -> None:
 def linear_layers(lm: Any) -> list[str]:
     """The names of all linear layers but the head, routers of experts, and what peft refuses.
 
-    In a mixture of experts peft takes a layer with the name of an expert's for the experts: none of them is here.
+    In a mixture of experts, layers with the name of an expert's layer are left out: peft would take the experts.
     """
     has_experts = any(name.endswith(".experts") for name, _ in lm.named_modules())
-    others = {*ROUTERS, *(EXPERTS if has_experts else ()), *REFUSED.get(lm.config.model_type, ())}
+    excluded = {*ROUTERS, *(EXPERTS if has_experts else ()), *REFUSED.get(lm.config.model_type, ())}
     return [
         name
         for name, module in lm.named_modules()
         if isinstance(module, nn.Linear)
         and module is not lm.get_output_embeddings()
-        and name.rpartition(".")[2] not in others
+        and name.rpartition(".")[2] not in excluded
     ]
 
 

@@ -30,13 +30,13 @@ class NoReferenceWeights:
 
     def __call__(self, rows: PaddedBatch, part: Part) -> PolicyOutput:
         """See `Policy.forward`."""
-        self._count(0.0)
+        self._scale_adapters(0.0)
         try:
             return self._policy(rows, part)
         finally:
-            self._count(1.0)
+            self._scale_adapters(1.0)
 
-    def _count(self, share: float) -> None:
+    def _scale_adapters(self, share: float) -> None:
         """Multiply the scale of every adapter by `share`."""
         from peft.tuners.lora import LoraLayer
 
@@ -91,21 +91,19 @@ def follow(reference: Policy, leader: Policy, share: float) -> None:
     # Gathered weights are copies: only a write to the shards lasts.
     if isinstance(leader, FSDPModule):
         leader.reshard()
-    theirs = dict(leader.lm.named_parameters())
+    leader_weights = dict(leader.lm.named_parameters())
     with torch.no_grad():
         for name, parameter in reference.lm.named_parameters():
-            shard, target = local(parameter), local(theirs[name])
+            shard, target = local(parameter), local(leader_weights[name])
             shard.lerp_(target.to(shard.device, shard.dtype), share)
 
 
 def load_teacher(
     config: Config, model_path: str, mesh: DeviceMesh, present: Policy | None, slices: Slices
 ) -> Policy | None:
-    """Load the teacher of `config`, or return the `present` one. A collective.
+    """Load the teacher of `config`, or return the `present` one; rows are split into `slices`. A collective.
 
-    None without a teacher, and for a teacher at a url: its log-probs come with the trajectories. Rows are split into
-    `slices`.
-
+    None without a teacher, and for a teacher at a url: its log-probs come with the trajectories.
     Raises `ModelError` if its path has no model, or if it does not have the tokens of the model at `model_path`.
     """
     chosen, temperature = config.algorithm.teacher, config.rollout.temperature
@@ -123,15 +121,16 @@ def load_teacher(
 def check_teacher_tokens(teacher: str, model_path: str) -> None:
     """Raise `ModelError` unless every token of the model at `model_path` has the same number in the `teacher`'s."""
     try:
-        theirs, ours = Tokenizer(teacher).numbers(), Tokenizer(model_path).numbers()
+        teacher_tokens, policy_tokens = Tokenizer(teacher).numbers(), Tokenizer(model_path).numbers()
     except TaskError as error:
         raise ModelError(f"the teacher {teacher!r} and the policy cannot be compared: {error}") from error
-    strange = sorted(token for token, number in ours.items() if theirs.get(token) != number)
-    if strange:
-        number = ours[strange[0]]
+    differing = sorted(token for token, number in policy_tokens.items() if teacher_tokens.get(token) != number)
+    if differing:
+        number = policy_tokens[differing[0]]
         raise ModelError(
-            f"the teacher {teacher!r} must have the policy's tokenizer: token {number}, {strange[0]!r}, is "
-            f"{theirs.get(strange[0], 'unknown')} there ({len(strange)} of {len(ours)} tokens differ)"
+            f"the teacher {teacher!r} must have the policy's tokenizer: token {number}, {differing[0]!r}, is "
+            f"{teacher_tokens.get(differing[0], 'unknown')} there ({len(differing)} of {len(policy_tokens)} tokens "
+            "differ)"
         )
     sizes = [settings(path).get_text_config().vocab_size for path in (teacher, model_path)]
     if sizes[0] < sizes[1]:

@@ -104,8 +104,8 @@ def export(weights: Mapping[str, Tensor], start: str, folder: Path, dtype: str) 
     missing = parameters.keys() - weights.keys()
     if missing:
         with torch.device("meta"):
-            made = dict(read(start, "eager", weights=False).named_parameters())
-        missing = {name for name in missing if made[name].requires_grad}
+            modules = dict(read(start, "eager", weights=False).named_parameters())
+        missing = {name for name in missing if modules[name].requires_grad}
     if differing := sorted(missing | (weights.keys() - parameters.keys())):
         raise ModelError(f"the weights do not fit the model {start!r}: {differing[0]!r} is in only one of them")
     with torch.no_grad():
@@ -152,7 +152,7 @@ def critic(choice: str, policy: str | Path, attention: str, *, weights: bool = T
         case "scratch":
             return CriticStart(read(policy, attention, "AutoModel", weights=False))
         case path:
-            start = _at(path, attention, weights)
+            start = _critic_at(path, attention, weights)
     critic_tokens, policy_tokens = start.transformer.config.vocab_size, settings(policy).vocab_size
     if critic_tokens < policy_tokens:
         raise ModelError(f"the critic {path!r} has {critic_tokens} tokens, and the policy {policy_tokens}")
@@ -166,7 +166,7 @@ def critic_kind(path: str | Path) -> Kind:
     return "AutoModelForSequenceClassification" if is_classifier else "AutoModelForCausalLM"
 
 
-def _at(path: str, attention: str, weights: bool) -> CriticStart:
+def _critic_at(path: str, attention: str, weights: bool) -> CriticStart:
     if (kind := critic_kind(path)) == "AutoModelForCausalLM":
         return CriticStart(read(path, attention, weights=weights, body=True).base_model)
     if not weights:

@@ -1,6 +1,6 @@
 """The head of a causal LM as the learner computes it, and a comparison with the model's own.
 
-    products of hidden states and weights  + bias  * scale  -> soft cap  -> logits
+    hidden states @ weights.T  -> + bias  -> * scale  -> soft cap  -> logits
 
 Scale and soft cap come from the model's config. `check` rejects a model with any other logit processing at load.
 """
@@ -62,10 +62,10 @@ def check(lm: Any, path: str | Path) -> None:
         raise ModelError(f"the model {str(path)!r} is a {lm.config.model_type}, whose layers and head are not apart")
     head_VD = lm.get_output_embeddings().weight
     tokens_1L = torch.arange(PROBED)[None] % len(head_VD)
-    theirs_1LV = lm(tokens_1L, use_cache=False).logits.float().log_softmax(-1)
+    model_1LV = lm(tokens_1L, use_cache=False).logits.float().log_softmax(-1)
     hidden_LD = lm.base_model(tokens_1L, use_cache=False).last_hidden_state[0]
-    ours_LV = chunk_logits(hidden_LD, head_VD, bias_of(lm), Extent(PROBED, None, shape=shape_of(lm)))
-    gap = (ours_LV.log_softmax(-1) - theirs_1LV[0]).abs().max().item()
+    head_LV = chunk_logits(hidden_LD, head_VD, bias_of(lm), Extent(PROBED, None, shape=shape_of(lm)))
+    gap = (head_LV.log_softmax(-1) - model_1LV[0]).abs().max().item()
     # `gap > GAP` would be False for a NaN.
     if not gap <= GAP:
         raise ModelError(

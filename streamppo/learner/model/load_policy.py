@@ -62,16 +62,15 @@ def load(
     with torch.random.fork_rng(devices=[]):
         untied = _is_untied(path)
         plan = weight_files.plan(str(path), critic, adapted=lora is not None)
-        whole = _on_cpu(path, critic, lora, plan) if dist.get_rank() == 0 else None
-    chosen = attention.agreed(attention.choose(config, device))
-    transformers = [] if whole is None else whole.transformers
-    chosen = attention.without_leaks(chosen, config, path, transformers)
+        cpu_policy = _on_cpu(path, critic, lora, plan) if dist.get_rank() == 0 else None
+    implementation = attention.agree_on(attention.choose(config, device))
+    transformers = [] if cpu_policy is None else cpu_policy.transformers
+    implementation = attention.leak_free_attention(implementation, config, path, transformers)
     configs = [read_settings(source) for source in (path, critic) if source not in CRITICS]
-    chosen = attention.fall_back(chosen, config, configs)
-    share_prompts = config.share_prompts and chosen != "eager" and prefix_sharing.can_share(transformers)
-    policy = shard_without_weights(
-        config, path, mesh, critic, chosen, offload=offload, master=master, lora=lora, slices=slices, untied=untied
-    )
+    implementation = attention.fall_back(implementation, config, configs)
+    share_prompts = config.share_prompts and implementation != "eager" and prefix_sharing.can_share(transformers)
+    shard = partial(shard_without_weights, offload=offload, master=master, lora=lora, slices=slices, untied=untied)
+    policy = shard(config, path, mesh, critic, implementation)
     policy.temperature, policy.share_prompts = temperature, share_prompts
     if share_prompts and policy.layout is attention.joined:
         prefix_kv.prepare(policy.transformers)
@@ -81,10 +80,10 @@ def load(
         policy.lm.tie_weights()
     if plan is None:
         options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
-        set_model_state_dict(policy, {} if whole is None else dict(whole.state_dict()), options=options)
+        set_model_state_dict(policy, {} if cpu_policy is None else dict(cpu_policy.state_dict()), options=options)
     else:
         _read_rows(policy, plan, path)
-    _send_buffers(policy, whole, device)
+    _send_buffers(policy, cpu_policy, device)
     policy.unknown_V = lm_head.unknown(path, len(policy.lm.get_output_embeddings().weight), device)
     if not isinstance(policy, FSDPModule) and config.dtype != "float32":
         # No copy of the value head: values are computed in float32, as with FSDP.
@@ -151,8 +150,8 @@ def _shard(policy: Policy, dtype: str, mesh: DeviceMesh, slices: Slices, *, offl
         param_dtype=torch.bfloat16 if dtype == "bfloat16" else None, reduce_dtype=torch.float32
     )
     # FSDP moves its shards layer by layer: no GPU ever holds the whole model in float32.
-    where = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda") if offload else OffloadPolicy()
-    sharding = partial(fully_shard, mp_policy=precision, offload_policy=where)
+    offloading = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda") if offload else OffloadPolicy()
+    sharding = partial(fully_shard, mp_policy=precision, offload_policy=offloading)
     if sum(parameter.numel() for parameter in policy.parameters()) > SHARD_LAYERS_ABOVE:
         for transformer in policy.transformers:
             for layer in layers.layers_of(transformer):
@@ -160,7 +159,7 @@ def _shard(policy: Policy, dtype: str, mesh: DeviceMesh, slices: Slices, *, offl
     # float32 for the value head: a bfloat16 weight (8 bits) would change values by up to 1 / 256 of their size.
     exact = MixedPrecisionPolicy(reduce_dtype=torch.float32)
     tensor_parallel.shard_fully(
-        policy.value_head, mesh, slices.cut, partial(fully_shard, mp_policy=exact, offload_policy=where)
+        policy.value_head, mesh, slices.cut, partial(fully_shard, mp_policy=exact, offload_policy=offloading)
     )
     tensor_parallel.shard_fully(policy, mesh, slices.cut, sharding)
 
@@ -176,10 +175,10 @@ def _is_untied(path: str | Path) -> bool:
 
 
 def _read(
-    path: str | Path, critic: str, chosen: str, *, weights: bool, untied: bool = False
+    path: str | Path, critic: str, implementation: str, *, weights: bool, untied: bool = False
 ) -> tuple[Any, CriticStart]:
-    lm = hf_files.read(path, chosen, weights=weights, untied=untied)
-    return lm, hf_files.critic(critic, path, chosen, weights=weights)
+    lm = hf_files.read(path, implementation, weights=weights, untied=untied)
+    return lm, hf_files.critic(critic, path, implementation, weights=weights)
 
 
 def _on_cpu(path: str | Path, critic: str, lora: Lora | None, plan: weight_files.LoadPlan | None) -> Policy:
@@ -207,7 +206,7 @@ def _read_rows(policy: Policy, plan: weight_files.LoadPlan, path: str | Path) ->
     for name, parameter in policy.named_parameters():
         shard = local(parameter)
         if shard.numel():
-            begin, *others = _place(parameter)
+            begin, *others = _shard_slices(parameter)
             rows = plan.read(name, begin.start, begin.stop)
             shard.zero_() if rows is None else shard.copy_(rows[(slice(None), *others)])
     wrong = [""] * dist.get_world_size()
@@ -216,23 +215,23 @@ def _read_rows(policy: Policy, plan: weight_files.LoadPlan, path: str | Path) ->
         raise ModelError(not_finite(path, name))
 
 
-def _place(parameter: Tensor) -> list[slice]:
+def _shard_slices(parameter: Tensor) -> list[slice]:
     """The slices of this rank's shard in a weight, one per dimension; the shard must not be empty."""
     if not isinstance(parameter, DTensor):
         return [slice(0, size) for size in parameter.shape]
     chunk = parameter.__create_chunk_list__()[0]
-    return [slice(at, at + size) for at, size in zip(chunk.offsets, chunk.sizes, strict=True)]
+    return [slice(start, start + size) for start, size in zip(chunk.offsets, chunk.sizes, strict=True)]
 
 
-def _send_buffers(policy: Policy, whole: Policy | None, device: str) -> None:
-    """Broadcast the buffers of `whole`, which only rank 0 has, to every rank's `device`.
+def _send_buffers(policy: Policy, cpu_policy: Policy | None, device: str) -> None:
+    """Broadcast the buffers of `cpu_policy`, which only rank 0 has, to every rank's `device`.
 
     A model computes them when it is made and does not save them: frequencies of rotary embeddings, for example.
     """
-    modules = {} if whole is None else dict(whole.named_modules())
-    for at, module in policy.named_modules():
+    modules = {} if cpu_policy is None else dict(cpu_policy.named_modules())
+    for module_name, module in policy.named_modules():
         for name, buffer in module.named_buffers(recurse=False):
-            source = modules[at].get_buffer(name) if modules else torch.empty_like(buffer)
+            source = modules[module_name].get_buffer(name) if modules else torch.empty_like(buffer)
             on_device = source.to(device)
             dist.broadcast(on_device, src=0)
             setattr(module, name, on_device)

@@ -53,7 +53,7 @@ class _RMSNorm(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient_NC: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore
         normed_NC, inverse_N1, weight_C = ctx.saved_tensors
-        both_NC = gradient_NC * normed_NC
-        mean_N1 = (both_NC @ weight_C)[..., None] / len(weight_C)
+        product_NC = gradient_NC * normed_NC
+        mean_N1 = (product_NC @ weight_C)[..., None] / len(weight_C)
         of_x_NC = (gradient_NC * weight_C).addcmul_(normed_NC, mean_N1, value=-1).mul_(inverse_N1)
-        return of_x_NC, both_NC.flatten(0, -2).sum(0), None
+        return of_x_NC, product_NC.flatten(0, -2).sum(0), None

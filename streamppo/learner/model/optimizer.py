@@ -21,11 +21,11 @@ Norm = Literal["2-norm", "max-norm"]
 def adamw(policy: Policy, config: Config) -> torch.optim.AdamW:
     """AdamW with two groups, policy first, critic second; `full_lr` of each is its rate before any schedule.
 
-    Every parameter has its moments from the start. torch makes them at the first gradient, but a checkpoint without
-    some of them (of an unused critic, or of a policy in warm-up) cannot be loaded.
+    Every parameter has its moments from the start; torch would create them at its first gradient. A checkpoint without
+    the moments of an unused critic, or of a policy in warm-up, could not be loaded.
     """
-    policys = [parameter for parameter in policy.lm.parameters() if parameter.requires_grad]
-    groups = [{"params": parameters} for parameters in (policys, list(policy.critic_parameters()))]
+    policy_weights = [parameter for parameter in policy.lm.parameters() if parameter.requires_grad]
+    groups = [{"params": parameters} for parameters in (policy_weights, list(policy.critic_parameters()))]
     # fused: one kernel for a tensor's arithmetic; the default makes a dozen passes over every tensor.
     optimizer = torch.optim.AdamW(groups, lr=config.learner.lr, fused=True)
     configure(optimizer, config)
@@ -56,8 +56,12 @@ def follow_schedule(optimizer: torch.optim.Optimizer, config: Config, version: i
 
     The critic's schedule begins at version 0, the policy's at `critic.warmup_updates`: its rate is 0 until then.
     """
-    stands = config.algorithm.critic.warmup_updates
-    policy = 0.0 if version < stands else lr_share(config.learner, version - stands, config.updates - stands)
+    frozen_until = config.algorithm.critic.warmup_updates
+    policy = (
+        0.0
+        if version < frozen_until
+        else lr_share(config.learner, version - frozen_until, config.updates - frozen_until)
+    )
     shares = (policy, lr_share(config.learner, version, config.updates))
     for group, share in zip(optimizer.param_groups, shares, strict=True):
         group["lr"] = group["full_lr"] * share
@@ -100,8 +104,8 @@ def clip(parameters: Iterable[nn.Parameter], bound: float, norm: Norm) -> float:
     if norm == "2-norm":
         squares = torch.nn.utils.get_total_norm(shards).double().square()
         add_up(squares)
-        several = [copies(gradient.device_mesh) for gradient in gradients[:1] if isinstance(gradient, DTensor)]
-        total = (squares / max([1, *several])).sqrt().float()
+        replicas = [copies(gradient.device_mesh) for gradient in gradients[:1] if isinstance(gradient, DTensor)]
+        total = (squares / max([1, *replicas])).sqrt().float()
         torch._foreach_mul_(shards, (bound / (total + 1e-6)).clamp(max=1.0))
         return float(total.item())
     sizes = [shard.abs().max() for shard in shards if shard.numel()]

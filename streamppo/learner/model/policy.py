@@ -18,7 +18,7 @@ from streamppo.algorithms.chunked_head import chunked_logprobs_entropy
 from streamppo.config.model import JOINED, Lora
 from streamppo.errors import ModelError
 from streamppo.learner.attention import attention, layers, prefix_kv, prefix_sharing, shared_keys, tree
-from streamppo.learner.attention.attention import Layout, Reading
+from streamppo.learner.attention.attention import Layout, RowLayout
 from streamppo.learner.attention.layers import Checkpointing
 from streamppo.learner.batch.padded import Host, PaddedBatch
 from streamppo.learner.device import to_device
@@ -56,7 +56,7 @@ class Entries(NamedTuple):
     """Entries of a [B, T] result, (rows [N], columns [N]), and their indices in a transformer's flattened output."""
 
     entry_2N: tuple[Tensor, Tensor]
-    place_N: Tensor
+    index_N: Tensor
 
     def spread(self, result_N: Tensor, zeros_BT: Tensor) -> Tensor:
         """The results at their entries, and zeros elsewhere."""
@@ -66,17 +66,17 @@ class Entries(NamedTuple):
 NO_ENTRIES = Entries((torch.empty(0), torch.empty(0)), torch.empty(0))
 
 
-class Laid(NamedTuple):
+class PassLayout(NamedTuple):
     """The layout of a pass: the transformers' input, the scored tokens and their ids, and the tokens with a value."""
 
-    reading: Reading
+    row_layout: RowLayout
     policy: Entries
     target_N: Tensor
     values: Entries
 
 
 class Policy(nn.Module):
-    """Log-probs and entropies at `temperature`, and values, of given completions.
+    """Scores completions: log-probs and entropies at `temperature`, and values.
 
     The critic is a value head on the policy's hidden states, or on those of `critic`, a separate transformer. Policy
     and critic use the same `layout`. With `share_prompts`, samples of a prompt share its forward pass (shared_keys.py),
@@ -122,35 +122,35 @@ class Policy(nn.Module):
         """Score `rows`. The hidden state at index i predicts token i + 1, so token t is scored at start + t - 1."""
         if self.working_copy is not None:
             self.working_copy.refresh()
-        laid = self._lay_out(rows, part)
-        if laid.reading.context is None:
+        pass_layout = self._lay_out(rows, part)
+        if pass_layout.row_layout.context is None:
             routes = rows.routes if self.replays_routes else None
-            self.routers.expect(laid.reading, rows.on_host.start_B + rows.on_host.length_B, routes)
+            self.routers.expect(pass_layout.row_layout, rows.on_host.start_B + rows.on_host.length_B, routes)
         scored, hidden_ND = empty_output(rows), None
         if part != "critic":
-            hidden_ND = self._hidden(self.lm.base_model, laid.reading)
+            hidden_ND = self._hidden(self.lm.base_model, pass_layout.row_layout)
             logprobs_N, entropy_N = chunked_logprobs_entropy(
                 # Rows by index, not `gather` by entry: a deterministic gradient on a GPU sorts D times fewer indices.
-                hidden_ND[laid.policy.place_N],
+                hidden_ND[pass_layout.policy.index_N],
                 self.lm.get_output_embeddings().weight,
-                laid.target_N,
+                pass_layout.target_N,
                 temperature=self.temperature,
                 chunk=HEAD_CHUNK,
                 float32_matmul=self.float32_head,
-                candidates=None if rows.candidates is None else rows.candidates.at(laid.policy.entry_2N),
+                candidates=None if rows.candidates is None else rows.candidates.at(pass_layout.policy.entry_2N),
                 bias_V=lm_head.bias_of(self.lm, self.unknown_V),
                 shape=self.head_shape,
             )
             scored = scored._replace(
                 logprobs_BT=context_parallel.sum_over_slices(
-                    laid.policy.spread(logprobs_N, scored.logprobs_BT), self.slices
+                    pass_layout.policy.spread(logprobs_N, scored.logprobs_BT), self.slices
                 ),
                 entropy_BT=context_parallel.sum_over_slices(
-                    laid.policy.spread(entropy_N, scored.entropy_BT), self.slices
+                    pass_layout.policy.spread(entropy_N, scored.entropy_BT), self.slices
                 ),
             )
         if part != "policy":
-            values_BT = self._values(laid, rows, hidden_ND)
+            values_BT = self._values(pass_layout, rows, hidden_ND)
             row_B, column_T = (torch.arange(size, device=values_BT.device) for size in rows.mask_BT.shape)
             scored = scored._replace(
                 values_BT=values_BT[:, :-1].masked_fill(column_T >= rows.length_B[:, None], 0.0),
@@ -158,20 +158,22 @@ class Policy(nn.Module):
             )
         return scored
 
-    def _lay_out(self, rows: PaddedBatch, part: Part) -> "Laid":
+    def _lay_out(self, rows: PaddedBatch, part: Part) -> "PassLayout":
         """Compute on the host the input of a pass and the indices of its results."""
         host, device, width_T = rows.on_host, rows.start_B.device, rows.mask_BT.shape[1]
-        reading, last_B = self._reading(host, device), host.start_B + host.length_B - 1
-        at_BT = torch.minimum(host.start_B[:, None] - 1 + torch.arange(width_T + 1), last_B[:, None])
+        row_layout, last_B = self._row_layout(host, device), host.start_B + host.length_B - 1
+        position_BT = torch.minimum(host.start_B[:, None] - 1 + torch.arange(width_T + 1), last_B[:, None])
         # With slices, only this rank's tokens have an index.
-        place_BT = reading.place_BL.gather(1, at_BT)
-        own_BT = (torch.arange(width_T + 1) <= host.length_B[:, None]) & (place_BT >= 0)
-        values = _entries(own_BT, place_BT, device) if part != "policy" else NO_ENTRIES
+        index_BT = row_layout.index_BL.gather(1, position_BT)
+        is_scored_BT = (torch.arange(width_T + 1) <= host.length_B[:, None]) & (index_BT >= 0)
+        values = _entries(is_scored_BT, index_BT, device) if part != "policy" else NO_ENTRIES
         if part == "critic":
-            return Laid(reading, NO_ENTRIES, NO_ENTRIES.place_N, values)
-        own_BT = own_BT[:, :-1] & (torch.arange(width_T) < host.length_B[:, None])
-        targets_BT = host.inputs_BL.gather(1, (at_BT[:, :-1] + 1).clamp(max=host.inputs_BL.shape[1] - 1))
-        return Laid(reading, _entries(own_BT, place_BT, device), to_device(targets_BT[own_BT], device), values)
+            return PassLayout(row_layout, NO_ENTRIES, NO_ENTRIES.index_N, values)
+        is_scored_BT = is_scored_BT[:, :-1] & (torch.arange(width_T) < host.length_B[:, None])
+        targets_BT = host.inputs_BL.gather(1, (position_BT[:, :-1] + 1).clamp(max=host.inputs_BL.shape[1] - 1))
+        return PassLayout(
+            row_layout, _entries(is_scored_BT, index_BT, device), to_device(targets_BT[is_scored_BT], device), values
+        )
 
     def set_context(self, prefix: Literal["attached", "detached"]) -> None:
         """Compute the context of completions with or without gradient. Raises `ModelError` if the model cannot."""
@@ -194,17 +196,18 @@ class Policy(nn.Module):
     def masked_width(self) -> int | None:
         """The model's width if a row with branches may be computed by a mask, in place of each of its paths."""
         masked = (transformer.config._attn_implementation == "sdpa" for transformer in self.transformers)
-        known = (
-            attention.looks_at_all(transformer.config, context_parallel.KNOWN) for transformer in self.transformers
+        full = (
+            attention.has_full_attention(transformer.config, context_parallel.KNOWN)
+            for transformer in self.transformers
         )
-        return self.lm.config.hidden_size if all(masked) and all(known) else None
+        return self.lm.config.hidden_size if all(masked) and all(full) else None
 
     def sizes(self, host: Host) -> tree.RowSizes:
         """The tokens of each row in a pass, for micro-batches."""
         sizes = tree.sizes(host, self.layout, None if host.branches is None else self.masked_width)
         if host.branches is not None or not (self.shares_keys or self.shares_rows):
             return sizes
-        return sizes._replace(prompts=host.groups())
+        return sizes._replace(prompts=host.shared_prompts())
 
     @property
     def shares_keys(self) -> bool:
@@ -223,48 +226,48 @@ class Policy(nn.Module):
         parameters = [] if self.critic is None else list(self.critic.parameters())
         return [*parameters, *self.value_head.parameters()]
 
-    def _reading(self, host: Host, device: torch.device) -> Reading:
+    def _row_layout(self, host: Host, device: torch.device) -> RowLayout:
         inputs_BL, start_B, width_B = host.inputs_BL, host.start_B, host.start_B + host.length_B
         if host.branches is not None:
             if self.detach_context or self.slices.ranks > 1:
                 raise ModelError("rows with branches take no queue.segments and no learner.mesh.context or tensor")
-            return tree.read(host, self.layout, self.masked_width, device)
+            return tree.lay_out(host, self.layout, self.masked_width, device)
         if self.detach_context:
             if self.layout is attention.joined:
                 return prefix_kv.joined(inputs_BL, start_B, width_B, device)
             return prefix_kv.padded(inputs_BL, start_B, width_B, device, share=self.share_prompts)
         if self.shares_keys:
-            return shared_keys.read(inputs_BL, start_B, width_B, device, step=self.step)
+            return shared_keys.lay_out(inputs_BL, start_B, width_B, device, step=self.step)
         if self.layout is attention.joined:
-            reading = attention.joined(inputs_BL, width_B, device, step=self.step)
+            row_layout = attention.joined(inputs_BL, width_B, device, step=self.step)
         elif self.share_prompts:
-            reading = prefix_sharing.read(inputs_BL, start_B, width_B, self.lm.config.hidden_size, device)
+            row_layout = prefix_sharing.lay_out(inputs_BL, start_B, width_B, self.lm.config.hidden_size, device)
         else:
-            reading = self.layout(inputs_BL, width_B, device)
-        return context_parallel.slice_reading(reading, self.slices)
+            row_layout = self.layout(inputs_BL, width_B, device)
+        return context_parallel.slice_row_layout(row_layout, self.slices)
 
-    def _values(self, laid: "Laid", rows: PaddedBatch, hidden_ND: Tensor | None) -> Tensor:
+    def _values(self, pass_layout: "PassLayout", rows: PaddedBatch, hidden_ND: Tensor | None) -> Tensor:
         if self.critic is not None or hidden_ND is None:
-            hidden_ND = self._hidden(self.lm.base_model if self.critic is None else self.critic, laid.reading)
-        values_N1 = self.value_head(hidden_ND[laid.values.place_N].float())
+            hidden_ND = self._hidden(self.lm.base_model if self.critic is None else self.critic, pass_layout.row_layout)
+        values_N1 = self.value_head(hidden_ND[pass_layout.values.index_N].float())
         zeros_BT = torch.zeros(len(rows.mask_BT), rows.mask_BT.shape[1] + 1, device=rows.mask_BT.device)
-        return context_parallel.sum_over_slices(laid.values.spread(values_N1[:, 0], zeros_BT), self.slices)
+        return context_parallel.sum_over_slices(pass_layout.values.spread(values_N1[:, 0], zeros_BT), self.slices)
 
-    def _hidden(self, transformer: Any, reading: Reading) -> Tensor:
+    def _hidden(self, transformer: Any, row_layout: RowLayout) -> Tensor:
         # Only a joined layout without flash-attn needs transformers' search for packed rows.
         is_flash = transformer.config._attn_implementation in JOINED
-        with attention.told_apart() if is_flash or self.layout is attention.padded else nullcontext():
-            before = {} if reading.context is None else prefix_kv.keys_and_values(transformer, reading.context)
-            with layers.offloading(self.checkpointing, reading.arguments["input_ids"].device):
-                return transformer(**reading.arguments, **before, use_cache=False).last_hidden_state.flatten(0, 1)
+        with attention.without_packing_search() if is_flash or self.layout is attention.padded else nullcontext():
+            context = {} if row_layout.context is None else prefix_kv.keys_and_values(transformer, row_layout.context)
+            with layers.offloading(self.checkpointing, row_layout.arguments["input_ids"].device):
+                return transformer(**row_layout.arguments, **context, use_cache=False).last_hidden_state.flatten(0, 1)
 
 
-def _entries(own_BT: Tensor, place_BT: Tensor, device: torch.device) -> Entries:
-    """The entries where `own_BT` is true; `place_BT` may have more columns."""
-    row_N, column_N = own_BT.nonzero(as_tuple=True)
-    place_N = place_BT[row_N, column_N]
-    row_N, column_N, place_N = (to_device(index, device) for index in (row_N, column_N, place_N))
-    return Entries((row_N, column_N), place_N)
+def _entries(is_scored_BT: Tensor, index_BT: Tensor, device: torch.device) -> Entries:
+    """The entries where `is_scored_BT` is true; `index_BT` may have more columns."""
+    row_N, column_N = is_scored_BT.nonzero(as_tuple=True)
+    index_N = index_BT[row_N, column_N]
+    row_N, column_N, index_N = (to_device(index, device) for index in (row_N, column_N, index_N))
+    return Entries((row_N, column_N), index_N)
 
 
 def empty_output(rows: PaddedBatch) -> PolicyOutput:
@@ -349,16 +352,16 @@ def local(parameter: Tensor) -> Tensor:
 @torch.no_grad()
 def gather_weights(policy: Policy, dtype: str, lora: Lora | None = None) -> dict[str, Tensor]:
     """All weights of a version in `dtype`, adapters merged, on rank 0; empty on other ranks. A collective."""
-    still, moving = (
-        {name: _whole_of(parameter.detach().to(getattr(torch, dtype))) for name, parameter in parameters.items()}
+    frozen_weights, trained_weights = (
+        {name: _full_tensor(parameter.detach().to(getattr(torch, dtype))) for name, parameter in parameters.items()}
         for parameters in (adapters.frozen(policy.lm), adapters.adapter_parameters(policy.lm))
     )
     if dist.get_rank():
         return {}
-    return moving if lora is None else merge_adapters(still, moving, lora.scale)
+    return trained_weights if lora is None else merge_adapters(frozen_weights, trained_weights, lora.scale)
 
 
-def _whole_of(cast: Tensor) -> Tensor:
+def _full_tensor(cast: Tensor) -> Tensor:
     """The whole tensor; on rank 0 as a copy in CPU memory."""
     whole = tensor_parallel.whole_of(cast) if isinstance(cast, DTensor) else cast
     return whole if dist.get_rank() else whole.to("cpu", copy=True)

@@ -55,19 +55,19 @@ def make(config: Config, folder: Path) -> None:
     """Create, warm up and save the model. Raises `TaskError` for a task outside the limits of `lesson.of`."""
     from transformers import Qwen2ForCausalLM
 
-    learned = warmup_data.prepare(config)
+    lesson = warmup_data.prepare(config)
     log.info(
-        f"making {BUILTIN}: {len(learned.alphabet)} characters, up to {config.model.tiny.max_steps} supervised steps "
-        f"on {len(learned.problems)} prompts with answers"
+        f"making {BUILTIN}: {len(lesson.alphabet)} characters, up to {config.model.tiny.max_steps} supervised steps "
+        f"on {len(lesson.problems)} prompts with answers"
     )
     torch.manual_seed(config.seed)
-    tokenizer = character_tokenizer(learned.alphabet)
+    tokenizer = character_tokenizer(lesson.alphabet)
     model = Qwen2ForCausalLM(settings(config.model, len(tokenizer)))
     for name, parameter in model.named_parameters():
         if name.endswith(("q_proj.bias", "k_proj.bias")):
             torch.nn.init.normal_(parameter, std=QK_BIAS_STD)
     with _threads(min(MOST_THREADS, process.cores())):
-        _warm_up(model, tokenizer, learned, config.model.tiny, config.seed)
+        _warm_up(model, tokenizer, lesson, config.model.tiny, config.seed)
     hf_files.write(model, tokenizer, folder)
 
 
@@ -93,12 +93,12 @@ def settings(config: Model, vocabulary: int) -> "Qwen2Config":
 
 @contextmanager
 def _threads(number: int) -> Generator[None]:
-    before = torch.get_num_threads()
+    threads = torch.get_num_threads()
     torch.set_num_threads(number)
     try:
         yield
     finally:
-        torch.set_num_threads(before)
+        torch.set_num_threads(threads)
 
 
 class Problems(NamedTuple):
@@ -117,29 +117,29 @@ class Problems(NamedTuple):
 def _warm_up(
     model: "Qwen2ForCausalLM",
     tokenizer: "PreTrainedTokenizerBase",
-    learned: warmup_data.Lesson,
+    lesson: warmup_data.Lesson,
     config: Tiny,
     seed: int,
 ) -> None:
     """Train on answers until greedy ones reach the target accuracy, or for `max_steps`; time has no influence."""
-    generator, problems = np.random.default_rng((seed, 0x3A23)), _encode(tokenizer, learned)
+    generator, problems = np.random.default_rng((seed, 0x3A23)), _encode(tokenizer, lesson)
     # Fewer problems if they are long: memory and time do not grow with the length.
-    part = min(1.0, LONG / learned.longest)
+    part = min(1.0, LONG / lesson.longest)
     checked = problems.at(slice(max(1, int(CHECKED * part))))
     count, batch_size = len(problems.length_N), max(1, int(BATCH_SIZE * part))
     optimizer = torch.optim.AdamW(model.parameters(), lr=LR, betas=(0.9, 0.95), weight_decay=0.01)
-    logged_at, accuracy, before = time.monotonic(), 0.0, 0.0
+    logged_at, accuracy, step_accuracy = time.monotonic(), 0.0, 0.0
     for step in range(config.max_steps):
-        if step % CHECK_EVERY == 0 and _may_pass(before, config.target_accuracy):
+        if step % CHECK_EVERY == 0 and _may_pass(step_accuracy, config.target_accuracy):
             accuracy = _accuracy(model, checked)
             if accuracy >= config.target_accuracy:
                 break
         if time.monotonic() - logged_at > PROGRESS_S:
             logged_at = time.monotonic()
-            log.info(f"{BUILTIN}: supervised step {step}/{config.max_steps}, {before:.0%} of answers right")
+            log.info(f"{BUILTIN}: supervised step {step}/{config.max_steps}, {step_accuracy:.0%} of answers right")
         batch = problems.at(torch.from_numpy(generator.integers(count, size=batch_size)))
         logits_BLV = _logits(model, batch)
-        before = _right(logits_BLV.detach(), batch)
+        step_accuracy = _right(logits_BLV.detach(), batch)
         loss = torch.nn.functional.cross_entropy(
             logits_BLV[:, :-1].flatten(0, 1), batch.labels_NL[:, 1:].flatten(), ignore_index=IGNORED
         )
@@ -153,15 +153,15 @@ def _warm_up(
     log.info(f"{BUILTIN} is made: about {accuracy:.0%} of its answers to training prompts are right")
 
 
-def _may_pass(before: float, target: float) -> bool:
+def _may_pass(step_accuracy: float, target: float) -> bool:
     """True if a check, which costs as much as a step, may pass: the last step had half of the target accuracy."""
-    return before >= target / 2
+    return step_accuracy >= target / 2
 
 
-def _encode(tokenizer: "PreTrainedTokenizerBase", learned: warmup_data.Lesson) -> Problems:
+def _encode(tokenizer: "PreTrainedTokenizerBase", lesson: warmup_data.Lesson) -> Problems:
     """All problems of a lesson as tokens."""
-    prompts = tokenizer([problem.text for problem in learned.problems])["input_ids"]
-    answers = tokenizer([problem.columns["answer"] for problem in learned.problems])["input_ids"]
+    prompts = tokenizer([problem.text for problem in lesson.problems])["input_ids"]
+    answers = tokenizer([problem.columns["answer"] for problem in lesson.problems])["input_ids"]
     rows = [(prompt, [*answer, tokenizer.eos_token_id]) for prompt, answer in zip(prompts, answers, strict=True)]
     inputs = np.zeros((len(rows), max(len(prompt) + len(answer) for prompt, answer in rows)), dtype=np.int64)
     labels = np.full(inputs.shape, IGNORED)
@@ -187,6 +187,6 @@ def _accuracy(model: "Qwen2ForCausalLM", problems: Problems) -> float:
 def _right(logits_BLV: Tensor, problems: Problems) -> float:
     """Greedy accuracy: the share of answers of which every token is the most likely one after the right prefix."""
     best_BL = logits_BLV[:, :-1].argmax(-1)
-    wanted_BL = problems.labels_NL[:, 1:]
-    right_BL = (best_BL == wanted_BL) | (wanted_BL == IGNORED)
+    label_BL = problems.labels_NL[:, 1:]
+    right_BL = (best_BL == label_BL) | (label_BL == IGNORED)
     return right_BL.all(dim=1).float().mean().item()

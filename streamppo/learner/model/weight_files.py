@@ -95,20 +95,20 @@ def plan(path: str, critic: str, *, adapted: bool) -> LoadPlan | None:
     if dist.get_rank() == 0:
         fit.check(fetch(path), settings(path))
     with torch.device("meta"):
-        whole = hf_files.read(path, "eager", weights=False)
-    sources = {name: _source(whole, name, one) for name, one in whole.named_parameters()}
-    config = _of_first_layers(settings(path), whole)
-    available = {name: one for name, one in sources.items() if one and _has(files, one)}
-    sees = [config is not None and len(available) == len(sources)]
+        model = hf_files.read(path, "eager", weights=False)
+    sources = {name: _source(model, name, parameter) for name, parameter in model.named_parameters()}
+    config = _of_first_layers(settings(path), model)
+    available = {name: parameter for name, parameter in sources.items() if parameter and _has(files, parameter)}
+    is_readable = [config is not None and len(available) == len(sources)]
     first: Any = None
-    if dist.get_rank() == 0 and sees[0]:
+    if dist.get_rank() == 0 and is_readable[0]:
         first = _first(config, files, available)
-        sees = [_is_read_alike(first, files, available)]
-    dist.broadcast_object_list(sees, src=0)
-    if not sees[0]:
+        is_readable = [_is_read_alike(first, files, available)]
+    dist.broadcast_object_list(is_readable, src=0)
+    if not is_readable[0]:
         _log_progress(path)
         return None
-    return LoadPlan(files, available, whole.base_model_prefix, first)
+    return LoadPlan(files, available, model.base_model_prefix, first)
 
 
 def _digest(files: TensorFiles) -> str:
@@ -139,8 +139,8 @@ def _files(path: str) -> TensorFiles | None:
     return TensorFiles({name: str(header.file) for name, header in stored.items()})
 
 
-def _source(whole: Any, name: str, parameter: Tensor) -> ParameterSource | None:
-    """The file tensors of a parameter of `whole`, by transformers' save conversion; None if they are unknown.
+def _source(model: Any, name: str, parameter: Tensor) -> ParameterSource | None:
+    """The file tensors of a parameter of `model`, by transformers' save conversion; None if they are unknown.
 
     For experts the conversion lists all tensors of one kind, then all of the next.
     """
@@ -148,7 +148,7 @@ def _source(whole: Any, name: str, parameter: Tensor) -> ParameterSource | None:
 
     if not parameter.dim():
         return None
-    saved = revert_weight_conversion(whole, {name: parameter})
+    saved = revert_weight_conversion(model, {name: parameter})
     if len(saved) == 1:
         ((only, tensor),) = saved.items()
         return ParameterSource(((only,),), is_one=True) if tensor.shape == parameter.shape else None
@@ -162,7 +162,7 @@ def _has(files: TensorFiles, source: ParameterSource) -> bool:
     return all(name in files.names for row in source.rows for name in row)
 
 
-def _of_first_layers(config: Any, whole: Any) -> Any:
+def _of_first_layers(config: Any, model: Any) -> Any:
     """The configuration of a model of the first layers, with every layer type; None if a later layer has buffers.
 
     Buffers are in no file, so they would be missing.
@@ -170,10 +170,10 @@ def _of_first_layers(config: Any, whole: Any) -> Any:
     text: Any = config.get_text_config()
     types = getattr(text, "layer_types", None) or []
     count = max(FIRST, *(1 + types.index(kind) for kind in types)) if types else FIRST
-    every = list(layers.layers_of(whole.base_model))
-    if any(list(layer.buffers()) for layer in every[count:]):
+    model_layers = list(layers.layers_of(model.base_model))
+    if any(list(layer.buffers()) for layer in model_layers[count:]):
         return None
-    text.num_hidden_layers = min(count, len(every))
+    text.num_hidden_layers = min(count, len(model_layers))
     if types:
         text.layer_types = types[: text.num_hidden_layers]
     return config

@@ -16,9 +16,9 @@ from torch import Tensor, nn
 class WorkingCopy:
     """Lets `modules` compute with copies of their weights in `dtype`; their parameters stay the trained weights.
 
-    A module's attributes come before its parameters. So a forward pass, also a recomputed one, finds the copy under a
-    weight's name; optimizers, checkpoints and pushes find the parameter. Weights already in `dtype` have no copy; tied
-    weights share one.
+    Python looks up a module's attributes before its parameters. So a forward pass, also a recomputed one, finds the
+    copy under a weight's name; optimizers, checkpoints and pushes find the parameter. Weights already in `dtype` have
+    no copy; tied weights share one.
     """
 
     def __init__(self, modules: Sequence[nn.Module], dtype: torch.dtype) -> None:

@@ -1,4 +1,4 @@
-"""From the configuration's correction and filters to the functions of `algorithms`, and to the names of their metrics.
+"""The functions of `algorithms` for the configuration's correction and filters, and the names of their metrics.
 
 B trajectories, T completion tokens (padded).
 """
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from streamppo.algorithms import corrections, custom_functions, rejections
 from streamppo.algorithms.corrections import Correction
-from streamppo.config import correction as drops
+from streamppo.config import correction as choices
 from streamppo.tasks import plugins
 
 Correct: TypeAlias = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor], Correction]
@@ -30,41 +30,41 @@ def filter_metric(name: str) -> str:
     return f"filtered_{name}"
 
 
-TRUNCATED = filter_metric(str(drops.FilterTruncated.__struct_config__.tag))
+TRUNCATED = filter_metric(str(choices.FilterTruncated.__struct_config__.tag))
 """The metric's name of the filter of truncated completions, the only rule that needs no pass."""
 
 
-def metrics(choice: drops.Correction, chosen: Sequence[drops.Filter]) -> list[str]:
+def metrics(choice: choices.Correction, chosen: Sequence[choices.Filter]) -> list[str]:
     """The metrics' names of all rules that leave tokens out of the policy's loss."""
-    beside = choice.reject if isinstance(choice, drops.Reject | drops.Weighted) else ()
-    itself = isinstance(choice, drops.Mask | drops.SecondMoment | drops.CustomCorrection)
+    beside = choice.reject if isinstance(choice, choices.Reject | choices.Weighted) else ()
+    itself = isinstance(choice, choices.Mask | choices.SecondMoment | choices.CustomCorrection)
     dropping = [rejection_metric(str(rule.__struct_config__.tag)) for rule in (choice,) * itself + beside]
     return dropping + [filter_metric(str(rule.__struct_config__.tag)) for rule in chosen]
 
 
-def build(choice: drops.Correction) -> Correct:
+def build(choice: choices.Correction) -> Correct:
     """The function of `choice`."""
     weights = corrections.importance_weights
     match choice:
-        case drops.NoCorrection():
+        case choices.NoCorrection():
             return _with_rejections(partial(weights, level="token", mode="off"))
-        case drops.Reject(reject=rules):
+        case choices.Reject(reject=rules):
             return _with_rejections(partial(weights, level="token", mode="off"), rules)
-        case drops.Truncate(level=level, cap=cap, floor=floor, reject=rules):
+        case choices.Truncate(level=level, cap=cap, floor=floor, reject=rules):
             return _with_rejections(partial(weights, level=level, mode="truncate", cap=cap, floor=floor), rules)
-        case drops.Mask(level=level, band=(lo, hi), reject=rules):
+        case choices.Mask(level=level, band=(lo, hi), reject=rules):
             return _with_rejections(partial(weights, level=level, mode="mask", lo=lo, hi=hi), rules)
-        case drops.Topr():
+        case choices.Topr():
             return lambda proximal_BT, behavior_BT, advantages_BT, _lag, mask_BT, _trained: corrections.topr(
                 proximal_BT, behavior_BT, advantages_BT, mask_BT
             )
-        case drops.SecondMoment(threshold=threshold):
+        case choices.SecondMoment(threshold=threshold):
             # Only tokens in the loss: others with small log-ratios would loosen the bound.
             mask = corrections.second_moment_mask
             return lambda proximal_BT, behavior_BT, _advantages, _lag, _mask, trained_BT: mask(
                 proximal_BT, behavior_BT, trained_BT, threshold=threshold
             )
-        case drops.CustomCorrection(function=name):
+        case choices.CustomCorrection(function=name):
             function = plugins.load_and_try(
                 name, "algorithm.correction.function", custom_functions.try_custom_correction
             )
@@ -73,7 +73,7 @@ def build(choice: drops.Correction) -> Correct:
 
 
 def _with_rejections(
-    weigh: Callable[[Tensor, Tensor, Tensor], Correction], rules: Sequence[drops.Rejection] = ()
+    weigh: Callable[[Tensor, Tensor, Tensor], Correction], rules: Sequence[choices.Rejection] = ()
 ) -> Correct:
     """A correction with rejection `rules`; a response's ratio is over all its tokens, including those too old."""
     rules_N = [_rule(rule) for rule in rules]
@@ -87,32 +87,32 @@ def _with_rejections(
     return correct
 
 
-def _rule(choice: drops.Rejection) -> rejections.RejectionRule:
+def _rule(choice: choices.Rejection) -> rejections.RejectionRule:
     name = str(choice.__struct_config__.tag)
     match choice:
-        case drops.RejectToken(band=(lo, hi)):
+        case choices.RejectToken(band=(lo, hi)):
             return rejections.RejectionRule(name, partial(rejections.token_in_band, lo=lo, hi=hi))
-        case drops.RejectSequence(band=(lo, hi)):
+        case choices.RejectSequence(band=(lo, hi)):
             return rejections.RejectionRule(name, partial(rejections.sequence_in_band, lo=lo, hi=hi))
-        case drops.RejectGeometric(band=(lo, hi)):
+        case choices.RejectGeometric(band=(lo, hi)):
             return rejections.RejectionRule(name, partial(rejections.geometric_in_band, lo=lo, hi=hi))
-        case drops.RejectOutlier(band=(lo, hi)):
+        case choices.RejectOutlier(band=(lo, hi)):
             return rejections.RejectionRule(name, partial(rejections.outlier_free, lo=lo, hi=hi))
-        case drops.RejectK3(at_most=at_most):
+        case choices.RejectK3(at_most=at_most):
             return rejections.RejectionRule(name, partial(rejections.mean_k3, at_most=at_most))
 
 
-def filters_of(choices: Sequence[drops.Filter]) -> dict[str, Filter]:
+def filters_of(choices: Sequence[choices.Filter]) -> dict[str, Filter]:
     """The filters by kind."""
     return {str(choice.__struct_config__.tag): _filter(choice) for choice in choices}
 
 
-def _filter(choice: drops.Filter) -> Filter:
+def _filter(choice: choices.Filter) -> Filter:
     match choice:
-        case drops.FilterTruncated():
+        case choices.FilterTruncated():
             return lambda truncated_B, _logprobs, _behavior, _advantages, mask_BT: rejections.truncated_tokens(
                 truncated_B, mask_BT
             )
-        case drops.FilterOffPolicyNegative(delta=delta):
+        case choices.FilterOffPolicyNegative(delta=delta):
             negative = partial(rejections.off_policy_negative, delta=delta)
             return lambda _truncated, *columns: negative(*columns)

@@ -1,4 +1,4 @@
-"""From the configuration's exploration to the tokens of a batch that it selects, and to their loss.
+"""The functions of the configuration's exploration: the selection of a batch's tokens, and the change of their loss.
 
 B trajectories of a batch, T completion tokens (padded).
 """

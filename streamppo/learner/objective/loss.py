@@ -1,4 +1,4 @@
-"""The loss of a micro-batch: its share of its minibatch's loss; the shares of any split add up to the same loss.
+"""The loss of a micro-batch, as a share of its minibatch's loss: the shares of any split add up to the same loss.
 
 B trajectories of the batch, b rows of a micro-batch, T completion tokens (padded).
 """
@@ -27,7 +27,7 @@ from streamppo.learner.objective.targets import Targets
 from streamppo.process import phase
 
 NO_COUNTS = Denominators(tokens=1.0, sequences=1.0)
-"""Stands for a minibatch's counts if nothing is averaged."""
+"""The counts of a minibatch whose losses are not averaged."""
 
 
 class MicroBatchLoss(NamedTuple):
@@ -42,7 +42,7 @@ class MicroBatchLoss(NamedTuple):
 
 
 class TokenTerms(NamedTuple):
-    """[b, T] each: the terms of the policy's loss at the tokens of a micro-batch; `out` by the metric of each rule.
+    """[b, T] each: the terms of the policy's loss at a micro-batch's tokens; `left_out` by the metric of each rule.
 
     The loss of a token is `loss_bT * weights_bT` where it is kept.
     """
@@ -53,7 +53,7 @@ class TokenTerms(NamedTuple):
     clipped_bT: Tensor
     loss_bT: Tensor
     kept_bT: Tensor
-    out: Mapping[str, Tensor]
+    left_out: Mapping[str, Tensor]
 
 
 class Loss(NamedTuple):
@@ -91,53 +91,55 @@ class Loss(NamedTuple):
 class _MicroBatch(NamedTuple):
     """One micro-batch: `rows` of the batch, as wide as the longest one."""
 
-    whole: Loss
+    update: Loss
     rows: Tensor
     current: PolicyOutput
     counts: Denominators
 
     def policy(self) -> MicroBatchLoss:
         """The policy's loss, minus its entropy bonus, plus the KL to the reference and the NLL of right answers."""
-        config, trained_bT, logprobs_bT = self.whole.algorithm, self.trained_bT, self.current.logprobs_BT
+        config, trained_bT, logprobs_bT = self.update.algorithm, self.trained_bT, self.current.logprobs_BT
         terms = self.terms()
         proximal_bT, weights_bT, kept_bT = terms.proximal_bT, terms.weights_bT, terms.kept_bT
         # masked_fill, not times 0: the loss of a token that is left out may be NaN or infinite.
         loss = self.average((terms.loss_bT * weights_bT).masked_fill(~kept_bT, 0.0))
         entropy_bT = self.current.entropy_BT
-        total = loss - self.whole.entropy_weight * self.average(entropy_bT)
-        if self.whole.targets.reference_BT is not None and config.kl.loss_beta:
+        total = loss - self.update.entropy_weight * self.average(entropy_bT)
+        if self.update.targets.reference_BT is not None and config.kl.loss_beta:
             # behavior -> proximal weight times proximal -> current weight: the KL is of the current policy.
             current_bT = weights_bT * policy_weights(logprobs_bT, proximal_bT, trained_bT)
-            divergence_bT = self.divergence(self.whole.targets.reference_BT)
+            divergence_bT = self.divergence(self.update.targets.reference_BT)
             total = total + config.kl.loss_beta * self.average(current_bT * divergence_bT)
-        if self.whole.targets.right_BT is not None:
-            right_bT = self.slice_rows(self.whole.targets.right_BT)
+        if self.update.targets.right_BT is not None:
+            right_bT = self.slice_rows(self.update.targets.right_BT)
             total = total + config.positive_nll * positive_nll(logprobs_bT, right_bT, self.counts.right)
         logprobs_bT = logprobs_bT.detach()
         token_sums_6 = update_sums(logprobs_bT, proximal_bT, trained_bT, terms.clipped_bT)
         sums = Sums.of_policy(loss, token_sums_6, entropy_bT.masked_fill(~trained_bT, 0.0).double().sum())
         return MicroBatchLoss(
-            total, sums, PolicyPass(self.rows, logprobs_bT.float(), terms.ratio_bT.float(), kept_bT.sum(), terms.out)
+            total,
+            sums,
+            PolicyPass(self.rows, logprobs_bT.float(), terms.ratio_bT.float(), kept_bT.sum(), terms.left_out),
         )
 
     def terms(self) -> TokenTerms:
         """The terms of the policy's loss for each token, before averaging."""
         trained_bT, logprobs_bT = self.trained_bT, self.current.logprobs_BT
-        advantages_bT = self.slice_rows(self.whole.targets.estimate.advantages)
-        behavior_bT = self.slice_rows(self.whole.batch.behavior_logprobs_BT)
+        advantages_bT = self.slice_rows(self.update.targets.estimate.advantages)
+        behavior_bT = self.slice_rows(self.update.batch.behavior_logprobs_BT)
         proximal_bT, correction = self.proximal_and_correction(behavior_bT, advantages_bT)
         weights_bT, columns = correction.weights, (proximal_bT, behavior_bT, advantages_bT, trained_bT)
-        tokens = self.whole.objective.policy_loss(logprobs_bT, *columns)
-        signed_bT = by_sign(tokens.loss, advantages_bT, negative=self.whole.algorithm.negative_weight)
+        tokens = self.update.objective.policy_loss(logprobs_bT, *columns)
+        signed_bT = by_sign(tokens.loss, advantages_bT, negative=self.update.algorithm.negative_weight)
         loss_bT = self.apply_exploration(signed_bT, logprobs_bT - proximal_bT)
-        out = self.filter_masks(advantages_bT)
-        kept_bT = trained_bT & (weights_bT != 0) & ~reduce(or_, out.values(), torch.zeros_like(trained_bT))
-        out = {rejection_metric(name): dropped_bT for name, dropped_bT in correction.dropped.items()} | out
-        return TokenTerms(proximal_bT, weights_bT, tokens.ratio, tokens.clipped, loss_bT, kept_bT, out)
+        left_out = self.filter_masks(advantages_bT)
+        kept_bT = trained_bT & (weights_bT != 0) & ~reduce(or_, left_out.values(), torch.zeros_like(trained_bT))
+        left_out = {rejection_metric(name): dropped_bT for name, dropped_bT in correction.dropped.items()} | left_out
+        return TokenTerms(proximal_bT, weights_bT, tokens.ratio, tokens.clipped, loss_bT, kept_bT, left_out)
 
     def critic(self) -> MicroBatchLoss:
         """The critic's loss times its coefficient."""
-        config, targets = self.whole.algorithm.critic, self.whole.targets
+        config, targets = self.update.algorithm.critic, self.update.targets
         critic_loss = value_loss(
             self.current.values_BT,
             self.slice_rows(targets.scored.values_BT),
@@ -155,28 +157,28 @@ class _MicroBatch(NamedTuple):
     @property
     def trained_bT(self) -> Tensor:
         """The micro-batch's tokens in the loss."""
-        return self.slice_rows(self.whole.targets.trained_BT)
+        return self.slice_rows(self.update.targets.trained_BT)
 
-    def slice_rows(self, whole_BT: Tensor) -> Tensor:
+    def slice_rows(self, batch_BT: Tensor) -> Tensor:
         """[B, T] of the batch -> [b, T] of the micro-batch."""
-        return whole_BT[self.rows, : self.current.logprobs_BT.shape[1]]
+        return batch_BT[self.rows, : self.current.logprobs_BT.shape[1]]
 
     def average(self, loss_bT: Tensor) -> Tensor:
         """Per-token losses -> their share of the minibatch's average; lengths include tokens that are too old."""
-        batch, kind = self.whole.batch, self.whole.algorithm.aggregation
+        batch, kind = self.update.batch, self.update.algorithm.aggregation
         lengths_b = batch.mask_BT[self.rows].sum(-1)
         return aggregate(loss_bT, self.trained_bT, kind, self.counts, lengths_b, batch.prompt_B[self.rows])
 
     def filter_masks(self, advantages_bT: Tensor) -> dict[str, Tensor]:
         """[b, T] tokens that each filter leaves out of the policy's loss, by the filter's metric."""
-        batch, logprobs_bT = self.whole.batch, self.current.logprobs_BT.detach()
+        batch, logprobs_bT = self.update.batch, self.current.logprobs_BT.detach()
         behavior_bT, mask_bT = self.slice_rows(batch.behavior_logprobs_BT), self.slice_rows(batch.mask_BT)
         columns = batch.truncated_B[self.rows], logprobs_bT, behavior_bT, advantages_bT, mask_bT
-        return {filter_metric(name): leaves_out(*columns) for name, leaves_out in self.whole.objective.filters.items()}
+        return {filter_metric(name): leaves_out(*columns) for name, leaves_out in self.update.objective.filters.items()}
 
     def proximal_and_correction(self, behavior_bT: Tensor, advantages_bT: Tensor) -> tuple[Tensor, Correction]:
         """Proximal log-probs and their correction: those of `targets`, or computed from the current log-probs."""
-        objective, targets, batch = self.whole.objective, self.whole.targets, self.whole.batch
+        objective, targets, batch = self.update.objective, self.update.targets, self.update.batch
         if targets.correction is not None:
             weights_BT, keep_BT, dropped = targets.correction
             dropped = {name: self.slice_rows(dropped_BT) for name, dropped_BT in dropped.items()}
@@ -190,14 +192,14 @@ class _MicroBatch(NamedTuple):
 
     def apply_exploration(self, loss_bT: Tensor, log_ratio_bT: Tensor) -> Tensor:
         """The per-token losses, changed at the tokens that exploration selected."""
-        exploration, chosen_BT = self.whole.objective.exploration, self.whole.targets.chosen_BT
+        exploration, chosen_BT = self.update.objective.exploration, self.update.targets.chosen_BT
         if exploration is None or chosen_BT is None:
             return loss_bT
         return exploration.treat(loss_bT, log_ratio_bT, self.slice_rows(chosen_BT))
 
     def divergence(self, reference_BT: Tensor) -> Tensor:
         """The per-token KL to the reference, as a loss."""
-        config = self.whole.algorithm.kl
+        config = self.update.algorithm.kl
         return kl_loss(
             self.current.logprobs_BT,
             self.slice_rows(reference_BT),

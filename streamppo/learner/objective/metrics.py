@@ -20,6 +20,7 @@ from streamppo.learner.batch.padded import PaddedBatch
 from streamppo.learner.device import add_up, to_device
 from streamppo.learner.model.policy import Part, PolicyOutput
 from streamppo.learner.objective.build_correction import TRUNCATED
+from streamppo.learner.objective.targets import Targets
 
 
 class Sums(NamedTuple):
@@ -53,7 +54,7 @@ class Sums(NamedTuple):
 
     def plus(self, other: "Sums") -> "Sums":
         """The elementwise sum of both."""
-        return Sums(*(one + two for one, two in zip(self, other, strict=True)))
+        return Sums(*(mine + theirs for mine, theirs in zip(self, other, strict=True)))
 
 
 class PolicyPass(NamedTuple):
@@ -94,7 +95,7 @@ def first_logprobs(
     """[B, T] log-probs of every row's first pass, and [B] True for rows with a pass. A collective."""
     first_BT = torch.zeros(like_BT.shape, device=like_BT.device)
     passed_B = torch.zeros(len(like_BT), dtype=torch.bool, device=like_BT.device)
-    for minibatch in _policy_metrics(minibatches):
+    for minibatch in _with_policy(minibatches):
         for rows, logprobs_bT, *_ in minibatch.passes:
             new_b = ~passed_B[rows]
             first_BT[rows[new_b], : logprobs_bT.shape[1]] = logprobs_bT[new_b]
@@ -145,16 +146,17 @@ def _last_ratios(
     """[B, T] ratios of every row's last pass on any rank, and [B, T] True for trained tokens of rows with a pass."""
     ratio_BT = torch.zeros(trained_BT.shape, device=trained_BT.device)
     passed_B = torch.zeros(len(trained_BT), dtype=torch.bool, device=trained_BT.device)
-    for minibatch in _policy_metrics(minibatches):
-        everyones = minibatch.rows.to(passed_B.device)
-        passed_B[everyones], ratio_BT[everyones] = True, 0.0
+    for minibatch in _with_policy(minibatches):
+        minibatch_rows = minibatch.rows.to(passed_B.device)
+        passed_B[minibatch_rows], ratio_BT[minibatch_rows] = True, 0.0
         for rows, _, ratio_bT, *_ in minibatch.passes:
             ratio_BT[rows, : ratio_bT.shape[1]] = ratio_bT
     add_up(ratio_BT, group)
     return ratio_BT, trained_BT & passed_B[:, None]
 
 
-def _policy_metrics(minibatches: Iterable[Minibatch]) -> Iterable[Minibatch]:
+def _with_policy(minibatches: Iterable[Minibatch]) -> Iterable[Minibatch]:
+    """The minibatches of the policy."""
     return (minibatch for minibatch in minibatches if minibatch.part != "critic")
 
 
@@ -182,16 +184,17 @@ def batch_metrics(
     passed_B: Tensor,
     estimate: AdvantageEstimate,
     trained_BT: Tensor,
-    age: OffPolicy | None = None,
+    divergences: OffPolicy | None = None,
 ) -> dict[str, float]:
     """Metrics of the batch before its first step; importance weights are before any truncation.
 
-    `learner` are the proximal policy's scores of the rows `passed_B`, or those of each row's first pass. `age` is the
-    proximal policy's distance from the behavior policy, if already computed.
+    `learner` are the proximal policy's scores of the rows `passed_B`, or those of each row's first pass. `divergences`
+    are those of the proximal from the behavior policy, if already computed.
     """
     mask_BT = batch.mask_BT
     compared_BT = mask_BT & passed_B[:, None]
-    divergences = age or off_policy(learner.logprobs_BT, batch.behavior_logprobs_BT, compared_BT, batch.lag_BT)
+    if divergences is None:
+        divergences = off_policy(learner.logprobs_BT, batch.behavior_logprobs_BT, compared_BT, batch.lag_BT)
     by_lag = {}
     for bucket, divergence in divergences.by_lag.items():
         by_lag |= {f"ess_lag_{bucket}": divergence.ess_token, f"behavior_kl_lag_{bucket}": divergence.k3}
@@ -250,18 +253,25 @@ def _candidates(batch: PaddedBatch) -> dict[str, float]:
     return {"candidates": cut_N.mean().item() if len(cut_N) else 0.0, "forced": forced / sampled}
 
 
-def distances(
-    batch: PaddedBatch, teacher_BT: Tensor | None, right_BT: Tensor | None, learner: PolicyOutput, passed_B: Tensor
-) -> dict[str, float]:
-    """The KL of the policy (`learner` of `batch_metrics`) to the teacher, and the NLL of right answers."""
+def distances(batch: PaddedBatch, targets: Targets, learner: PolicyOutput, passed_B: Tensor) -> dict[str, float]:
+    """The KL of the policy to reference and teacher, and the NLL of right answers; `learner` as in `batch_metrics`.
+
+    The KL to the reference is per response, that to the teacher per token.
+    """
     metrics: dict[str, float] = {}
     mask_BT = batch.mask_BT & passed_B[:, None]
-    if teacher_BT is not None:
+
+    def summed_kl(frozen_BT: Tensor) -> Tensor:
+        # Importance weights: tokens are of an older policy, or of the engine's arithmetic.
         weights_BT = policy_weights(learner.logprobs_BT, batch.behavior_logprobs_BT, mask_BT)
-        distance_BT = kl(learner.logprobs_BT, teacher_BT, mask_BT, kind="k3") * weights_BT
-        metrics["teacher_kl"] = distance_BT.sum().item() / max(1, int(mask_BT.sum()))
-    if right_BT is not None:
-        right_BT = right_BT & mask_BT
+        return (kl(learner.logprobs_BT, frozen_BT, mask_BT, kind="k3") * weights_BT).sum()
+
+    if targets.reference_BT is not None:
+        metrics["reference_kl"] = (summed_kl(targets.reference_BT) / passed_B.sum()).item()
+    if targets.teacher_BT is not None:
+        metrics["teacher_kl"] = summed_kl(targets.teacher_BT).item() / max(1, int(mask_BT.sum()))
+    if targets.right_BT is not None:
+        right_BT = targets.right_BT & mask_BT
         metrics["positive_nll"] = -learner.logprobs_BT[right_BT].sum().item() / max(1, int(right_BT.sum()))
     return metrics
 
@@ -284,9 +294,9 @@ def dropped_shares(
             counts_NC[place] += _counts(policy_pass.left_out[name])
     add_up(counts_NC, group)
     shares: dict[str, float] = {}
-    for name, left_C in zip(names_N, counts_NC[1:], strict=True):
-        more_C, all_C = _idle_counts(minibatches, batch) if name == TRUNCATED else (0.0, 0.0)
-        share_C = (left_C + more_C) / (counts_NC[0] + all_C).clamp(min=1.0)
+    for name, dropped_C in zip(names_N, counts_NC[1:], strict=True):
+        idle_dropped_C, idle_C = _idle_counts(minibatches, batch) if name == TRUNCATED else (0.0, 0.0)
+        share_C = (dropped_C + idle_dropped_C) / (counts_NC[0] + idle_C).clamp(min=1.0)
         shares[name], shares[f"{name}_responses"] = share_C.tolist()
     return shares
 

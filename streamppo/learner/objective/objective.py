@@ -1,6 +1,6 @@
-"""From the configuration's choices to the functions of `algorithms`: each choice is made here, once.
+"""The functions of `algorithms` that the configuration chooses; its kinds are compared here, and nowhere else.
 
-B trajectories, T completion tokens (padded). The learner calls the functions and never compares a kind.
+B trajectories, T completion tokens (padded).
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -31,7 +31,7 @@ from streamppo.config.sections import Config
 from streamppo.learner.batch.padded import PaddedBatch
 from streamppo.learner.model.policy import Part, PolicyOutput
 from streamppo.learner.objective import build_correction, exploration
-from streamppo.learner.objective.adaptive_lag import is_lowered_by_ess
+from streamppo.learner.objective.adaptation import is_lowered_by_ess
 from streamppo.learner.objective.build_correction import Correct, Filter
 from streamppo.learner.objective.exploration import Exploration
 from streamppo.tasks import plugins

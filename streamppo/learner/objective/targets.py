@@ -1,4 +1,6 @@
-"""Everything that stays fixed during the update on one batch, computed on every rank from the whole gathered batch.
+"""The constants of the update on one batch: advantages, returns, corrections, masks.
+
+Every rank computes them from the whole gathered batch.
 
 B trajectories of the batch, T completion tokens (padded).
 """
@@ -23,7 +25,7 @@ from streamppo.types import TokenRecord
 
 
 class Frozen(NamedTuple):
-    """[B, T] log-probs of the models that no update trains, from a pass here or a server; None without the model."""
+    """[B, T] log-probs of the models without training, from a pass here or a server; None without the model."""
 
     reference_BT: Tensor | None
     teacher_BT: Tensor | None
@@ -34,18 +36,18 @@ def teacher_logprobs_from_batch(batch: PaddedBatch) -> Tensor:
 
     Raises `ValueError` if trajectories have none.
     """
-    found_BT = batch.teacher_logprobs_BT
-    lacking_BT = batch.mask_BT if found_BT is None else batch.mask_BT & found_BT.isnan()
-    if found_BT is None or lacking_BT.any():
+    logprobs_BT = batch.teacher_logprobs_BT
+    lacking_BT = batch.mask_BT if logprobs_BT is None else batch.mask_BT & logprobs_BT.isnan()
+    if logprobs_BT is None or lacking_BT.any():
         raise ValueError(
             f"{int(lacking_BT.any(dim=1).sum())} of {len(lacking_BT)} trajectories have no log-probs of a teacher: "
             "they were sampled without algorithm.teacher.url"
         )
-    return found_BT
+    return logprobs_BT
 
 
 class Targets(NamedTuple):
-    """Everything that stays fixed during the update on one batch, all [B, T] on every rank.
+    """The constants of the update on one batch, all [B, T] on every rank.
 
     `trained_BT` are the tokens in the loss (`Objective.trained`). Without a `correction`, each step computes proximal
     log-probs and weights from its own pass (`Objective.anchor`). `chosen_BT` are the tokens that
@@ -91,7 +93,7 @@ def compute_targets(
             check_logprobs(mask_BT, **{name: frozen_BT})
     trained_BT = objective.trained(batch)
     rewards_BT = _rewards(config.algorithm, batch, scored, frozen, beta)
-    estimate = _taught(config.algorithm, objective.advantages(batch, scored, rewards_BT), batch, scored, frozen)
+    estimate = _with_teacher(config.algorithm, objective.advantages(batch, scored, rewards_BT), batch, scored, frozen)
     correction = None
     if objective.anchor is None:
         # A row that was not scored has the ratio 1.
@@ -161,7 +163,7 @@ def _explained(config: Config, batch: PaddedBatch, scored: PolicyOutput, rewards
     return outcomes_explained(rewards_BT, scored.values_BT, batch.mask_BT, known_B, gamma=choice.gamma)
 
 
-def _taught(
+def _with_teacher(
     config: Algorithm, estimate: AdvantageEstimate, batch: PaddedBatch, scored: PolicyOutput, frozen: Frozen
 ) -> AdvantageEstimate:
     """The estimate, with the teacher's advantages mixed in if teacher.signal is "advantage"."""

@@ -23,7 +23,7 @@ from streamppo.config.learner import Mesh
 from streamppo.config.model import JOINED
 from streamppo.config.rollout import FAMILIES
 from streamppo.learner.attention import attention
-from streamppo.learner.attention.attention import Reading
+from streamppo.learner.attention.attention import RowLayout
 from streamppo.learner.device import everybody
 from streamppo.learner.parallel import tensor_parallel
 from streamppo.learner.parallel.tensor_parallel import TensorParallelSpec
@@ -88,7 +88,7 @@ def refusal(config: Any, ranks: int) -> str:
     if ranks == 1:
         return ""
     choice, model = f"learner.mesh.context * tensor = {ranks}", repr(config.name_or_path)
-    if not attention.looks_at_all(config, KNOWN):
+    if not attention.has_full_attention(config, KNOWN):
         known = ", ".join(KNOWN)
         return f"{choice} needs one of {known}, without a sliding window, and {model} is {config.model_type}"
     if config.num_key_value_heads % ranks:
@@ -136,16 +136,16 @@ def _attend(
     return _ExchangeSlices.apply(seen_BWHD, slices.heads, 1, 2), None  # pyright: ignore[reportReturnType]
 
 
-def slice_reading(reading: Reading, slices: Slices) -> Reading:
-    """This rank's slice of `reading`. Tokens of other ranks have the index -1."""
+def slice_row_layout(row_layout: RowLayout, slices: Slices) -> RowLayout:
+    """This rank's slice of `row_layout`. Tokens of other ranks have the index -1."""
     if slices.ranks == 1:
-        return reading
-    tokens_BW = reading.arguments["input_ids"]
-    assert isinstance(tokens_BW, Tensor) and reading.context is None, "rows of tokens"
+        return row_layout
+    tokens_BW = row_layout.arguments["input_ids"]
+    assert isinstance(tokens_BW, Tensor) and row_layout.context is None, "rows of tokens"
     width, missing = tokens_BW.shape[1], -tokens_BW.shape[1] % slices.ranks
     size = (width + missing) // slices.ranks
     own_slice = slice(slices.number * size, (slices.number + 1) * size)
-    arguments: dict[str, Any] = {**reading.arguments, NAME: slices}
+    arguments: dict[str, Any] = {**row_layout.arguments, NAME: slices}
     arguments["input_ids"] = pad(tokens_BW, (0, missing))[:, own_slice]
     positions = arguments.get("position_ids", torch.arange(width, device=tokens_BW.device)[None].expand_as(tokens_BW))
     begins_again = torch.arange(missing, device=positions.device).expand(len(positions), missing)
@@ -160,9 +160,9 @@ def slice_reading(reading: Reading, slices: Slices) -> Reading:
         mask = pad(arguments["attention_mask"], (0, missing, 0, missing))
         # Padding sees itself: attention over no token gives NaN.
         arguments["attention_mask"] = mask | torch.eye(width + missing, dtype=torch.bool, device=mask.device)
-    row, place = reading.place_BL // width, reading.place_BL % width
+    row, place = row_layout.index_BL // width, row_layout.index_BL % width
     here_BL = place // size == slices.number
-    return Reading(arguments, torch.where(here_BL, row * size + place % size, -1))
+    return RowLayout(arguments, torch.where(here_BL, row * size + place % size, -1))
 
 
 def sum_over_slices(column_BT: Tensor, slices: Slices) -> Tensor:

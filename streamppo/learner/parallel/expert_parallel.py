@@ -1,8 +1,8 @@
 """Expert parallelism: tokens go to the ranks of their experts, and the results come back.
 
-    pairs    a token and one of its k experts, ordered by the rank of the expert
-    there    a rank's experts compute the pairs of all ranks, each as a token with one expert
-    back     a token's k results are summed on the token's own rank
+    pairs      each token with each of its k experts, ordered by the rank of the expert
+    forward    a rank's experts compute the pairs of all ranks, each as a token with one expert
+    return     a token's k results are summed on the token's rank
 
 The ranks of a group may pass different rows, of different widths. As in GShard, https://arxiv.org/abs/2006.16668, but
 without a capacity: no token is left out. If a rank would get more than `UNEVEN` times its even share, the pairs go in
@@ -32,7 +32,10 @@ FEW = 4096
 
 
 class Round(NamedTuple):
-    """The pairs of one exchange, by the rank of their expert: their number, token and expert there; counts by rank."""
+    """The pairs of one exchange, by the rank of their expert: their number, token, and expert at that rank.
+
+    `received` and `sent` are numbers of pairs by rank.
+    """
 
     order_M: Tensor
     token_M: Tensor
@@ -55,14 +58,14 @@ def dispatch_to_experts(
     """
     rounds = _rounds(group, experts, index_Nk)
     if len(rounds) == 1:
-        found_MD = _exchange(compute, group, hidden_ND, weights_Nk, rounds[0])
+        output_MD = _exchange(compute, group, hidden_ND, weights_Nk, rounds[0])
     else:
         run = partial(checkpoint, _exchange, compute, group, use_reentrant=False, preserve_rng_state=False)
-        # Without early stop: either all ranks recompute the exchange back, or none does.
+        # Without early stop: either all ranks recompute the returning exchange, or none does.
         with set_checkpoint_early_stop(False):
-            found_MD = torch.cat([run(hidden_ND, weights_Nk, one) for one in rounds])
-    order_M = torch.cat([one.order_M for one in rounds])
-    return found_MD[order_M.argsort()].view(*index_Nk.shape, -1).sum(1)
+            output_MD = torch.cat([run(hidden_ND, weights_Nk, exchange_round) for exchange_round in rounds])
+    order_M = torch.cat([exchange_round.order_M for exchange_round in rounds])
+    return output_MD[order_M.argsort()].view(*index_Nk.shape, -1).sum(1)
 
 
 def _rounds(group: dist.ProcessGroup, experts: int, index_Nk: Tensor) -> list[Round]:
@@ -97,32 +100,34 @@ def _exchange(
 ) -> Tensor:
     """The results of a round's pairs, in their order. A collective."""
 
-    def exchanged(tensor: Tensor) -> Tensor:
+    def send(tensor: Tensor) -> Tensor:
         return _ExchangeTokens.apply(tensor, group, exchange.received, exchange.sent)  # pyright: ignore[reportReturnType]
 
-    hidden_PD, expert_P = exchanged(hidden_ND[exchange.token_M]), exchanged(exchange.expert_M)
-    weights_P = exchanged(weights_Nk.flatten()[exchange.order_M])
+    hidden_PD, expert_P = send(hidden_ND[exchange.token_M]), send(exchange.expert_M)
+    weights_P = send(weights_Nk.flatten()[exchange.order_M])
     if not len(hidden_PD):
         # One zero row, so that unused weights have a gradient too: all ranks reduce the same tensors.
-        hidden_PD, expert_P, weights_P = (_empty_experts(values) for values in (hidden_PD, expert_P, weights_P))
-    found_PD = compute(hidden_PD, expert_P[:, None], weights_P[:, None])[: sum(exchange.received)]
-    return _ExchangeTokens.apply(found_PD, group, exchange.sent, exchange.received)  # pyright: ignore[reportReturnType]
+        hidden_PD, expert_P, weights_P = (_add_zero_row(values) for values in (hidden_PD, expert_P, weights_P))
+    output_PD = compute(hidden_PD, expert_P[:, None], weights_P[:, None])[: sum(exchange.received)]
+    return _ExchangeTokens.apply(output_PD, group, exchange.sent, exchange.received)  # pyright: ignore[reportReturnType]
 
 
-def _empty_experts(rows: Tensor) -> Tensor:
+def _add_zero_row(rows: Tensor) -> Tensor:
     return torch.cat([rows, rows.new_zeros(1, *rows.shape[1:])])
 
 
 class _ExchangeTokens(torch.autograd.Function):
-    """Send `back[r]` rows to every rank r, and receive `there[r]` from it."""
+    """Send `num_sent[r]` rows to every rank r, and receive `num_received[r]` from it."""
 
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, group: dist.ProcessGroup, there: list[int], back: list[int]) -> Tensor:
-        ctx.given = group, back, there
-        received = rows.new_empty(sum(there), *rows.shape[1:])
-        dist.all_to_all_single(received, rows.contiguous(), there, back, group=group)
+    def forward(
+        ctx: Any, rows: Tensor, group: dist.ProcessGroup, num_received: list[int], num_sent: list[int]
+    ) -> Tensor:
+        ctx.exchange = group, num_sent, num_received
+        received = rows.new_empty(sum(num_received), *rows.shape[1:])
+        dist.all_to_all_single(received, rows.contiguous(), num_received, num_sent, group=group)
         return received
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore
-        return _ExchangeTokens.apply(gradient, *ctx.given), None, None, None  # pyright: ignore
+        return _ExchangeTokens.apply(gradient, *ctx.exchange), None, None, None  # pyright: ignore

@@ -1,7 +1,7 @@
 """Routing in mixtures of experts: replay of the engine's choice of experts, and the load of each expert.
 
-    own         the router chooses a token's experts: the k with the largest scores
-    replayed    a token's experts are the engine's choice while sampling (Rollout Routing Replay, R3, arXiv 2510.11370,
+    own         the router's choice: the k experts with the largest scores
+    replayed    the engine's choice while it sampled the token (Rollout Routing Replay, R3, arXiv 2510.11370,
                 section 4): scores and their gradient are the learner's, only the choice is the engine's
 
 N tokens of a pass, X experts, k of them for a token, E = layers * k entries of a token's routes.
@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from streamppo.errors import ModelError
-from streamppo.learner.attention.attention import Reading
+from streamppo.learner.attention.attention import RowLayout
 from streamppo.learner.batch.routes import RowRoutes
 from streamppo.learner.device import add_up, to_device
 
@@ -48,34 +48,33 @@ class Routers:
     def __bool__(self) -> bool:
         return bool(self._routers)
 
-    def expect(self, reading: Reading, width_B: Tensor, routes: RowRoutes | None) -> None:
-        """Give each router the experts of `routes` for a pass over `reading`, rows of `width_B` tokens.
+    def expect(self, row_layout: RowLayout, width_B: Tensor, routes: RowRoutes | None) -> None:
+        """Give each router the experts of `routes` for a pass over `row_layout`, rows of `width_B` tokens.
 
         `width_B` is in the host's memory. Raises `ModelError` for routes of another model.
         """
         if not self._routers:
             return
-        place_BL, tokens_BL = reading.place_BL, reading.arguments["input_ids"]
-        real_BL = (torch.arange(place_BL.shape[1]) < width_B[:, None]) & (place_BL >= 0)
-        tokens, place_M = tokens_BL.numel(), place_BL[real_BL]
+        index_BL, tokens_BL = row_layout.index_BL, row_layout.arguments["input_ids"]
+        real_BL = (torch.arange(index_BL.shape[1]) < width_B[:, None]) & (index_BL >= 0)
+        tokens, index_M = tokens_BL.numel(), index_BL[real_BL]
         real_N = torch.zeros(tokens, dtype=torch.bool)
-        real_N[place_M] = self.counts
-        real_N, known, highest = to_device(real_N, tokens_BL.device), None, -1
+        real_N[index_M] = self.counts
+        real_N, known_routes, highest = to_device(real_N, tokens_BL.device), None, -1
         if routes is not None:
             # Tokens that are computed several times have the same experts each time.
-            entry_N = reading.source_N
+            entry_N = row_layout.source_N
             if entry_N is None:
                 entry_N = torch.full((tokens,), -1)
-                entry_N[place_M] = real_BL.flatten().nonzero()[:, 0]
-            width = place_BL.shape[1]
+                entry_N[index_M] = real_BL.flatten().nonzero()[:, 0]
+            width = index_BL.shape[1]
             token_N = torch.where(entry_N < 0, -1, entry_N % width)
             numbers_NE, known_N = routes.at(entry_N.clamp(min=0) // width, token_N)
-            known, highest = (
-                KnownRoutes(*(to_device(one, tokens_BL.device) for one in (numbers_NE, known_N))),
-                routes.largest,
-            )
+            device = tokens_BL.device
+            known_routes = KnownRoutes(to_device(numbers_NE, device), to_device(known_N, device))
+            highest = routes.largest
         for router in self._routers:
-            router.expect(known, highest, real_N)
+            router.expect(known_routes, highest, real_N)
 
     def metrics(self, device: torch.device) -> dict[str, float]:
         """The load of the experts over all passes since the last call. A collective of all ranks."""
@@ -83,9 +82,9 @@ class Routers:
             return {}
         counts = torch.stack([router.take().to(device) for router in self._routers])
         add_up(counts)
-        counts_LX, kept_L2 = counts[:, :-2], counts[:, -2:]
+        counts_LX, replayed_L2 = counts[:, :-2], counts[:, -2:]
         share_LX = counts_LX / counts_LX.sum(-1, keepdim=True).clamp(min=1)
-        equal, replayed = kept_L2.sum(0).tolist()
+        equal, replayed = replayed_L2.sum(0).tolist()
         return {
             "expert_load": share_LX.max(-1).values.mean().item() * share_LX.shape[1],
             "experts_idle": (counts_LX == 0).double().mean().item(),

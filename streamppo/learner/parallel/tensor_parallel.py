@@ -1,9 +1,9 @@
 """Tensor and expert parallelism: weights are split between ranks, and FSDP2 shards the parts.
 
     tensor   a rank has a share of every layer's heads and MLP units. Ranks gather the slices of their tokens
-             (ulysses.py) before attention and MLP, and reduce-scatter the results to slices: sequence parallelism,
-             https://arxiv.org/abs/2205.05198, figure 5
-    expert   a rank has a share of every layer's experts, and tokens are sent to it (dispatch.py)
+             (context_parallel.py) before attention and MLP, and reduce-scatter the results to slices: sequence
+             parallelism, https://arxiv.org/abs/2205.05198, figure 5
+    expert   a rank has a share of every layer's experts, and tokens are sent to it (expert_parallel.py)
 
 A split weight is a DTensor over the ranks that split it. FSDP2 shards a rank's part over the replica's ranks with the
 same part, and every other weight over all ranks of the replica. A rank's gradient is of its own tokens or of its own
@@ -88,11 +88,11 @@ def refusal(config: Any, ranks: int) -> str:
 
 def cut_parameters(transformer: Any, layer: nn.Module) -> tuple[int, int]:
     """(tensor-parallel, expert-parallel) numbers of sharded parameters of a `layer` of `transformer`."""
-    (place,) = [name for name, module in transformer.named_modules() if module is layer]
+    (layer_name,) = [name for name, module in transformer.named_modules() if module is layer]
     by_tensor = _names(transformer.config, "colwise") | _names(transformer.config, "rowwise")
     experts, counts = _names(transformer.config, EXPERTS), [0, 0]
     for name, module in layer.named_modules():
-        pattern = _pattern(f"{place}.{name}")
+        pattern = _pattern(f"{layer_name}.{name}")
         if type(module) is nn.Linear and pattern in by_tensor:
             counts[0] += module.weight.numel()
         if pattern in experts:
@@ -189,13 +189,13 @@ def _cut_experts(module: Any, name: str, mesh: DeviceMesh) -> None:
     module.forward = partial(expert_parallel.dispatch_to_experts, compute, mesh.get_group(PART), module.num_experts)
 
 
-def _cut_parameter(module: nn.Module, own: str, name: str, dimension: int, mesh: DeviceMesh) -> None:
-    parameter, parts = module.get_parameter(own), mesh[PART].size()
+def _cut_parameter(module: nn.Module, leaf: str, name: str, dimension: int, mesh: DeviceMesh) -> None:
+    parameter, parts = module.get_parameter(leaf), mesh[PART].size()
     if parameter.shape[dimension] % parts:
         size = parameter.shape[dimension]
-        raise ModelError(f"learner.mesh: {name}.{own} has {size} entries, which cannot be split between {parts} ranks")
+        raise ModelError(f"learner.mesh: {name}.{leaf} has {size} entries, which cannot be split between {parts} ranks")
     distributed = distribute_tensor(parameter, mesh[PART], [Shard(dimension)], src_data_rank=None)
-    module.register_parameter(own, nn.Parameter(distributed, requires_grad=parameter.requires_grad))
+    module.register_parameter(leaf, nn.Parameter(distributed, requires_grad=parameter.requires_grad))
 
 
 def _info(mesh: DeviceMesh) -> FSDPMeshInfo:
@@ -226,8 +226,8 @@ def _with_parts(module: nn.Module, forward: Callable[..., Tensor], *arguments: T
 def _row_parallel_output(module: Any, group: dist.ProcessGroup, units: Tensor) -> Tensor:
     """This rank's slice of the product with all columns, a sum over ranks. The bias is added once."""
     with _parts(module):
-        mine = nn.functional.linear(units, module.weight)
-    summed: Tensor = _Collective.apply(mine, group, _reduce_slices, _gather_slices)  # pyright: ignore[reportAssignmentType]
+        partial_sum = nn.functional.linear(units, module.weight)
+    summed: Tensor = _Collective.apply(partial_sum, group, _reduce_slices, _gather_slices)  # pyright: ignore[reportAssignmentType]
     return summed if module.bias is None else summed + module.bias
 
 
@@ -236,20 +236,20 @@ def _gather_arguments(
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Replace this rank's slice of tokens in a block's arguments by all tokens of `group`."""
 
-    def gathered(value: Any) -> Any:
+    def gather(value: Any) -> Any:
         if isinstance(value, tuple):
-            return tuple(gathered(item) for item in value)
+            return tuple(gather(item) for item in value)
         return _Collective.apply(value, group, _gather_slices, _reduce_slices)
 
-    by_name = {name: gathered(item) if name in BY_TOKEN else item for name, item in by_keyword.items()}
-    return tuple(gathered(item) for item in arguments), by_name
+    by_name = {name: gather(item) if name in BY_TOKEN else item for name, item in by_keyword.items()}
+    return tuple(gather(item) for item in arguments), by_name
 
 
 @contextmanager
 def _parts(module: nn.Module) -> Iterator[None]:
     """In this context the weights of `module` are plain tensors, this rank's parts, for its arithmetic."""
-    before = dict(module._parameters)
-    cut = {name: parameter.to_local() for name, parameter in before.items() if isinstance(parameter, DTensor)}
+    parameters = dict(module._parameters)
+    cut = {name: parameter.to_local() for name, parameter in parameters.items() if isinstance(parameter, DTensor)}
     for name, part in cut.items():
         del module._parameters[name]
         module.__dict__[name] = part
@@ -260,7 +260,7 @@ def _parts(module: nn.Module) -> Iterator[None]:
             del module.__dict__[name]
         # Restores the order of parameters, which is the order of names in a version.
         module._parameters.clear()
-        module._parameters.update(before)
+        module._parameters.update(parameters)
 
 
 class _Collective(torch.autograd.Function):
@@ -268,12 +268,12 @@ class _Collective(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, group: dist.ProcessGroup, forth: Move, back: Move) -> Tensor:
-        ctx.given = group, back
+        ctx.collective = group, back
         return forth(tensor, group)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore
-        group, back = ctx.given
+        group, back = ctx.collective
         return back(gradient, group), None, None, None
 
 
@@ -315,18 +315,18 @@ def is_cut_by_columns(parameter: Tensor) -> bool:
 
 def own_rows(rows: int, parameter: DTensor) -> tuple[int, int]:
     """(begin, end) of this rank's rows, of `rows` in all, after `whole_rows`."""
-    bounds, mine = _bounds(rows, parameter), parameter.device_mesh[PART].get_local_rank()
-    return bounds[mine], bounds[mine + 1]
+    bounds, part = _bounds(rows, parameter), parameter.device_mesh[PART].get_local_rank()
+    return bounds[part], bounds[part + 1]
 
 
 def whole_rows(own_RC: Tensor, parameter: DTensor) -> Tensor:
     """Exchange this rank's columns of some rows for all columns of its `own_rows`. A collective of the PART ranks."""
     part = parameter.device_mesh[PART]
     sent = [end - begin for begin, end in pairwise(_bounds(len(own_RC), parameter))]
-    mine = sent[part.get_local_rank()]
-    received = own_RC.new_empty(mine * part.size(), *own_RC.shape[1:])
-    dist.all_to_all_single(received, own_RC.contiguous(), [mine] * part.size(), sent, group=part.get_group())
-    return torch.cat(received.chunk(part.size()), 1) if mine else received.new_empty(0, *parameter.shape[1:])
+    num_rows = sent[part.get_local_rank()]
+    received = own_RC.new_empty(num_rows * part.size(), *own_RC.shape[1:])
+    dist.all_to_all_single(received, own_RC.contiguous(), [num_rows] * part.size(), sent, group=part.get_group())
+    return torch.cat(received.chunk(part.size()), 1) if num_rows else received.new_empty(0, *parameter.shape[1:])
 
 
 def _bounds(rows: int, parameter: DTensor) -> list[int]:

@@ -88,15 +88,17 @@ def report(info: Mapping[str, object]) -> Report:
     """Convert transformers' report of a load."""
     missing, unexpected = (cast("set[str]", info[name]) for name in ("missing_keys", "unexpected_keys"))
     shapes = cast("set[tuple[str, Shape, Shape]]", info["mismatched_keys"])
-    return Report(missing, unexpected, {name: (tuple(theirs), tuple(ours)) for name, theirs, ours in shapes})
+    return Report(
+        missing, unexpected, {name: (tuple(file_shape), tuple(model_shape)) for name, file_shape, model_shape in shapes}
+    )
 
 
-def refuse(here: Path, config: "PretrainedConfig", reported: Report, found: Collection[str]) -> None:
-    """Raise `ModelError` with the `reported` tensors of the files at `here`, whose tensors have the names `found`."""
-    folder.refuse_names(here, found)
-    sentences = list(_sentences(config, reported, found))
+def refuse(here: Path, config: "PretrainedConfig", reported: Report, file_names: Collection[str]) -> None:
+    """Raise `ModelError` with the `reported` tensors of the files at `here`, whose tensors are `file_names`."""
+    folder.refuse_names(here, file_names)
+    sentences = list(_sentences(config, reported, file_names))
     more = f" (and {len(sentences) - SHOWN} more)" if len(sentences) > SHOWN else ""
-    hint = _hint(config, reported, found)
+    hint = _hint(config, reported, file_names)
     raise ModelError(f"{here}: its files do not fit its config.json: {'; '.join(sentences[:SHOWN])}{more}{hint}")
 
 
@@ -105,13 +107,13 @@ def quiet() -> Generator[None]:
     """Keep transformers from logging its load reports in the block: our errors say the same in a sentence."""
     from transformers.utils import logging
 
-    before = logging.get_verbosity()
+    verbosity = logging.get_verbosity()
     logging.set_verbosity(logging.CRITICAL)
     logging.disable_progress_bar()
     try:
         yield
     finally:
-        logging.set_verbosity(before)
+        logging.set_verbosity(verbosity)
 
 
 def not_finite(folder_path: Path) -> str:
@@ -158,26 +160,30 @@ def _shapes(here: Path) -> dict[str, Tensor]:
 def _class(config: "PretrainedConfig", kind: Kind) -> "type[PreTrainedModel]":
     import transformers
 
-    known: Mapping[type, type[PreTrainedModel]] = getattr(transformers, kind)._model_mapping
-    if type(config) not in known:
+    mapping: Mapping[type, type[PreTrainedModel]] = getattr(transformers, kind)._model_mapping
+    if type(config) not in mapping:
         remedy = f": {TEXT_ALONE}" if config.get_text_config() is not config else ""
         raise ValueError(f"transformers has no {kind} of model_type {config.model_type!r}{remedy}")
-    return known[type(config)]
+    return mapping[type(config)]
 
 
-def _report(made: "type[PreTrainedModel]", config: "PretrainedConfig", tensors: dict[str, Tensor]) -> Report:
+def _report(model_class: "type[PreTrainedModel]", config: "PretrainedConfig", tensors: dict[str, Tensor]) -> Report:
     options: dict[str, Any] = {"device_map": {"": "meta"}, "dtype": torch.float32, "ignore_mismatched_sizes": True}
     # config.json may name an attention that is not installed.
     options["attn_implementation"] = "eager"
     try:
-        loaded: Any = made.from_pretrained(None, config=config, state_dict=tensors, output_loading_info=True, **options)
+        loaded: Any = model_class.from_pretrained(
+            None, config=config, state_dict=tensors, output_loading_info=True, **options
+        )
     except RuntimeError as error:
         if "conversion" not in str(error):
             raise
         # The experts differ in shape or number: `_as_file_names` finds which from the names in the files.
         return Report(missing=["experts"])
     if loaded[0].base_model is loaded[0]:
-        raise ValueError(f"{made.__name__} of transformers does not tell its transformer from its head: not supported")
+        raise ValueError(
+            f"{model_class.__name__} of transformers does not tell its transformer from its head: not supported"
+        )
     return report(loaded[1])
 
 
@@ -211,20 +217,20 @@ def _as_file_names(
     return reported
 
 
-def _sentences(config: "PretrainedConfig", reported: Report, found: Collection[str]) -> Iterator[str]:
+def _sentences(config: "PretrainedConfig", reported: Report, file_names: Collection[str]) -> Iterator[str]:
     for name in sorted(reported.missing):
-        near = difflib.get_close_matches(name, reported.unexpected or found, 1)
+        near = difflib.get_close_matches(name, reported.unexpected or file_names, 1)
         yield f"{name!r} is missing" + (f" (the nearest name in them is {near[0]!r})" if near else "")
-    for name, (theirs, ours) in sorted(reported.misshaped.items()):
-        yield f"{name!r} is {list(theirs)} and would be {list(ours)}"
+    for name, (file_shape, model_shape) in sorted(reported.misshaped.items()):
+        yield f"{name!r} is {list(file_shape)} and would be {list(model_shape)}"
     for name in sorted(reported.unexpected):
         near = difflib.get_close_matches(name, reported.missing, 1)
         yield f"{name!r} is not a tensor of the model" + (f" (the nearest is {near[0]!r})" if near else "")
 
 
-def _hint(config: "PretrainedConfig", reported: Report, found: Collection[str]) -> str:
+def _hint(config: "PretrainedConfig", reported: Report, file_names: Collection[str]) -> str:
     text = config.get_text_config()
-    layers, stored_layers = getattr(text, "num_hidden_layers", 0), _layers(found)
+    layers, stored_layers = getattr(text, "num_hidden_layers", 0), _layers(file_names)
     if stored_layers and (_layers(reported.unexpected) > layers or _layers(reported.missing) > stored_layers):
         return f". num_hidden_layers is {layers} in config.json, and they have {stored_layers} layers"
     heads = {head for head, _ in pairs(config)}

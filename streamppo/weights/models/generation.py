@@ -1,7 +1,7 @@
 """The generation settings of a model, without those that transformers refuses to read or to write.
 
-For example, transformers refuses to save settings that have a temperature but do not sample, which many published
-models have. Without this check the error would only appear when training is over.
+Example: transformers refuses to save a temperature without sampling, which many published models have. Without this
+check the error would appear only at the end of training.
 """
 
 import json

@@ -107,11 +107,11 @@ def _parts(index: Path) -> list[Path]:
     return parts
 
 
-def _compare(index: Path, found: Headers) -> None:
+def _compare(index: Path, headers: Headers) -> None:
     """Raise `ModelError` if the index names a tensor that is not in its part."""
     for name, part in weight_map(index).items():
-        if name not in found or found[name].file.name != part:
-            elsewhere = f" ({found[name].file.name} has it)" if name in found else ""
+        if name not in headers or headers[name].file.name != part:
+            elsewhere = f" ({headers[name].file.name} has it)" if name in headers else ""
             raise ModelError(
                 f"{index}: it says that {name!r} is in {part}, which has no such tensor{elsewhere}: index and parts "
                 "are not of one model; copy or download the folder again"

@@ -144,7 +144,7 @@ def heads_differ(path: str | Path, config: "PretrainedConfig") -> bool:
         (_named(head, stored, prefix), _named(embedding, stored, prefix)) for head, embedding in pairs(config)
     ]
     differ = {
-        not same(of_head, of_embedding)
+        not are_equal(of_head, of_embedding)
         for of_head, of_embedding in header_pairs
         if of_head is not None and of_embedding is not None
     }
@@ -168,17 +168,17 @@ def local_folder(path: str | Path) -> Path | None:
 def _causal(config: "PretrainedConfig") -> "type[PreTrainedModel] | None":
     from transformers import AutoModelForCausalLM
 
-    known: Mapping[type, type[PreTrainedModel]] = AutoModelForCausalLM._model_mapping  # pyright: ignore
+    mapping: Mapping[type, type[PreTrainedModel]] = AutoModelForCausalLM._model_mapping  # pyright: ignore
     # The mapping is lazy: it imports the class on access.
-    return known[type(config)] if type(config) in known else None  # noqa: SIM401
+    return mapping[type(config)] if type(config) in mapping else None  # noqa: SIM401
 
 
-def _named(name: str, found: Mapping[str, Header], prefix: str) -> Header | None:
+def _named(name: str, stored: Mapping[str, Header], prefix: str) -> Header | None:
     """A parameter's header in the files of a causal LM, which may omit the prefix of its body."""
-    return found.get(name) or found.get(name.removeprefix(f"{prefix}."))
+    return stored.get(name) or stored.get(name.removeprefix(f"{prefix}."))
 
 
-def same(first_header: Header, second_header: Header) -> bool:
+def are_equal(first_header: Header, second_header: Header) -> bool:
     """True if two tensors in files have equal values; needs no torch, and stops at the first difference."""
     if first_header.shape != second_header.shape or first_header.dtype != second_header.dtype:
         return False
@@ -186,8 +186,8 @@ def same(first_header: Header, second_header: Header) -> bool:
     with durable.reading(first_header.file) as first_file, durable.reading(second_header.file) as second_file:
         first_file.seek(first_header.begin)
         second_file.seek(second_header.begin)
-        for at in range(first_header.begin, first_header.end, CHUNK):
-            size = min(CHUNK, first_header.end - at)
+        for offset in range(first_header.begin, first_header.end, CHUNK):
+            size = min(CHUNK, first_header.end - offset)
             first, second = (np.frombuffer(file.read(size), width) for file in (first_file, second_file))
             # 0.0 equals -0.0.
             zeros = np.left_shift(np.bitwise_or(first, second), 1) == 0

@@ -39,12 +39,12 @@ def read(path: str | Path) -> "PreTrainedTokenizerBase":
     from transformers import AutoTokenizer
 
     try:
-        made = AutoTokenizer.from_pretrained(str(path), trust_remote_code=False)
+        tokenizer = AutoTokenizer.from_pretrained(str(path), trust_remote_code=False)
     # Each damaged file raises another error, and the library `tokenizers` raises Exception itself.
     except Exception as error:
         raise ValueError(_reason(Path(path), error)) from error
-    _compare_tekken(made, Path(path))
-    return made
+    _compare_tekken(tokenizer, Path(path))
+    return tokenizer
 
 
 def _reason(folder: Path, error: Exception) -> str:
@@ -56,8 +56,8 @@ def _reason(folder: Path, error: Exception) -> str:
     return f"{type(error).__name__}: {error}"
 
 
-def _compare_tekken(made: "PreTrainedTokenizerBase", folder: Path) -> None:
-    """Raise ValueError if `made`, from Mistral's tekken.json alone, has other numbers for single bytes than that file.
+def _compare_tekken(tokenizer: "PreTrainedTokenizerBase", folder: Path) -> None:
+    """Raise ValueError if `tokenizer`, from Mistral's tekken.json alone, has other numbers for single bytes than it.
 
     Some releases of transformers leave out the numbers of its special tokens, which come first.
     """
@@ -70,7 +70,7 @@ def _compare_tekken(made: "PreTrainedTokenizerBase", folder: Path) -> None:
         expected = {chr(byte): special + ranks[bytes([byte])] for byte in ASCII}
     except (OSError, ValueError, LookupError, TypeError) as error:
         raise ValueError(f"{TEKKEN} is damaged: {type(error).__name__}: {error}") from error
-    wrong = [text for text, number in expected.items() if made.encode(text, add_special_tokens=False) != [number]]
+    wrong = [text for text, number in expected.items() if tokenizer.encode(text, add_special_tokens=False) != [number]]
     if wrong:
         from transformers import __version__
 
@@ -116,9 +116,9 @@ def copy(start: str | Path, folder: Path, why: str) -> str:
 
 
 def _difference(tokenizer: "PreTrainedTokenizerBase", folder: Path) -> str:
-    again = read(folder)
-    if again.chat_template != tokenizer.chat_template:
+    reread = read(folder)
+    if reread.chat_template != tokenizer.chat_template:
         return "transformers saves another chat template"
-    if again(PROBE)["input_ids"] != tokenizer(PROBE)["input_ids"]:
+    if reread(PROBE)["input_ids"] != tokenizer(PROBE)["input_ids"]:
         return "what transformers saves makes other tokens of a text"
     return ""

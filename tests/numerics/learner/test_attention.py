@@ -114,7 +114,7 @@ def test_an_update_with_flash_attention_fills_its_micro_batches_with_tokens_alon
         results[choice] = case.metrics(updater, pad(case.batch()))
     rows = pad(case.batch())
     widths_B, every = rows.start_B + rows.length_B, torch.arange(case.BATCH)
-    prompts = rows.on_host.groups()
+    prompts = rows.on_host.shared_prompts()
     (plan,), (wasteful,) = (
         micro_batches(every, widths_B, 40, 1, padded=padded, prompts=prompts) for padded in (False, True)
     )
@@ -275,8 +275,8 @@ def test_ranks_that_would_compute_attention_differently_are_refused(monkeypatch:
 
     monkeypatch.setattr(attention.dist, "all_gather_object", gather)
     with pytest.raises(ModelError, match=r"flash_attention_2 on rank 0, sdpa on rank 1\): set model.attention"):
-        attention.agreed(TWO)
-    assert attention.agreed("sdpa") == "sdpa"
+        attention.agree_on(TWO)
+    assert attention.agree_on("sdpa") == "sdpa"
 
 
 @pytest.mark.usefixtures("alone")
@@ -335,7 +335,7 @@ def test_torchs_kernel_gets_rows_windows_and_heads_as_the_models_have_them(
         made = joined(**reading.arguments, use_cache=False).last_hidden_state[0]
         for row, width in enumerate(width_B.tolist()):
             alone = plain(input_ids=inputs_BL[row : row + 1, :width], use_cache=False).last_hidden_state[0]
-            torch.testing.assert_close(made[reading.place_BL[row, :width]], alone, rtol=0, atol=1e-5)
+            torch.testing.assert_close(made[reading.index_BL[row, :width]], alone, rtol=0, atol=1e-5)
     assert calls == [(case_.window, case_.widths)]
 
 

@@ -22,6 +22,7 @@ from streamppo.learner.checkpoint.checkpoint import Saver, TrainState
 from streamppo.learner.checkpoint.manifest import CheckpointState
 from streamppo.learner.checkpoint.remote import CheckpointStore
 from streamppo.learner.model import optimizer
+from streamppo.learner.objective.adaptation import UpdaterState
 from streamppo.learner.update import Updater
 from streamppo.weights.pusher import PushedVersion
 
@@ -47,8 +48,8 @@ def state_of(updater: Updater, version: int = 1) -> CheckpointState:
     ranks = dist.get_world_size()
     kept = {
         "beta": updater.beta,
-        "bad_steps": updater.nonfinite_steps,
-        "bonus": updater.steered_bonus,
+        "bad_steps": updater.state.bad_steps,
+        "bonus": updater.state.bonus,
     }
     kept["reference_moved"] = updater.reference_moved
     return CheckpointState(version=version, digest="", ranks=ranks, **kept)  # pyright: ignore[reportArgumentType]
@@ -101,8 +102,8 @@ def test_a_checkpoint_brings_back_weights_optimizer_and_what_updates_hand_on(fol
     assert (state.version, state.beta, state.bad_steps) == (1, one.beta, (2, 1))
     assert one.beta != 0.1
     assert state.bonus is not None
-    two.remember(state.beta, state.bad_steps, Bonus(*state.bonus))
-    assert two.nonfinite_steps == (2, 1)
+    two.restore(UpdaterState(state.beta, state.bad_steps, Bonus(*state.bonus)))
+    assert two.state.bad_steps == (2, 1)
     assert two.bonus == one.bonus == pytest.approx((0.105, 0.105))
     one.update(pad(case.batch(seed=1)))
     two.update(pad(case.batch(seed=1)))
@@ -137,9 +138,9 @@ def test_settings_are_those_of_the_configuration_and_not_of_the_checkpoint(folde
 )
 def test_only_a_beta_that_adapts_itself_goes_on_from_where_it_was(folder: Path, change: list[str], beta: float) -> None:
     updater = case.updater(case.config_of("algorithm.kl.reward_beta=0.1", *change), folder)
-    updater.remember(0.7, (0, 0), None)
+    updater.restore(UpdaterState(0.7))
     assert updater.beta == beta
-    updater.remember(0.0, (0, 0), None)
+    updater.restore(UpdaterState(0.0))
     assert updater.beta == beta, "a penalty that was off before begins as the configuration says"
 
 

@@ -11,7 +11,7 @@ from transformers import Qwen2Config
 from streamppo.commands.checks import memory as checks
 from streamppo.config import file as configfile
 from streamppo.config.sections import Config, longest_row
-from streamppo.learner import checkpointing, memory
+from streamppo.learner import gradient_checkpointing, memory
 from streamppo.learner import learner as built
 from streamppo.learner.batch.padded import pad
 from streamppo.learner.model import optimizer
@@ -37,33 +37,33 @@ def test_activations_are_kept_where_a_rank_fits_in_85_percent_of_what_is_free(sh
     model, whole, longest = memory.sizes(WIDE, config.model), needed(config), longest_row(config)
     assert whole > needed(on_gpu("model.gradient_checkpointing=full"))
     enough = int(whole / 0.85 / share) + 2
-    assert checkpointing.choice(config, model, longest, enough) == "off"
-    assert checkpointing.choice(config, model, longest, enough - 4) == "full"
+    assert gradient_checkpointing.checkpointing_for(config, model, longest, enough) == "off"
+    assert gradient_checkpointing.checkpointing_for(config, model, longest, enough - 4) == "full"
     # The memory of a rank decides, with its micro-batches.
     more = on_gpu(f"learner.gpus={share}", "learner.micro_batch_tokens=65536")
-    assert checkpointing.choice(more, model, longest, enough) == "full"
-    assert checkpointing.choice(configfile.load(MATH), model, longest, 1) == "off", "a CPU keeps all"
+    assert gradient_checkpointing.checkpointing_for(more, model, longest, enough) == "full"
+    assert gradient_checkpointing.checkpointing_for(configfile.load(MATH), model, longest, 1) == "off", "a CPU"
 
 
 def test_a_rank_chooses_before_it_loads_and_says_why(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, logged: pytest.LogCaptureFixture
 ) -> None:
     WIDE.save_pretrained(tmp_path)
-    monkeypatch.setattr(checkpointing.dist, "get_rank", lambda: 0)
+    monkeypatch.setattr(gradient_checkpointing.dist, "get_rank", lambda: 0)
     config, whole = on_gpu(), needed(on_gpu())
     for free, kind in ((8 * whole, "off"), (whole, "full")):
-        monkeypatch.setattr(checkpointing, "_free", lambda _, free=free: free)
+        monkeypatch.setattr(gradient_checkpointing, "_free", lambda _, free=free: free)
         logged.clear()
-        assert checkpointing.choose(config, str(tmp_path), "cuda").gradient_checkpointing == kind
+        assert gradient_checkpointing.resolve_on_rank(config, str(tmp_path), "cuda").gradient_checkpointing == kind
         (line,) = logged.messages
         numbers = f"about {whole / GIB:.1f} GiB with all activations kept, {free / GIB:.1f} GiB are free"
         assert line == f'model.gradient_checkpointing = "{kind}": {numbers}'
         # A CPU keeps all and a choice of the user's wins, without a word.
         logged.clear()
-        assert checkpointing.choose(config, "nowhere", "cpu").gradient_checkpointing == "off"
+        assert gradient_checkpointing.resolve_on_rank(config, "nowhere", "cpu").gradient_checkpointing == "off"
         for chosen in ("off", "full", "offloaded"):
             own = on_gpu(f"model.gradient_checkpointing={chosen}")
-            assert checkpointing.choose(own, "nowhere", "cuda") is own.model
+            assert gradient_checkpointing.resolve_on_rank(own, "nowhere", "cuda") is own.model
         assert not logged.messages
 
 
@@ -71,9 +71,9 @@ def test_a_model_whose_memory_is_not_known_keeps_all_and_says_so(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, logged: pytest.LogCaptureFixture
 ) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "mamba", "num_hidden_layers": 1, "vocab_size": 10}')
-    monkeypatch.setattr(checkpointing.dist, "get_rank", lambda: 0)
-    monkeypatch.setattr(checkpointing, "_free", lambda _: 1)
-    assert checkpointing.choose(on_gpu(), str(tmp_path), "cuda").gradient_checkpointing == "off"
+    monkeypatch.setattr(gradient_checkpointing.dist, "get_rank", lambda: 0)
+    monkeypatch.setattr(gradient_checkpointing, "_free", lambda _: 1)
+    assert gradient_checkpointing.resolve_on_rank(on_gpu(), str(tmp_path), "cuda").gradient_checkpointing == "off"
     assert "the memory of a rank and an engine is unknown for a MambaConfig" in logged.text
 
 
@@ -110,7 +110,7 @@ def test_a_learner_loads_with_the_choice(tmp_path: Path, monkeypatch: pytest.Mon
 
     config = configfile.load(MATH)
     chosen = configfile.load(MATH, ["model.gradient_checkpointing=full"]).model
-    monkeypatch.setattr(built.checkpointing, "choose", lambda *_: chosen)
+    monkeypatch.setattr(built.gradient_checkpointing, "resolve_on_rank", lambda *_: chosen)
     monkeypatch.setattr(built.load_policy, "load", load)
     monkeypatch.setattr(built.context_parallel, "slices_of", lambda *_: built.context_parallel.WHOLE)
 

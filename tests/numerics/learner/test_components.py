@@ -35,7 +35,7 @@ def test_every_token_carries_the_advantage_of_its_trajectory_whatever_the_micro_
         known_B = groups.gdpo(padded.components_B, padded.prompt_B, weights={"right": 1.0, "form": 0.5})
         expected_BT = known_B[:, None].expand(padded.mask_BT.shape).masked_fill(~padded.mask_BT, 0.0)
         assert torch.equal(updated.targets.estimate.advantages, expected_BT)
-        metrics = updater.metrics(updated)
+        metrics = case.adapt(updater, updated)
         assert (metrics["reward_right"], metrics["reward_form"]) == (pytest.approx(1 / 3), 3.5)
         made.append(case.whole(updater.policy))
     for name, tensor in made[0].items():

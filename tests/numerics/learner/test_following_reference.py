@@ -90,7 +90,7 @@ def made(config: Config, folder: Path, resume_from: Path | None = None) -> Learn
 def advance(one: Learner, updates: int) -> None:
     for _ in range(updates):
         batch = pad(case.batch(version=one.version, min_version=0, seed=one.version))
-        one.updater.metrics(one.updater.update(batch))
+        case.metrics(one.updater, batch)
         one.version += 1
 
 

@@ -9,10 +9,10 @@ import pytest
 import torch
 from msgspec.structs import replace
 
+from streamppo.learner import update
 from streamppo.learner.batch.padded import PaddedBatch, pad
+from streamppo.learner.batching import ActiveRows
 from streamppo.learner.model import policy
-from streamppo.learner.objective import idle_rows
-from streamppo.learner.objective.idle_rows import IdleRows
 from streamppo.queue.store import batch_parts
 from streamppo.types import Batch
 
@@ -77,9 +77,9 @@ BATCHES = {
 }
 
 
-def all_rows(_: object, batch: PaddedBatch) -> IdleRows:
+def all_rows(_: object, batch: PaddedBatch) -> ActiveRows:
     every_B = torch.ones(len(batch.reward_B), dtype=torch.bool)
-    return IdleRows(every_B, every_B, ~every_B)
+    return ActiveRows(every_B, every_B, ~every_B)
 
 
 def weights(folder: Path, overrides: tuple[str, ...], batch: Batch, *, leave: bool) -> case.Weights:
@@ -90,7 +90,7 @@ def weights(folder: Path, overrides: tuple[str, ...], batch: Batch, *, leave: bo
     """
     with pytest.MonkeyPatch.context() as patch:
         if not leave:
-            patch.setattr(idle_rows, "find", all_rows)
+            patch.setattr(update, "active_rows", all_rows)
         updater = case.updater(case.config_of("learner.micro_batch_tokens=30", *overrides), folder)
         some = [parameter for parameter in updater.policy.parameters() if parameter.requires_grad]
         updater.optimizer = torch.optim.AdamW(some, lr=0.01, eps=1e-2, weight_decay=0.1)
@@ -135,7 +135,7 @@ def of_ranks(ranks: int, folder: Path, *, leave: bool, own: bool) -> list[case.W
     found = []
     with pytest.MonkeyPatch.context() as patch:
         if not leave:
-            patch.setattr(idle_rows, "find", all_rows)
+            patch.setattr(update, "active_rows", all_rows)
         for name in SOME:
             overrides = (f"learner.ranks={ranks}", "learner.micro_batch_tokens=30", *RECIPES[name])
             updater = case.updater(case.config_of(*overrides), folder)
@@ -143,7 +143,7 @@ def of_ranks(ranks: int, folder: Path, *, leave: bool, own: bool) -> list[case.W
             if own:
                 outline = batch_parts.make_outline(batch)
                 batch = batch_parts.join(
-                    outline, batch_parts.select_tokens(batch, updater.own_rows(pad(batch_parts.join(outline, []))))
+                    outline, batch_parts.select_tokens(batch, updater.rank_rows(pad(batch_parts.join(outline, []))))
                 )
             case.metrics(updater, pad(batch))
             found.append(case.whole(updater.policy))

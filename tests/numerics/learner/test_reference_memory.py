@@ -51,7 +51,7 @@ def made(folder: Path, *overrides: str, resume_from: Path | None = None) -> Lear
 
 
 def update(one: Learner) -> None:
-    one.updater.metrics(one.updater.update(pad(case.batch(version=one.version, min_version=0))))
+    case.metrics(one.updater, pad(case.batch(version=one.version, min_version=0)))
     one.version += 1
 
 

@@ -111,10 +111,10 @@ def by_parts(ranks: int, folder: Path) -> list[case.Weights]:
         whole = narrowed(routed(case.batch())) if own else routed(case.batch())
         if own:
             outline = batch_parts.make_outline(whole)
-            rows = updater.own_rows(pad(batch_parts.join(outline, [])))
+            rows = updater.rank_rows(pad(batch_parts.join(outline, [])))
             whole = batch_parts.join(outline, batch_parts.select_tokens(whole, rows))
             assert 0 < sum(bool(one.routes) for one in whole.trajectories) < len(whole.trajectories)
-        updater.metrics(updater.update(pad(whole)))
+        case.metrics(updater, pad(whole))
         made.append(case.whole(updater.policy))
     return made
 

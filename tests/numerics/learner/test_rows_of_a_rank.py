@@ -7,7 +7,7 @@ import torch
 
 from streamppo.learner.attention.tree import RowSizes
 from streamppo.learner.batch.padded import pad
-from streamppo.learner.objective import idle_rows
+from streamppo.learner.batching import ActiveRows
 from streamppo.queue.store import batch_parts
 
 RECIPES = {
@@ -34,9 +34,9 @@ def _updated(ranks: int, folder: str, options: tuple[str, ...], *, own: bool) ->
     whole = case.cut(case.batch())
     if own:
         outline = batch_parts.make_outline(whole)
-        rows = updater.own_rows(pad(batch_parts.join(outline, [])))
+        rows = updater.rank_rows(pad(batch_parts.join(outline, [])))
         whole = batch_parts.join(outline, batch_parts.select_tokens(whole, rows))
-    updater.metrics(updater.update(pad(whole)))
+    case.metrics(updater, pad(whole))
     return [*case.whole(updater.policy).values()]
 
 
@@ -53,7 +53,7 @@ def test_a_rank_of_several_reads_a_part_of_the_rows_and_all_ranks_together_read_
         updater = case.updater(case.config_of(), folder)
     sizes, epochs = RowSizes(torch.arange(1, 65)), updater.objective.epochs
     every_B = torch.ones(64, dtype=torch.bool)
-    chosen = idle_rows.IdleRows(every_B, every_B, ~every_B)
-    ranks = [updater.division._replace(rank=rank, ranks=4).own_rows(sizes, 0, epochs, chosen) for rank in range(4)]
+    active = ActiveRows(every_B, every_B, ~every_B)
+    ranks = [updater.division._replace(rank=rank, ranks=4).rank_rows(sizes, 0, epochs, active) for rank in range(4)]
     assert {row for rows in ranks for row in rows} == set(range(64))
     assert all(len(rows) <= 17 for rows in ranks), "a quarter, and the row of an empty pass"

@@ -143,7 +143,7 @@ def update(folder: Path, *overrides: str, known: bool) -> tuple[dict[str, float]
     updater = case.updater(case.config_of("algorithm.entropy=0.1", *overrides), folder)
     batch, critic = cut_batch(updater, known=known), {id(one) for one in updater.policy.critic_parameters()}
     before = {id(one): one.detach().clone() for one in updater.policy.parameters()}
-    metrics = updater.metrics(updater.update(batch))
+    metrics = case.metrics(updater, batch)
     moved = {key: not torch.equal(before[key], one) for one in updater.policy.parameters() for key in [id(one)]}
     return metrics, [any(value for key, value in moved.items() if (key in critic) == own) for own in (False, True)]
 
@@ -168,7 +168,7 @@ def test_while_the_policy_waits_nothing_that_follows_it_is_steered(folder: Path)
     steered = "algorithm.kl={reward_beta=0.1, target=6.0, horizon=100}", "algorithm.entropy_control.target=9.0"
     updater = case.updater(case.config_of("algorithm.entropy=0.1", CUT_BY_LENGTH, *steered), folder)
     updated = updater.update(cut_batch(updater, known=False))
-    updater.metrics(updated)
+    case.adapt(updater, updated)
     assert updated.frozen and (updater.beta, updater.bonus) == (0.1, (0.1, 0.1))
 
 
@@ -197,4 +197,4 @@ def test_cuts_by_age_wait_for_nobody(folder: Path, choice: str) -> None:
 @pytest.mark.usefixtures("alone")
 def test_a_batch_of_whole_completions_waits_for_nobody(folder: Path) -> None:
     updater = case.updater(case.config_of(CUT_BY_LENGTH), folder)
-    assert "outcomes_explained" not in updater.metrics(updater.update(pad(case.batch())))
+    assert "outcomes_explained" not in case.metrics(updater, pad(case.batch()))

@@ -117,9 +117,9 @@ def test_a_prompt_is_computed_once_and_no_token_of_another_completion_is_seen() 
     tokens_GW, sees = reading.arguments["input_ids"], reading.arguments["attention_mask"]
     assert isinstance(tokens_GW, torch.Tensor) and isinstance(sees, torch.Tensor)
     assert tokens_GW.shape == (4, 3 + 4 + 2 + 4 + 1)
-    assert tokens_GW[reading.place_BL[0, 0] // 14, :7].tolist() == [*A, *ROWS.inputs_BL[0, 3:7].tolist()]
+    assert tokens_GW[reading.index_BL[0, 0] // 14, :7].tolist() == [*A, *ROWS.inputs_BL[0, 3:7].tolist()]
     for row, (start, width) in enumerate(zip(ROWS.start_B.tolist(), width_B.tolist(), strict=True)):
-        own = reading.place_BL[row, :width]
+        own = reading.index_BL[row, :width]
         assert tokens_GW.flatten()[own].tolist() == ROWS.inputs_BL[row, :width].tolist()
         line, places = int(own[-1]) // tokens_GW.shape[1], own % tokens_GW.shape[1]
         for at in range(start, width):
@@ -128,7 +128,7 @@ def test_a_prompt_is_computed_once_and_no_token_of_another_completion_is_seen() 
 
 @pytest.mark.parametrize("step", [1, 16])
 def test_each_row_of_attention_has_its_completion_and_the_keys_of_its_prompt(step: int) -> None:
-    reading = shared_keys.read(ROWS.inputs_BL, ROWS.start_B, ROWS.start_B + ROWS.length_B, step=step)
+    reading = shared_keys.lay_out(ROWS.inputs_BL, ROWS.start_B, ROWS.start_B + ROWS.length_B, step=step)
     queries, keys = (reading.arguments[name].diff().tolist() for name in ("cu_seq_lens_q", "cu_seq_lens_k"))
     # Of A and LONGER the prompt and its completions; OTHER and ZERO have one sample, which is a row with its prompt.
     expected = [(3, 3), (4, 7), (2, 5), (4, 7), (1, 4), (4, 4), (1, 5), (5, 9), (4, 4), (6, 6)]
@@ -137,7 +137,7 @@ def test_each_row_of_attention_has_its_completion_and_the_keys_of_its_prompt(ste
     tokens_N, keys_K = reading.arguments["input_ids"][0], reading.arguments[prefix_kv.NAME].token_K
     rows = dict(zip(keys_K[torch.tensor(keys).cumsum(0) - 1].tolist(), keys_K.split(keys), strict=False))
     for row, width in enumerate((ROWS.start_B + ROWS.length_B).tolist()):
-        places = reading.place_BL[row, :width]
+        places = reading.index_BL[row, :width]
         assert torch.equal(tokens_N[places], ROWS.inputs_BL[row, :width])
         assert torch.equal(rows[int(places[-1])], places)
 
@@ -168,7 +168,7 @@ def kept_bytes(folder: Path, rows: PaddedBatch, *, share_prompts: bool) -> int:
             storages[tensor.untyped_storage()._cdata] = tensor.untyped_storage()
         return tensor
 
-    reading = made._reading(rows.on_host, torch.device("cpu"))
+    reading = made._row_layout(rows.on_host, torch.device("cpu"))
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         made._hidden(made.lm.base_model, reading)
     return sum(storage.nbytes() for storage in storages.values())

@@ -11,6 +11,7 @@ from streamppo.algorithms.exploration import Bonus
 from streamppo.errors import ConfigError
 from streamppo.learner.batch.padded import PaddedBatch, pad
 from streamppo.learner.objective import exploration
+from streamppo.learner.objective.adaptation import UpdaterState
 from streamppo.learner.update import Updater, UpdateResult
 
 ALONE = pytest.mark.usefixtures("alone")
@@ -37,7 +38,7 @@ def test_only_trained_tokens_are_singled_out_and_the_metric_counts_them(folder: 
     updater, found = updated(folder, kind)
     chosen_BT, trained_BT = chosen(found), found.targets.trained_BT
     assert 0 < chosen_BT.sum() < trained_BT.sum() and not (chosen_BT & ~trained_BT).any()
-    metrics = updater.metrics(found)
+    metrics = case.adapt(updater, found)
     assert metrics["singled_out"] == pytest.approx(float(chosen_BT.sum() / trained_BT.sum()))
     assert "singled_out" not in case.metrics(*_plain(folder))
 
@@ -67,7 +68,7 @@ def test_the_share_of_top_entropy_stays_in_the_loss(folder: Path) -> None:
     kept_BT, n = chosen(found), int(trained_BT.sum())
     assert kept_BT.sum() == math.ceil(0.3 * n)
     assert entropy_BT[kept_BT].min() > entropy_BT[trained_BT & ~kept_BT].max()
-    assert updater.metrics(found)["singled_out"] == pytest.approx(math.ceil(0.3 * n) / n)
+    assert case.adapt(updater, found)["singled_out"] == pytest.approx(math.ceil(0.3 * n) / n)
 
 
 @ALONE
@@ -129,7 +130,7 @@ def _made(ranks: int, folder: Path) -> list[tuple[case.Weights, tuple[float, ...
     made = []
     for kind in (TOP, CLIP_COV, KL_COV, STEERED):
         updater, found = updated(folder, kind, "algorithm.entropy=0.1", f"learner.ranks={ranks}")
-        updater.metrics(found)
+        case.adapt(updater, found)
         made.append((case.whole(updater.policy), tuple(updater.bonus)))
     return made
 
@@ -164,7 +165,7 @@ def test_a_weight_that_is_steered_weighs_as_the_same_weight_that_is_not(folder: 
         case.updater(case.config_of(*RLOO, f"algorithm.entropy={first}", *more), folder)
         for first, more in ((0.3, []), (0.1, [STEERED]))
     )
-    plain.remember(0.0, (0, 0), Bonus(0.3, 0.3))
+    plain.restore(UpdaterState(0.0, bonus=Bonus(0.3, 0.3)))
     for updater in (steered, plain):
         updater.update(pad(case.batch()))
     assert_same(steered, plain)
@@ -186,14 +187,14 @@ def test_a_policy_that_stands_still_steers_nothing(folder: Path) -> None:
 @ALONE
 def test_only_a_bonus_that_is_and_was_steered_goes_on_from_where_it_was(folder: Path) -> None:
     steered = case.updater(case.config_of(*RLOO, "algorithm.entropy=0.1", STEERED), folder)
-    assert steered.steered_bonus == (0.1, 0.1)
-    steered.remember(0.0, (0, 0), Bonus(0.4, 0.0))
+    assert steered.state.bonus == (0.1, 0.1)
+    steered.restore(UpdaterState(0.0, bonus=Bonus(0.4, 0.0)))
     assert steered.bonus == (0.4, 0.0)
-    steered.remember(0.0, (0, 0), None)
+    steered.restore(UpdaterState(0.0))
     assert steered.bonus == (0.4, 0.0)
     fixed = case.updater(case.config_of(*RLOO, "algorithm.entropy=0.1"), folder)
-    assert fixed.steered_bonus is None
-    fixed.remember(0.0, (0, 0), Bonus(0.4, 0.0))
+    assert fixed.state.bonus is None
+    fixed.restore(UpdaterState(0.0, bonus=Bonus(0.4, 0.0)))
     assert fixed.bonus == (0.1, 0.1)
 
 

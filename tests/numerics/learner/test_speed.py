@@ -10,7 +10,7 @@ import torch
 
 from streamppo.learner import throughput as module
 from streamppo.learner.batch.padded import pad
-from streamppo.learner.throughput import ModelSize, forward_flops, size_of, speed
+from streamppo.learner.update_metrics import ModelSize, forward_flops, size_of, speed
 
 
 @pytest.fixture(autouse=True)

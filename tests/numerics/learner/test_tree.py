@@ -195,7 +195,7 @@ def test_a_token_sees_those_that_it_follows_and_its_position_is_their_number(
     rows: tuple[list[list[tuple[int, int]]], list[int]], hidden: int
 ) -> None:
     host = host_of(*rows)
-    reading = tree.read(host, attention.padded, hidden)
+    reading = tree.lay_out(host, attention.padded, hidden)
     assume("attention_mask" in reading.arguments)
     tokens_N, position_N, sees_GWW = (
         reading.arguments["input_ids"].flatten(),
@@ -214,7 +214,7 @@ def test_a_token_sees_those_that_it_follows_and_its_position_is_their_number(
             chain = [token]
             while follows[chain[0]] >= 0:
                 chain.insert(0, follows[chain[0]])
-            place = int(reading.place_BL[row, token])
+            place = int(reading.index_BL[row, token])
             assert tokens_N[place] == host.inputs_BL[row, token]
             assert position_N[place] == len(chain) - 1
             line, at = divmod(place, W)
@@ -228,7 +228,7 @@ def test_a_path_is_a_linear_row_and_a_tokens_result_is_of_the_first(
     rows: tuple[list[list[tuple[int, int]]], list[int]], layout: attention.Layout
 ) -> None:
     host = host_of(*rows)
-    reading = tree.read(host, layout, None)
+    reading = tree.lay_out(host, layout, None)
     assert "attention_mask" not in reading.arguments
     # Lines are in the order of roots, and then of last tokens.
     leaves = sorted(tree_rows.leaves_of(host.branches or (), rows[1]), key=lambda leaf: (leaf.row, leaf.path[0]))
@@ -237,10 +237,10 @@ def test_a_path_is_a_linear_row_and_a_tokens_result_is_of_the_first(
         assert [token for token, _ in line] == host.inputs_BL[leaf.row, leaf.path].tolist()
         for at, token in enumerate(leaf.path):
             if token in leaf.own:
-                assert int(reading.place_BL[leaf.row, token]) == line[at][1]
+                assert int(reading.index_BL[leaf.row, token]) == line[at][1]
 
 
-def _lines(reading: attention.Reading, lengths: list[int]) -> list[list[tuple[int, int]]]:
+def _lines(reading: attention.RowLayout, lengths: list[int]) -> list[list[tuple[int, int]]]:
     """Each line's tokens with their places; a joined line begins where positions do."""
     tokens_GW = reading.arguments["input_ids"]
     placed = [(token, place) for place, token in enumerate(tokens_GW.flatten().tolist())]
@@ -289,10 +289,10 @@ def test_a_context_of_1000_tokens_that_8_answers_share_is_computed_once(folder: 
 def test_many_short_paths_are_not_one_wide_square(folder: Path) -> None:
     turns, context, made = 60, 20, policy(folder)
     rows = pad(shared(context, turns, 20))
-    reading = tree.read(rows.on_host, attention.padded, made.masked_width)
+    reading = tree.lay_out(rows.on_host, attention.padded, made.masked_width)
     # Sixty paths of 40 tokens in place of 1,279 tokens that look at as many.
     assert reading.arguments["input_ids"].shape == (turns, 40) and "attention_mask" not in reading.arguments
-    assert tree.read(rows.on_host, attention.padded, WIDE).arguments["input_ids"].shape == (1, 1279)
+    assert tree.lay_out(rows.on_host, attention.padded, WIDE).arguments["input_ids"].shape == (1, 1279)
 
 
 @pytest.mark.slow
@@ -305,7 +305,9 @@ def test_the_sizes_for_micro_batches_are_those_of_the_lines(
     for layout, hidden in WAYS:
         tokens_B, _, lines_B = tree.sizes(host, layout, hidden)
         alone = [
-            tree.read(host.select(torch.tensor([row])), layout, hidden) for row in range(len(rows[1])) if rows[0][row]
+            tree.lay_out(host.select(torch.tensor([row])), layout, hidden)
+            for row in range(len(rows[1]))
+            if rows[0][row]
         ]
         shapes = [one.arguments["input_ids"].shape for one in alone]
         some = torch.tensor([bool(one) for one in rows[0]])
@@ -375,10 +377,10 @@ def test_the_source_of_each_token_is_its_place_in_the_rows(
     rows: tuple[list[list[tuple[int, int]]], list[int]], way: tuple[attention.Layout, int | None]
 ) -> None:
     host = host_of(*rows)
-    reading = tree.read(host, *way)
+    reading = tree.lay_out(host, *way)
     tokens_N, source_N = reading.arguments["input_ids"].flatten(), reading.source_N
     assert source_N is not None
     assert torch.equal(tokens_N, torch.where(source_N < 0, 0, host.inputs_BL.flatten()[source_N]))
-    place_BL = torch.arange(host.inputs_BL.numel()).view_as(host.inputs_BL)
+    index_BL = torch.arange(host.inputs_BL.numel()).view_as(host.inputs_BL)
     real_BL = torch.arange(host.inputs_BL.shape[1]) < torch.tensor(rows[1])[:, None]
-    assert torch.equal(source_N[reading.place_BL[real_BL]], place_BL[real_BL])
+    assert torch.equal(source_N[reading.index_BL[real_BL]], index_BL[real_BL])

@@ -3,6 +3,7 @@
 import sys
 from itertools import combinations, pairwise
 from pathlib import Path
+from typing import Any
 
 import learner_case as case
 import pytest
@@ -13,8 +14,8 @@ from msgspec.structs import replace
 from streamppo.errors import UpdateError
 from streamppo.learner.batch.padded import PaddedBatch, SharedPrompts, pad, row_order
 from streamppo.learner.batching import micro_batches
-from streamppo.learner.objective.objective import Objective
-from streamppo.learner.scorer import Scorer
+from streamppo.learner.model.policy import PolicyOutput
+from streamppo.learner.update import Updater
 
 sys.path.insert(0, str(REPOSITORY))
 
@@ -194,15 +195,29 @@ def test_a_value_after_the_last_token_that_is_not_finite_is_refused_wherever_it_
 ) -> None:
     updater, padded = case.updater(case.config_of(), folder), pad(case.batch())
     finished = padded.truncated_B.logical_not().nonzero()[0]
-    before = Scorer._score_batch
+    before = Updater._score_batch
 
-    def poisoned(scorer: Scorer, objective: Objective, batch: PaddedBatch):
-        scored, graph = before(scorer, objective, batch)
-        return scored._replace(bootstrap_B=scored.bootstrap_B.index_fill(0, finished, torch.nan)), graph
+    def poisoned(*arguments: Any, **named: Any) -> tuple[PolicyOutput, list[PolicyOutput]]:
+        scored, graphs = before(*arguments, **named)
+        return scored._replace(bootstrap_B=scored.bootstrap_B.index_fill(0, finished, torch.nan)), graphs
 
-    monkeypatch.setattr(Scorer, "_score_batch", poisoned)
+    monkeypatch.setattr(Updater, "_score_batch", poisoned)
     with pytest.raises(UpdateError, match=rf"bootstrap\[{int(finished)}\] = nan"):
         updater.update(padded)
+
+
+@pytest.mark.usefixtures("alone")
+def test_an_operation_that_is_not_exact_ends_the_update_with_the_setting(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    updater = case.updater(case.config_of(), folder)
+    monkeypatch.setattr(Updater, "backward", lambda *_: torch.zeros(2).put_(torch.tensor([0]), torch.ones(1)))
+    torch.use_deterministic_algorithms(True)
+    try:
+        with pytest.raises(UpdateError, match=r"put_ .*set learner\.exact = false"):
+            updater.update(pad(case.batch()))
+    finally:
+        torch.use_deterministic_algorithms(False)
 
 
 @pytest.mark.usefixtures("alone")
@@ -388,7 +403,7 @@ def test_segments_of_a_row_share_nothing_with_those_of_other_rows() -> None:
     made = [replace(one, prefix=n % 3, prompt_tokens=bytes(20)) for n, one in enumerate(batch.trajectories)]
     rows = pad(replace(batch, trajectories=tuple(made)))
     assert rows.prefix_B.count_nonzero() > 1
-    group_B, own = rows.on_host.groups().group_B, rows.prefix_B > 0
+    group_B, own = rows.on_host.shared_prompts().group_B, rows.prefix_B > 0
     assert len(group_B[own].unique()) == int(own.sum()) and not set(group_B[own].tolist()) & set(group_B[~own].tolist())
     for row, other in combinations(torch.arange(len(group_B))[~own].tolist(), 2):
         if group_B[row] == group_B[other]:

@@ -14,7 +14,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
-from streamppo.learner import scorer, update
+from streamppo.learner import update
 from streamppo.learner.batch.padded import Host, pad
 from streamppo.learner.model.policy import Policy
 from streamppo.learner.objective.loss import Loss
@@ -82,8 +82,7 @@ def watched(monkeypatch: pytest.MonkeyPatch) -> Iterator[Refuses]:
 
         return called
 
-    for module in (scorer, update):
-        monkeypatch.setattr(module, "score", within(scorer.score))
+    monkeypatch.setattr(update, "score", within(update.score))
     monkeypatch.setattr(Loss, "share", within(Loss.share))
     monkeypatch.setattr(update.Updater, "backward", within(update.Updater.backward))
     monkeypatch.setattr(Host, "select", on_the_host(Host.select))

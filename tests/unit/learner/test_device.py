@@ -12,6 +12,7 @@ import torch.distributed as dist
 from conftest import REPOSITORY
 from torch.distributed.device_mesh import init_device_mesh
 
+from streamppo.errors import UpdateError
 from streamppo.learner import device
 
 sys.path.insert(0, str(REPOSITORY))
@@ -86,6 +87,7 @@ import sys
 from datetime import timedelta
 import torch
 import torch.distributed as dist
+from streamppo.errors import UpdateError
 from streamppo.learner import device
 
 device.LOAD = timedelta(seconds=60)
@@ -136,3 +138,15 @@ def test_sums_are_asked_for_where_there_are_other_ranks(monkeypatch: pytest.Monk
     tensor = torch.ones(3)
     device.add_up(tensor)
     assert tensor.tolist() == [float(ranks)] * 3
+
+
+def test_an_operation_without_a_deterministic_form_is_named_with_the_setting_and_other_errors_pass() -> None:
+    torch.use_deterministic_algorithms(True)
+    try:
+        named = pytest.raises(UpdateError, match=r"operation put_ has no .* set learner\.exact = false$")
+        with named, device.naming_inexact_operation():
+            torch.zeros(2).put_(torch.tensor([0]), torch.ones(1))
+    finally:
+        torch.use_deterministic_algorithms(False)
+    with pytest.raises(RuntimeError, match="size of tensor"), device.naming_inexact_operation():
+        torch.zeros(2) + torch.zeros(3)

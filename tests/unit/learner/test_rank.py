@@ -30,7 +30,7 @@ class Parts:
         self.heard_twice = Event()
         self.built: list[tuple[float, str | None]] = []
         self.loaded: Callable[[str | None], int] = lambda resume_from: 7 if resume_from else 0
-        self.own_rows = None
+        self.rank_rows = None
         self.policy, self.mesh = SimpleNamespace(slices=WHOLE), None
         note = SimpleNamespace(remote=lambda *_: "life")
         self.queue: Any = SimpleNamespace(new_process_id=note, beat=SimpleNamespace(remote=self.beat))

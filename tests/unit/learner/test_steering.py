@@ -2,6 +2,8 @@
 
 import math
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import learner_case as case
 import pytest
@@ -10,37 +12,43 @@ import torch.distributed as dist
 
 from streamppo.algorithms.diagnostics import OffPolicy, off_policy
 from streamppo.algorithms.lag import AdmittedLag
+from streamppo.learner import update
 from streamppo.learner.batch.fetch import lag_histogram
 from streamppo.learner.batch.padded import pad
+from streamppo.learner.learner import Learner
 from streamppo.learner.model import optimizer
-from streamppo.learner.objective import adaptive_lag, metrics
+from streamppo.learner.objective import adaptation, metrics
 
 ADAPTIVE = "queue.max_lag={kind='adaptive', at_most=4, ess=0.5}"
 
 
 def test_it_begins_with_lag_one_goes_on_from_a_checkpoint_and_is_never_above_a_new_bound() -> None:
     config = case.config_of(ADAPTIVE)
-    assert adaptive_lag.go_on(config, None) == AdmittedLag(1)
-    assert adaptive_lag.go_on(config, AdmittedLag(3, 0.5, 2)) == AdmittedLag(3, 0.5, 2)
-    assert adaptive_lag.go_on(
+    assert adaptation.lag_under(config, None) == AdmittedLag(1)
+    assert adaptation.lag_under(config, AdmittedLag(3, 0.5, 2)) == AdmittedLag(3, 0.5, 2)
+    assert adaptation.lag_under(
         case.config_of("queue.max_lag={kind='adaptive', at_most=2}"), AdmittedLag(3, 0.5, 2)
     ) == AdmittedLag(2, 0.5, 2)
-    assert adaptive_lag.go_on(case.config_of("queue.max_lag=4"), AdmittedLag(3)) is None
+    assert adaptation.lag_under(case.config_of("queue.max_lag=4"), AdmittedLag(3)) is None
 
 
 def test_with_a_window_the_lag_is_at_most_the_one_that_leaves_room_for_it() -> None:
     config = case.config_of("queue.max_lag={kind='adaptive', at_most=8}", "queue.too_old=windowed")
     assert (config.queue.flow_lag, config.queue.bound) == (5, 8)
     found = {f"ess_lag_{name}": 1.0 for name in ("0", "5-8")}
-    assert adaptive_lag.lag_after_update(config, AdmittedLag(4), found, {0: 5, 4: 5}, frozen=False).admitted == 5
-    assert adaptive_lag.lag_after_update(config, AdmittedLag(5), found, {0: 5, 5: 5}, frozen=False).admitted == 5
+    assert adaptation.lag_after_update(config, AdmittedLag(4), found, {0: 5, 4: 5}).admitted == 5
+    assert adaptation.lag_after_update(config, AdmittedLag(5), found, {0: 5, 5: 5}).admitted == 5
 
 
 def test_a_policy_that_stands_still_says_nothing_about_lag() -> None:
-    config, found = case.config_of(ADAPTIVE), {"ess_lag_1": 1.0}
+    metrics = {"ess_lag_1": 1.0, "lr": 1.0}
     for frozen, admitted in ((True, 1), (False, 3)):
-        lag = adaptive_lag.lag_after_update(config, AdmittedLag(1), found, {1: 9}, frozen=frozen)
-        assert lag.admitted == admitted
+        learner: Any = SimpleNamespace(
+            updater=SimpleNamespace(adapt=lambda *_: None), config=case.config_of(ADAPTIVE), lag=AdmittedLag(1)
+        )
+        updated: Any = SimpleNamespace(frozen=frozen)
+        assert Learner.adapt(learner, updated, metrics, {1: 9}, 1.0) == {"lr_share": 1.0, "admitted_lag": admitted}
+        assert learner.lag.admitted == admitted
 
 
 def test_the_critic_keeps_its_learning_rate() -> None:
@@ -69,8 +77,8 @@ def decisions(ranks: int, folder: Path) -> torch.Tensor:
         for version in (4, 5, 6):
             batch = pad(case.batch(version=version, min_version=version - 4, seed=version))
             updated = updater.update(batch)
-            metrics = updater.metrics(updated)
-            lag = adaptive_lag.lag_after_update(config, lag, metrics, lag_histogram(batch), frozen=updated.frozen)
+            metrics = case.adapt(updater, updated)
+            lag = adaptation.lag_after_update(config, lag, metrics, lag_histogram(batch))
             found[-1].append([lag.admitted, lag.lr_share])
     mine = torch.tensor(found)
     everyones = [torch.zeros_like(mine) for _ in range(ranks)]
@@ -121,7 +129,7 @@ def test_a_batch_is_compared_with_its_policy_once(tmp_path: Path, monkeypatch: p
         compared.append(off_policy(*columns))
         return compared[-1]
 
-    for module in (adaptive_lag, metrics):
+    for module in (update, metrics):
         monkeypatch.setattr(module, "off_policy", counted)
     with case.group(0, 1, tmp_path / "store"):
         _, found = case.updated(tmp_path, pad(case.batch()), f"learner.lr_by_ess={chosen}", "learner.minibatches=3")
@@ -141,7 +149,7 @@ def test_a_batch_is_compared_with_its_policy_once(tmp_path: Path, monkeypatch: p
 def test_a_steered_lag_lowers_it_too_where_the_policy_is_scored_first(
     overrides: tuple[str, ...], is_lowered: bool
 ) -> None:
-    assert adaptive_lag.is_lowered_by_ess(case.config_of(*overrides)) == is_lowered
+    assert adaptation.is_lowered_by_ess(case.config_of(*overrides)) == is_lowered
 
 
 def test_data_of_the_policy_itself_leave_all_of_the_learning_rate(tmp_path: Path) -> None:

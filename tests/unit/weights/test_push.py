@@ -478,7 +478,7 @@ def test_what_changes_little_goes_as_deltas_until_they_are_as_many_bytes_as_a_wh
         pusher.last.result()
         replica.take(*published[-1])
         assert torch.equal(replica.tensors["w"], values)
-        assert pusher._carried.keys() == set(
+        assert pusher._pushes.keys() == set(
             range(max(n for n in range(version + 1) if published[n][0].base_version is None), version + 1)
         )
     bases = [push.base_version for push, _ in published]

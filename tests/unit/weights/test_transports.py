@@ -18,7 +18,7 @@ import pytest
 import torch
 from push_case import Remote
 
-from streamppo.config import transport as chosen
+from streamppo.config import learner as chosen
 from streamppo.config.sections import Config
 from streamppo.errors import WeightsError
 from streamppo.rollout import puller as pulling

@@ -1,8 +1,9 @@
-"""A rank's speed: tokens per second, model FLOPs utilisation of its GPU, peak memory.
+"""The metrics of an update, read from its result; and a rank's speed: tokens per second, FLOPs, peak memory.
 
-B trajectories.
+B trajectories, T completion tokens (padded).
 """
 
+import time
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -10,11 +11,52 @@ import torch
 from torch import Tensor
 
 from streamppo.learner.model.policy import Policy
-from streamppo.learner.update import UpdateResult
+from streamppo.learner.objective.metrics import batch_metrics, distances, dropped_shares, first_logprobs, step_metrics
+from streamppo.learner.update import Updater, UpdateResult
+from streamppo.process import phase
 
 PEAK_TFLOPS = {"H200": 989, "H100": 989, "B200": 2250, "A100": 312, "L40S": 362}
 """Dense bfloat16 operations per second of a GPU, in 10^12, by a part of its name (NVIDIA's data sheets)."""
 MIB = 2**20
+
+
+@phase("metrics")
+def update_metrics(updater: Updater, updated: UpdateResult) -> dict[str, float]:
+    """The metrics of the update `updated` by `updater`, equal on every rank but for times. A collective.
+
+    Call it before `Updater.adapt`: it has the weights that the update used.
+    """
+    batch, targets, minibatches = updated.batch, updated.targets, updated.minibatches
+    scored, passed_B = targets.scored, updated.active.scored_B.to(updater.device)
+    if not updated.objective.scores_policy:
+        first_BT, passed_B = first_logprobs(minibatches, batch.mask_BT, updater.group)
+        scored = scored._replace(logprobs_BT=first_BT)
+    steps = step_metrics(minibatches, targets.trained_BT, updater.group)
+    if all(minibatch.part == "critic" for minibatch in minibatches):
+        # In warm-up the policy's only pass is the one before the critic's steps.
+        steps["entropy"] = targets.scored.entropy_BT[targets.trained_BT].double().sum().item()
+        steps["entropy"] /= max(1, int(targets.trained_BT.sum()))
+    metrics = {
+        **batch_metrics(batch, scored, passed_B, targets.estimate, targets.trained_BT, updated.divergences),
+        **steps,
+        **dropped_shares(updater.objective.rules, minibatches, batch, updater.group),
+        "tokens_idle": float(batch.mask_BT[~updated.active.trained_B.to(updater.device)].sum()),
+        **distances(batch, targets, scored, passed_B),
+        **updater.policy.routers.metrics(updater.device),
+    }
+    if targets.reference_BT is not None:
+        metrics["kl_beta"] = updater.beta
+    if targets.chosen_BT is not None:
+        metrics["singled_out"] = float(targets.chosen_BT.sum()) / max(1.0, float(targets.trained_BT.sum()))
+    if updater.config.algorithm.entropy_control.target:
+        metrics["entropy_weight"] = updater.bonus.weight
+    if targets.explained is not None:
+        metrics["outcomes_explained"] = targets.explained
+    now, rate = time.perf_counter(), updater.optimizer.param_groups[0]["lr"]
+    return metrics | {"lr": rate, "score_s": updated.scored - updated.start, "train_s": now - updated.scored}
+
+
+# --- speed ---------------------------------------------------------------------------------------------------
 
 
 class ModelSize(NamedTuple):
@@ -30,9 +72,9 @@ def size_of(policy: Policy) -> ModelSize:
     """Count the policy's parameters; an embedding counts in `multiplied` only if it is also the head."""
     parameters = sum(parameter.numel() for parameter in policy.lm.parameters())
     trained = sum(parameter.numel() for parameter in policy.lm.parameters() if parameter.requires_grad)
-    read, head = policy.lm.get_input_embeddings().weight, policy.lm.get_output_embeddings().weight
+    embedding, head = policy.lm.get_input_embeddings().weight, policy.lm.get_output_embeddings().weight
     config: Any = policy.lm.config.get_text_config()
-    multiplied = parameters - (0 if read is head else read.numel())
+    multiplied = parameters - (0 if embedding is head else embedding.numel())
     return ModelSize(multiplied, config.num_hidden_layers, config.hidden_size, trained / parameters)
 
 
@@ -54,8 +96,8 @@ def policy_flops(size: ModelSize, updated: UpdateResult) -> float:
     One half of a backward pass is for gradients of weights, and only the trained share of the weights has them.
     """
     width_B = updated.batch.on_host.start_B + updated.batch.on_host.length_B
-    before = updated.chosen.scored_B.nonzero()[:, 0]
-    scoring = forward_flops(size, width_B[before]) if updated.objective.scores_policy else 0.0
+    scored = updated.active.scored_B.nonzero()[:, 0]
+    scoring = forward_flops(size, width_B[scored]) if updated.objective.scores_policy else 0.0
     steps = [minibatch.rows for minibatch in updated.minibatches if minibatch.part != "critic"]
     return scoring + (2 + size.trained) * sum(forward_flops(size, width_B[rows]) for rows in steps)
 

@@ -19,7 +19,7 @@ FITS = 0.85
 log = logging.getLogger(__name__)
 
 
-def choice(config: Config, model: memory.ModelSizes, longest: int, free: int) -> Literal["off", "full"]:
+def checkpointing_for(config: Config, model: memory.ModelSizes, longest: int, free: int) -> Literal["off", "full"]:
     """Resolve `model.gradient_checkpointing = "auto"` for a device with `free` bytes and rows of up to `longest`
     tokens.
 
@@ -32,15 +32,15 @@ def choice(config: Config, model: memory.ModelSizes, longest: int, free: int) ->
     return "full" if config.learner.gpus and memory.rank(config, model, longest).total > room else "off"
 
 
-def resolved(config: Config, model: memory.ModelSizes, longest: int, free: int) -> Config:
-    """`config` with `model.gradient_checkpointing = "auto"` resolved as by `choice`."""
+def resolve(config: Config, model: memory.ModelSizes, longest: int, free: int) -> Config:
+    """`config` with `model.gradient_checkpointing = "auto"` resolved as by `checkpointing_for`."""
     if config.model.gradient_checkpointing != "auto":
         return config
-    kind = choice(config, model, longest, free)
+    kind = checkpointing_for(config, model, longest, free)
     return structs.replace(config, model=structs.replace(config.model, gradient_checkpointing=kind))
 
 
-def choose(config: Config, path: str, device: str) -> Model:
+def resolve_on_rank(config: Config, path: str, device: str) -> Model:
     """Replace "auto" for a rank on a `device`, before the model at `path` is loaded onto it. A collective.
 
     All ranks choose alike, by the rank with the least free memory. If a model's memory is unknown, all activations are
@@ -50,13 +50,13 @@ def choose(config: Config, path: str, device: str) -> Model:
         return config.model
     kind: Literal["off", "full"] = "off"
     if device != "cpu":
-        kind, reason = _choice(config, path, _free(device))
+        kind, reason = _checkpointing_and_reason(config, path, _free(device))
         if dist.get_rank() == 0:
             log.info('model.gradient_checkpointing = "%s": %s', kind, reason)
     return structs.replace(config.model, gradient_checkpointing=kind)
 
 
-def _choice(config: Config, path: str, free: int) -> tuple[Literal["off", "full"], str]:
+def _checkpointing_and_reason(config: Config, path: str, free: int) -> tuple[Literal["off", "full"], str]:
     longest = longest_row(config)
     try:
         model = memory.sizes(read_settings(path), config.model)
@@ -64,7 +64,7 @@ def _choice(config: Config, path: str, free: int) -> tuple[Literal["off", "full"
         return "off", str(error)
     needed = memory.rank(config, model, longest).total
     numbers = f"about {needed / 2**30:.1f} GiB with all activations kept, {free / 2**30:.1f} GiB are free"
-    return choice(config, model, longest, free), numbers
+    return checkpointing_for(config, model, longest, free), numbers
 
 
 def _free(device: str) -> int:
