@@ -224,7 +224,7 @@ def test_a_reward_that_reads_texts_where_trl_gives_messages_is_told_their_form(
     begun(capsys, case.bring(tmp_path, model="chat", reward="trl.py:score"))
     assert main(["check", "mine.toml"]) == 1
     said = " ".join(capsys.readouterr().out.split())
-    assert "so a text is completions[0][0]['content']" in said
+    assert "and a text is completions[0][0]['content']" in said
 
 
 def test_answers_that_are_no_text_are_not_said_to_score(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
