@@ -23,7 +23,9 @@ def by_the_formula(raw: bytes) -> int:
     total = 0
     for word in range(-(-len(raw) // 4)):
         value = int.from_bytes(raw[4 * word : 4 * word + 4].ljust(4, b"\0"), "little", signed=True)
-        total += (module._mixed(word % module.BLOCK) | 1) * (module._mixed(2**32 + word // module.BLOCK) | 1) * value
+        total += (
+            (module._split_mix(word % module.BLOCK) | 1) * (module._split_mix(2**32 + word // module.BLOCK) | 1) * value
+        )
     return total % 2**64
 
 

@@ -346,7 +346,7 @@ def test_a_folder_holds_two_whole_versions_and_forgets_the_rank_that_died(tmp_pa
         if not version:
             assert len(list(tmp_path.rglob("*-*-*/*"))) == 4
         sender.drop(version)
-        assert len(list(sender._own.iterdir())) <= 4
+        assert len(list(sender._folder.iterdir())) <= 4
     assert sorted(path.name[:7] for path in tmp_path.iterdir()) == ["rank-0-", "rank-1-"]
     assert not list(tmp_path.rglob("*.tmp"))
 
@@ -356,7 +356,7 @@ def test_a_file_that_is_cut_off_is_refused_and_one_that_stays_away_ends_the_acto
 ) -> None:
     sender, receiver = folder.FolderSender(tmp_path, 0), folder.FolderReceiver()
     (ref,) = sender.put(0, [SOMETHING])
-    (path,) = sender._own.iterdir()
+    (path,) = sender._folder.iterdir()
     os.truncate(path, 10)
     assert len(asyncio.run(receiver.fetch(ref))) == 10, "the replica compares"
     path.unlink()
