@@ -2,6 +2,7 @@
 
 harmless    one line: it contains no control characters and no line breaks
 bounded     the beginning of a text, and the number of characters left out
+quoted      the beginning of a text, in quotes
 wrap        a text's lines as rows of a terminal
 lines       a message of streamppo: lines after the first are indented, so that none looks like another message
 """
@@ -42,6 +43,11 @@ def bounded(text: str, most: int) -> str:
     Example: "aaaaa", 3 -> "aaa... (2 characters more)".
     """
     return text if len(text) <= most else f"{text[:most]}... ({len(text) - most:,} characters more)"
+
+
+def quoted(text: str, most: int = 40) -> str:
+    """Quote the first `most` characters. Example: "aaaaa", 3 -> "'aaa...'"."""
+    return repr(text if len(text) <= most else f"{text[:most]}...")
 
 
 def wrap(text: str, columns: int) -> str:

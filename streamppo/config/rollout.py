@@ -218,9 +218,9 @@ class Rollout(Machine, frozen=True):
     """Top-k sampling in training, as with top_p; 0 is off."""
 
     @property
-    def cuts(self) -> bool:
-        """True if top-p or top-k exclude tokens of the vocabulary."""
-        return self.top_p < 1 or self.top_k > 0
+    def excludes_tokens(self) -> bool:
+        """See `excludes_tokens`."""
+        return excludes_tokens(self.top_p, self.top_k)
 
     def contradictions(self) -> Iterator[str]:
         """Sampling without a training signal, or that the engine does not support."""
@@ -230,3 +230,8 @@ class Rollout(Machine, frozen=True):
             yield "top_k (1) leaves every token without an alternative: all log-probs are 0, and nothing is learned"
         if refused := self.engine.refuses_sampling(self.top_p, self.top_k):
             yield refused
+
+
+def excludes_tokens(top_p: float, top_k: int) -> bool:
+    """Return True if top-p or top-k exclude tokens of the vocabulary."""
+    return top_p < 1 or top_k > 0

@@ -20,6 +20,7 @@ from streamppo.config.regularisation import KlCov
 from streamppo.config.reward import Reward
 from streamppo.config.rollout import Rollout
 from streamppo.config.task import AgentEnvironment, AnyEnvironment, ArithmeticTask, DataTask, Task
+from streamppo.terminal import quoted
 
 LONGEST_NAME = 200
 """Longest name of a run in bytes: file systems take 255, and a number may be appended."""
@@ -203,7 +204,9 @@ class Config(Section, frozen=True):
         yield from queue.segments.refuses(algorithm) if queue.segments else ()
         for choice in (*queue.own_attention, *self.learner.mesh.own_attention):
             yield from self.model.refuses(choice)
-        if refused := algorithm.teacher.refuses_sampling(self.rollout.temperature, cuts=self.rollout.cuts):
+        if refused := algorithm.teacher.refuses_sampling(
+            self.rollout.temperature, excludes_tokens=self.rollout.excludes_tokens
+        ):
             yield refused
         if self.environment is None and not self.reward.scorers:
             yield "a run has `[reward] function = ...`, `[reward.scorers.NAME]` tables or an `[environment]`"
@@ -221,7 +224,7 @@ class Config(Section, frozen=True):
             yield "model.compile may choose other operations in a resumed run: it needs learner.exact = false"
         if not _names_folder(self.name):
             yield (
-                f"name ({_short(self.name)}) must be usable as the name of a folder: at most {LONGEST_NAME} bytes, "
+                f"name ({quoted(self.name)}) must be usable as the name of a folder: at most {LONGEST_NAME} bytes, "
                 'without "/", control characters, spaces at an end or "." at the beginning'
             )
 
@@ -270,10 +273,6 @@ def _proximal_mistakes(config: Config) -> Iterator[str]:
 def _names_folder(name: str) -> bool:
     fits = 0 < len(name.encode(errors="surrogatepass")) <= LONGEST_NAME
     return fits and name.isprintable() and "/" not in name and name == name.strip() and not name.startswith(".")
-
-
-def _short(name: str) -> str:
-    return repr(name if len(name) <= 40 else f"{name[:40]}...")
 
 
 PROMPT = 256

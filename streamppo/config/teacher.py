@@ -44,14 +44,14 @@ class Teacher(Calls, frozen=True):
         """True if there is a teacher."""
         return bool(self.model or self.url)
 
-    def refuses_sampling(self, temperature: float, *, cuts: bool) -> str:
+    def refuses_sampling(self, temperature: float, *, excludes_tokens: bool) -> str:
         """Reason that a server cannot score tokens of this sampling; empty if it can."""
         if self.url and temperature != 1:
             return (
                 f"rollout.temperature ({temperature:g}) must be 1 with algorithm.teacher.url: SGLang gives "
                 "log-probs of given tokens only at temperature 1, and they would be compared with another distribution"
             )
-        if self.url and cuts:
+        if self.url and excludes_tokens:
             return (
                 "rollout.top_p and top_k must be off with algorithm.teacher.url: the server's log-probs are of the "
                 "whole vocabulary, and the policy's would be among the tokens that these leave (a teacher by model can)"

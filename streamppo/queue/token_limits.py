@@ -28,7 +28,7 @@ def read_token_limits(config: Config, model_path: str) -> TokenLimits:
         vocabulary=vocabulary,
         completion=longest_completion(config),
         prompt=_prompt_limit(config),
-        candidates=config.rollout.cuts,
+        candidates=config.rollout.excludes_tokens,
         components=config.algorithm.compared_components,
         teacher=bool(config.algorithm.teacher.url),
         routes=config.rollout.engine.routes,

@@ -1,4 +1,4 @@
-"""The tensors that an engine loads for a version: the pushed ones, or pushed adapters merged into frozen weights.
+"""The tensors of a version for an engine: the pushed ones, or pushed adapters merged into frozen weights.
 
 pushed      checked against the learner's hashes -> merged, tensor by tensor -> hashed -> checked in the engine
 frozen      read once from the model's files; their hashes are compared with the learner's
@@ -45,7 +45,7 @@ class WholeModel:
     async def materialize(self, replica: Replica) -> Loadable:
         """See `EngineTensors.materialize`. Nothing is checked here: the engine checks its copies.
 
-        Shared memory is not copied: the actor that made it has checked it.
+        Shared memory is not copied: its leader has checked it.
         """
         return Loadable(replica.tensors, replica.contents)
 
@@ -89,7 +89,7 @@ def source(config: Config, model_path: str) -> EngineTensors:
     if config.model.lora is None:
         return WholeModel()
     dtype = getattr(torch, config.model.dtype)
-    # Each tensor is rounded once, as in the learner, and none is there in float32: of 32B these would be 131 GB.
+    # Each tensor is rounded once, as in the learner. In float32 all tensors of a 32B model would take 131 GB.
     model = models.load(model_path, dtype=dtype).model
     return MergedAdapters(
         {name: parameter.detach().to(dtype) for name, parameter in model.named_parameters()}, config.model.lora.scale

@@ -1,9 +1,9 @@
-"""Plays prompts by agents: programs that use the policy through an endpoint and need no code of streamppo.
+"""Plays prompts by agents: programs that use the policy through an endpoint, without code of streamppo.
 
-    prompt -> session -> a process runs the agent, which asks the endpoint -> its end -> what was received, and rewards
+    prompt -> session -> agent in a process, with requests to the endpoint -> its end -> received turns, and rewards
 
 consumes     prompts
-produces     runs; one that fails is an error with its reason, and its prompt is sampled again
+produces     runs; a failed one is an error with its reason, and its prompt is sampled again
 waits for    a process, the agent in it, and through it the engine
 unblocks     nothing: requests in flight at an agent's end are cancelled
 """
@@ -43,9 +43,9 @@ MEMORY_MIB = 8192
 
 
 class AgentRun(NamedTuple):
-    """A run that has ended, by the names of an `Episode`: the turns are those that were received.
+    """An ended run, with the field names of an `Episode`; its turns are the received ones.
 
-    `observations` are the messages that came to the policy after each of these turns but the last.
+    `observations` are the messages to the policy after each of these turns but the last.
     """
 
     prompt_tokens: Ints
@@ -68,7 +68,7 @@ class AgentRun(NamedTuple):
 
 
 class Agents:
-    """Plays prompts; `start` makes it ready. Without `scored`, an agent has to give a reward."""
+    """Plays prompts after `start`. Without `scored`, an agent must give a reward."""
 
     def __init__(self, policy: SampledPolicy, config: AgentEnvironment, *, scored: bool) -> None:
         self._policy, self._config, self._scored = policy, config, scored
@@ -141,16 +141,16 @@ class Agents:
         if answer.reward is None:
             too_late = answer.reason.startswith("no score after")
             outcome = agent.AgentOutcome(
-                reason=agent.late(self._config.timeout_s) if too_late else f"the agent: {answer.reason}"
+                reason=agent.timeout_reason(self._config.timeout_s) if too_late else f"the agent: {answer.reason}"
             )
         else:
             outcome = _read_outcome(answer)
-        # An agent's output may quote its endpoint's address and key, and goes into journal, log and page.
+        # An agent's output may quote its endpoint's address and key, and is stored in journal, log and page.
         texts = {"reason": outcome.reason, "explanation": outcome.explanation, "output": outcome.output}
         return structs.replace(outcome, **{name: text.replace(session.key, HIDDEN) for name, text in texts.items()})
 
     def _agent_run(self, session: Session, outcome: agent.AgentOutcome, prompt: Prompt) -> AgentRun:
-        """The result of a run whose agent has ended. Raises `EnvironmentFailed` if it cannot be trained on."""
+        """Make the run of an ended agent. Raises `EnvironmentFailed` if the run cannot be trained on."""
         if outcome.reason:
             raise EnvironmentFailed(outcome.reason, session.sampled)
         turns = session.received_turns()
@@ -171,7 +171,7 @@ class Agents:
             template=Template(tools=first.tools),
         )
         self.counts["runs"] += 1
-        # For a failed run they are among the tokens of the failure.
+        # The tokens of a failed run are counted with its failure.
         self.counts["undelivered tokens"] += session.undelivered
         columns, row = session.row.columns([turn.number for turn in turns]), slice(session.row.prompt, None)
         # The tokens of turns lie in the order of the turns.
@@ -222,7 +222,7 @@ class _OnDemand(Pool):
                 # After a cancellation the process is still busy with the call.
                 self._forks.end(process)
             elif any(outcome.reward is not None and _read_outcome(outcome).lingers for outcome in outcomes):
-                # A process that continued would find the next run's key in the environment.
+                # Its thread or task would find the next run's key in the environment.
                 self._forks.end(process)
             elif not process.ended:
                 self._free.append(process)

@@ -132,7 +132,7 @@ def _setup(
         model.vocabulary,
         settings.start_s,
         room=model.room,
-        cuts=sampling(config).cuts,
+        excludes_tokens=config.rollout.excludes_tokens,
         streams=wire.streaming(config),
         routes=settings.routes,
         strings=model.stop.strings,

@@ -6,6 +6,7 @@ from typing import Literal, NamedTuple, Protocol
 import numpy as np
 from torch import Tensor
 
+from streamppo.config.rollout import excludes_tokens
 from streamppo.types import Floats, Ints, Routes
 
 
@@ -23,9 +24,9 @@ class Sampling(NamedTuple):
     seed: int | None = None
 
     @property
-    def cuts(self) -> bool:
+    def excludes_tokens(self) -> bool:
         """True if top-p or top-k exclude tokens of the vocabulary."""
-        return self.top_p < 1 or self.top_k > 0
+        return excludes_tokens(self.top_p, self.top_k)
 
 
 class TokenCandidates(NamedTuple):

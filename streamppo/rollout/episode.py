@@ -339,13 +339,13 @@ class Columns:
 
     def _joined_candidates(self) -> TokenCandidates | None:
         """Join the candidates of all turns; tokens of observations have a count of 0."""
-        if all(found is None for found in self._candidates):
+        if all(candidates is None for candidates in self._candidates):
             return None
         none = np.zeros(0, np.int32)
         return TokenCandidates.concatenate(
             [
-                found or TokenCandidates(none, np.zeros(len(part[0]), np.int32))
-                for part, found in zip(self._parts, self._candidates, strict=True)
+                candidates or TokenCandidates(none, np.zeros(len(part[0]), np.int32))
+                for part, candidates in zip(self._parts, self._candidates, strict=True)
             ]
         )
 

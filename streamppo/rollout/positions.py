@@ -1,9 +1,9 @@
-"""The longest row of a model, and the longest row that an engine computes as transformers does.
+"""The longest row of a model, and the longest row that an engine computes like transformers.
 
 default, linear, llama3, yarn   equal at every position
 dynamic                         equal within max_position_embeddings; SGLang scales at every length
 longrope                        equal within original_max_position_embeddings; beyond, one long row changes the others
-sliding window                  equal within the window, where a row attends to all of its tokens
+sliding window                  equal within the window: there a row attends to all of its tokens
 """
 
 import math

@@ -47,7 +47,7 @@ class Puller:
         self._receiver = receiver
 
     async def newer(self, version: int) -> Push:
-        """Wait for a version above `version`, which the engine holds; pull it into the replica and return it.
+        """Wait for a version above the engine's `version`; pull it into the replica and return it.
 
         Raises `WeightsError` if the buckets do not make up the version.
         """
@@ -57,7 +57,7 @@ class Puller:
                 for push, refs in pushes:
                     await self._take(decode(push, Push), refs)
             except BucketGone:
-                # The learner has died with its weights, or has replaced them by newer ones.
+                # The learner is dead, or has replaced these weights by newer ones.
                 await asyncio.sleep(RETRY_S)
                 continue
             if pushes:
@@ -66,7 +66,7 @@ class Puller:
 
     async def _take(self, push: Push, refs: Sequence[BucketRef]) -> None:
         if push.base_version is not None:
-            # A delta changes the present version in place: it is applied once all its buckets are here.
+            # A delta changes the present version in place, so it is applied after all its buckets have arrived.
             fetched = await asyncio.gather(*map(self._receiver.fetch, refs))
             await asyncio.to_thread(self._take_all, push, fetched)
             return
@@ -77,7 +77,7 @@ class Puller:
         self.replica.finish()
 
     async def _fetch_buckets(self, refs: Sequence[BucketRef]) -> AsyncGenerator[Bytes]:
-        """Yield buckets in order, with `AHEAD` more being fetched."""
+        """Yield buckets in order, and fetch `AHEAD` more concurrently."""
         to_fetch, under_way = deque(refs), deque[asyncio.Future[Bytes]]()
         try:
             while to_fetch or under_way:

@@ -28,12 +28,12 @@ def seed_of_turn(seed: int | None, turn: int) -> int | None:
 
 
 def seed_after(seed: int | None, tokens: int) -> int | None:
-    """The seed of the rest of a turn, after its first `tokens`: the same numbers u, token for token. None of None."""
+    """The seed of a turn after its first `tokens`: the same numbers u, token for token. None of None."""
     return None if seed is None else (seed + tokens * GOLDEN) % 2**64
 
 
 def seed_of_retry(seed: int, number: int) -> int:
-    """The seed of an additional completion, counted from 0, with its own random numbers; `seed` is the prompt's."""
+    """The seed of additional completion `number`, from 0 on, with its own random numbers; `seed` is the prompt's."""
     return _hash(f"{seed}/try/{number}")
 
 

@@ -1,4 +1,4 @@
-"""A teacher on a server: it scores every finished completion; its log-probs are part of the trajectory.
+"""A teacher on a server: it scores every finished completion, and the trajectory includes its log-probs.
 
     POST URL/generate     prompt + completion with max_new_tokens = 0: SGLang's log-probs of the given tokens
     POST URL/detokenize   once, at the start: the texts of token ids by the server's tokenizer
@@ -27,7 +27,7 @@ from streamppo.types import Floats, Ints, ScorerReport, branches, utf8_safe
 COMPARED = 4096
 """The most tokens whose texts are compared, evenly spread over the policy's vocabulary."""
 LAST_TOKEN = 0
-"""SGLang returns this in place of the id of its vocabulary's last token."""
+"""SGLang's substitute for the id of its vocabulary's last token."""
 
 TokenId: TypeAlias = Annotated[int, Meta(ge=0, lt=2**31)]
 
@@ -35,7 +35,7 @@ log = logging.getLogger(__name__)
 
 
 class TeacherScores(NamedTuple):
-    """The log-probs [T] of T tokens, or the `reason` why there are none."""
+    """The log-probs [T] of T tokens, or the `reason` of the failure."""
 
     logprobs: Floats | None = None
     reason: str = ""
@@ -43,7 +43,7 @@ class TeacherScores(NamedTuple):
 
 
 class MetaInfo(msgspec.Struct):
-    """The fields of SGLang's answer that are used: (log-prob, id, text) of every token; the first log-prob is null."""
+    """The used fields of SGLang's answer: (log-prob, id, text) of every token; the first log-prob is null."""
 
     input_token_logprobs: list[tuple[float | None, TokenId, str | None]]
 
@@ -87,7 +87,7 @@ class TeacherClient:
         return column.astype("<f4").tobytes()
 
     async def _score_paths(self, episode: Episode) -> Floats:
-        """The log-probs [T]; each sampled token's come from the first path with that token."""
+        """The log-probs [T]: of each sampled token, those on its first path."""
         prompt, width = len(episode.prompt_tokens), len(episode.prompt_tokens) + len(episode.tokens)
         row, sampled = np.concatenate([episode.prompt_tokens, episode.tokens]), np.zeros(width, np.bool_)
         sampled[prompt:] = episode.mask
@@ -118,7 +118,7 @@ class TeacherClient:
         server_texts = await self._texts(tokens)
         # Servers may clean up spaces: a difference in them does not mean another vocabulary.
         pairs = zip(tokens, tokenizer.texts(tokens), server_texts, strict=True) if server_texts else ()
-        differences = [found for found in pairs if found[1].strip() != found[2].strip()]
+        differences = [pair for pair in pairs if pair[1].strip() != pair[2].strip()]
         if differences:
             token, policy_text, server_text = differences[0]
             raise ModelError(

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 class Architecture:
     """Names and shapes of a model's parameters, as in its modules and as in its files; no weights are loaded.
 
-    Raises `ModelError` for a configuration of which transformers makes no causal language model.
+    Raises `ModelError` for a configuration without a causal language model in transformers.
     """
 
     def __init__(self, config: "PreTrainedConfig") -> None:
@@ -47,8 +47,8 @@ class Architecture:
     def check_names(self, model: str) -> None:
         """Raise `ModelError` unless the files of `model` have every tensor that `as_saved` makes of a push.
 
-        transformers converts some tensors at load and cannot convert all of them back: an engine would have no
-        parameter of that name, and keep its old weights. Reads the headers of the files, in a folder or on the hub.
+        transformers converts some tensors at load, and not all of them back. An engine without a parameter of that name
+        would keep its old weights. Reads the headers of the files, in a folder or on the hub.
         """
         files = _shapes_in_files(Path(model)) if Path(model).is_dir() else _shapes_on_hub(model)
         for name, tensor in self.as_saved(dict(self._model.named_parameters())).items():

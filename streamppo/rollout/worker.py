@@ -201,15 +201,14 @@ class Worker:
         while True:
             await self._needs_tickets.wait()
             await asyncio.sleep(GATHER_S)
-            if (wanted := self._num_wanted) and self._admit(await self._request_tickets(wanted), group) < wanted:
-                continue
+            if wanted := self._num_wanted:
+                answer = await self._queue.issue.remote(self._name, self._engine.version, wanted, self._call_number)
+                if self._admit(answer, group) < wanted:
+                    continue
             self._needs_tickets.clear()
             if self._num_wanted:
                 # Trajectories have ended in the meantime: a delivery requests tickets in their place.
                 self._delivery_due.set()
-
-    async def _request_tickets(self, wanted: int) -> bytes:
-        return await self._queue.issue.remote(self._name, self._engine.version, wanted, self._call_number)
 
     @property
     def _num_wanted(self) -> int:

@@ -3,7 +3,7 @@
     async def run(prompt, base_url, api_key, **columns)     a function of yours, `def` or `async def`
     ["python", "agent.py"]                                  a program, with the endpoint in its environment
 
-A function gets the parameters that it names; `prompt` is a text, or messages. OPENAI_BASE_URL, OPENAI_API_KEY,
+A function gets the arguments of its parameters; `prompt` is a text, or messages. OPENAI_BASE_URL, OPENAI_API_KEY,
 ANTHROPIC_BASE_URL, ANTHROPIC_API_KEY and STREAMPPO_PROMPT are set for both. It returns a number, a `Reward`, a `Done`,
 or None if its reward comes from elsewhere; the last line of a program's output may be {"reward": 1.0}.
 
@@ -41,20 +41,20 @@ from streamppo.types import Reward, ScoredText, WireStruct, utf8_safe
 
 CALL = "streamppo/call"
 """The column with the JSON of an `AgentCall`."""
-KEPT_BYTES = 2**16
-"""The last bytes of a run's output are kept, so many."""
-SHOWN = 1000
+TAIL_BYTES = 2**16
+"""The number of bytes kept from the end of a run's output."""
+QUOTED = 1000
 """Characters of it that a failure quotes."""
 ENDING_S = 1.0
 """The time for a run's remaining tasks to end after they are cancelled."""
-LATE = object()
+TIMED_OUT = object()
 """The result of a run beyond its time limit."""
-OURS = ("prompt", "base_url", "api_key")
+RUN_PARAMETERS = ("prompt", "base_url", "api_key")
 """Parameters that are not columns."""
 
 
 class AgentCall(WireStruct, frozen=True):
-    """One run: the address of the endpoint without /v1, the key of its session, and the time that it has."""
+    """One run: the address of the endpoint without /v1, the key of its session, and its time limit."""
 
     address: str
     key: str
@@ -64,8 +64,8 @@ class AgentCall(WireStruct, frozen=True):
 class AgentOutcome(WireStruct, frozen=True):
     """The result of a run: its rewards, or the reason of its failure. `score` is None without a reward.
 
-    `output` is the end of its printed text, quoted in failures. `lingers`: a thread or task continues, so the process
-    takes no other run, whose key it would find in the environment.
+    `output` is the end of its printed text, quoted in failures. `lingers`: a thread or task continues, and would find
+    the key of a later run in the environment, so the process takes no other run.
     """
 
     score: float | None = None
@@ -98,46 +98,46 @@ class Agent:
             self._runner = asyncio.Runner()
             self._runner.get_loop().set_default_executor(self._threads)
             reaper.adopt_orphans()
-        shown = msgspec.json.encode([message.plain() for message in trajectory.messages]).decode()
-        given = variables(call, shown if trajectory.messages else trajectory.prompt)
-        os.environ |= given
+        messages = msgspec.json.encode([message.plain() for message in trajectory.messages]).decode()
+        environment = variables(call, messages if trajectory.messages else trajectory.prompt)
+        os.environ |= environment
         try:
             if self._function is not None:
-                outcome = self._called(trajectory, call, columns)
+                outcome = self._run_function(trajectory, call, columns)
             else:
-                outcome = self._program(call) if self._sandbox is None else self._in_sandbox(call, given)
+                outcome = self._run_program(call) if self._sandbox is None else self._run_in_sandbox(call, environment)
         finally:
             reaper.end_descendants()
         outcome = structs.replace(outcome, lingers=self._lingers())
         return Reward(explanation=utf8_safe(msgspec.json.encode(outcome).decode()))
 
     def _lingers(self) -> bool:
-        """True if a task or a thread of the run continues; threads that wait for work do not count."""
+        """True if a task or a thread of the run continues; idle threads do not count."""
         assert self._runner is not None
         others = {*threading.enumerate()} - {threading.current_thread(), *self._threads.idle()}
         return bool(others or asyncio.all_tasks(self._runner.get_loop()))
 
     # --- a function ------------------------------------------------------------------------------------------
 
-    def _called(self, trajectory: ScoredText, call: AgentCall, columns: Mapping[str, object]) -> AgentOutcome:
+    def _run_function(self, trajectory: ScoredText, call: AgentCall, columns: Mapping[str, object]) -> AgentOutcome:
         assert self._function is not None and self._runner is not None
         prompt = [message.plain() for message in trajectory.messages] if trajectory.messages else trajectory.prompt
-        ours = {"prompt": prompt, "base_url": f"{call.address}/v1", "api_key": call.key}
-        if missing := _missing(self._function, {**columns, **ours}):
+        run_arguments = {"prompt": prompt, "base_url": f"{call.address}/v1", "api_key": call.key}
+        if missing := _missing_column(self._function, {**columns, **run_arguments}):
             return AgentOutcome(reason=missing)
-        given = _asked_for(self._function, {**columns, **ours})
+        arguments = _select_arguments(self._function, {**columns, **run_arguments})
         output = _Tail()
         try:
             with contextlib.redirect_stdout(output), contextlib.redirect_stderr(output):
-                value = plugins.call("the agent", _run, self._runner, self._function, given, call.timeout_s)
-            made = AgentOutcome(reason=late(call.timeout_s)) if value is LATE else _outcome(value)
+                value = plugins.call("the agent", _run, self._runner, self._function, arguments, call.timeout_s)
+            outcome = AgentOutcome(reason=timeout_reason(call.timeout_s)) if value is TIMED_OUT else _outcome(value)
         except TaskError as error:
-            made = AgentOutcome(reason=str(error))
-        return structs.replace(made, output=output.quoted())
+            outcome = AgentOutcome(reason=str(error))
+        return structs.replace(outcome, output=output.quoted())
 
     # --- a program -------------------------------------------------------------------------------------------
 
-    def _program(self, call: AgentCall) -> AgentOutcome:
+    def _run_program(self, call: AgentCall) -> AgentOutcome:
         name = self._words[0]
         try:
             process = subprocess.Popen(
@@ -156,18 +156,18 @@ class Agent:
         code = None
         with contextlib.suppress(subprocess.TimeoutExpired):
             code = process.wait(call.timeout_s)
-        # Also other processes with the pipes open.
+        # Other processes may have the pipes open, too.
         reaper.end_descendants()
         for thread in threads:
             thread.join(1.0)
-        return _ended(code, call.timeout_s, printed, errors)
+        return _program_outcome(code, call.timeout_s, printed, errors)
 
-    def _in_sandbox(self, call: AgentCall, given: Mapping[str, str]) -> AgentOutcome:
+    def _run_in_sandbox(self, call: AgentCall, environment: Mapping[str, str]) -> AgentOutcome:
         assert self._sandbox is not None and self._runner is not None
-        program = AgentProgram(tuple(self._words), given, call.address, call.timeout_s)
+        program = AgentProgram(tuple(self._words), environment, call.address, call.timeout_s)
         try:
-            asked = (self._runner, self._sandbox.run, {"program": program}, call.timeout_s)
-            ran = plugins.call("the agent's sandbox", _run, *asked)
+            call_arguments = (self._runner, self._sandbox.run, {"program": program}, call.timeout_s)
+            ran = plugins.call("the agent's sandbox", _run, *call_arguments)
         except TaskError as error:
             return AgentOutcome(reason=str(error))
         printed, errors, code = _Tail(), _Tail(), None
@@ -175,15 +175,15 @@ class Agent:
             printed.write(ran.stdout)
             errors.write(ran.stderr)
             code = ran.exit_code
-        elif ran is not LATE:
+        elif ran is not TIMED_OUT:
             return AgentOutcome(
-                reason=f"the agent's sandbox returned {user_traceback.describe(ran)[:SHOWN]}, and no `Ran`"
+                reason=f"the agent's sandbox returned {user_traceback.describe(ran)[:QUOTED]}, and no `Ran`"
             )
-        return _ended(code, call.timeout_s, printed, errors)
+        return _program_outcome(code, call.timeout_s, printed, errors)
 
 
 class _Threads(ThreadPoolExecutor):
-    """The threads of `asyncio.to_thread`, which stay for the next run unless they are busy."""
+    """The threads of `asyncio.to_thread`: idle ones stay for the next run."""
 
     def __init__(self) -> None:
         super().__init__(thread_name_prefix="agent")
@@ -191,13 +191,13 @@ class _Threads(ThreadPoolExecutor):
 
     def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
         """See `Executor.submit`."""
-        made = super().submit(fn, *args, **kwargs)
-        self._under_way.add(made)
-        made.add_done_callback(self._under_way.discard)
-        return made
+        future = super().submit(fn, *args, **kwargs)
+        self._under_way.add(future)
+        future.add_done_callback(self._under_way.discard)
+        return future
 
     def idle(self) -> Collection[threading.Thread]:
-        """Return its threads if all of them wait for work, else none."""
+        """Return its threads if all of them are idle, else none."""
         return () if self._under_way else self._threads
 
 
@@ -210,8 +210,8 @@ class _Tail(io.TextIOBase):
 
     @property
     def text(self) -> str:
-        """The last `KEPT_BYTES` characters."""
-        return "".join(self._parts)[-KEPT_BYTES:]
+        """The last `TAIL_BYTES` characters."""
+        return "".join(self._parts)[-TAIL_BYTES:]
 
     def writable(self) -> bool:
         """Always true."""
@@ -219,23 +219,23 @@ class _Tail(io.TextIOBase):
 
     def write(self, text: str) -> int:
         """Append; the parts are joined and shortened once they are twice as long as the limit."""
-        self._parts.append(text[-KEPT_BYTES:])
+        self._parts.append(text[-TAIL_BYTES:])
         self._length += len(self._parts[-1])
-        if self._length > 2 * KEPT_BYTES:
+        if self._length > 2 * TAIL_BYTES:
             self._parts = [self.text]
-            self._length = KEPT_BYTES
+            self._length = TAIL_BYTES
         return len(text)
 
     def follow(self, pipe: IO[bytes]) -> None:
         """Keep the end of a pipe's output, until its last writer closes it."""
         with pipe:
-            while chunk := os.read(pipe.fileno(), KEPT_BYTES):
+            while chunk := os.read(pipe.fileno(), TAIL_BYTES):
                 self.write(chunk.decode(errors="replace"))
 
     def quoted(self) -> str:
         """The end of the text, quoted for a failure; empty without text."""
         text = self.text.strip()
-        return f"; its output ends: {text[-SHOWN:]!r}" if text else ""
+        return f"; its output ends: {text[-QUOTED:]!r}" if text else ""
 
 
 def check(config: AgentEnvironment) -> None:
@@ -244,8 +244,8 @@ def check(config: AgentEnvironment) -> None:
         load(config.agent)
     elif config.sandbox is not None:
         sandbox = agent_sandbox.build(config.sandbox)
-        if isinstance(sandbox, agent_sandbox.Walled):
-            sandbox.look(config.command)
+        if isinstance(sandbox, agent_sandbox.AgentBubblewrap):
+            sandbox.check_command(config.command)
 
 
 def load(name: str) -> Callable[..., object]:
@@ -268,47 +268,49 @@ def variables(call: AgentCall, prompt: str) -> dict[str, str]:
     return {**environment, "STREAMPPO_PROMPT": prompt.replace("\0", "")}
 
 
-def late(timeout_s: float) -> str:
+def timeout_reason(timeout_s: float) -> str:
     """Return the failure of a run beyond its time limit."""
     return f"the agent took longer than {timeout_s:g} s (environment.timeout_s)"
 
 
-def _asked_for(function: Callable[..., object], given: Mapping[str, object]) -> dict[str, object]:
+def _select_arguments(function: Callable[..., object], available: Mapping[str, object]) -> dict[str, object]:
     """Select the arguments that are a function's parameters; all with **kwargs."""
     parameters = inspect.signature(function).parameters
     takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
-    return {name: value for name, value in given.items() if takes_all or name in parameters}
+    return {name: value for name, value in available.items() if takes_all or name in parameters}
 
 
-def _missing(function: Callable[..., object], given: Mapping[str, object]) -> str:
-    """Name a missing column that a function asks for; "" for none."""
+def _missing_column(function: Callable[..., object], available: Mapping[str, object]) -> str:
+    """Describe a function's first missing column; "" if there is none."""
     parameters = inspect.signature(function).parameters.values()
     named = [
         parameter for parameter in parameters if parameter.kind not in (parameter.VAR_KEYWORD, parameter.VAR_POSITIONAL)
     ]
     missing = [
-        parameter.name for parameter in named if parameter.name not in given and parameter.default is parameter.empty
+        parameter.name
+        for parameter in named
+        if parameter.name not in available and parameter.default is parameter.empty
     ]
-    columns = ", ".join(sorted(given.keys() - set(OURS))) or "none"
+    columns = ", ".join(sorted(available.keys() - set(RUN_PARAMETERS))) or "none"
     return f"the agent asks for the column {missing[0]!r}; columns are {columns}" if missing else ""
 
 
 def _run(
-    runner: asyncio.Runner, function: Callable[..., object], given: Mapping[str, object], timeout_s: float
+    runner: asyncio.Runner, function: Callable[..., object], arguments: Mapping[str, object], timeout_s: float
 ) -> object:
     begin = time.monotonic()
-    value = function(**given)
+    value = function(**arguments)
     if inspect.isawaitable(value):
         return runner.run(_in_time(value, timeout_s))
-    return LATE if time.monotonic() - begin > timeout_s else value
+    return TIMED_OUT if time.monotonic() - begin > timeout_s else value
 
 
 async def _in_time(awaitable: Awaitable[object], timeout_s: float) -> object:
-    """Await a run, and cancel its remaining tasks; `LATE` if it takes too long."""
+    """Await a run, and cancel its remaining tasks; `TIMED_OUT` if it takes too long."""
     try:
         return await within(asyncio.timeout(timeout_s), awaitable)
     except TooLate:
-        return LATE
+        return TIMED_OUT
     finally:
         others = asyncio.all_tasks() - {asyncio.current_task()}
         for task in others:
@@ -317,20 +319,20 @@ async def _in_time(awaitable: Awaitable[object], timeout_s: float) -> object:
             await asyncio.wait(others, timeout=ENDING_S)
 
 
-def _ended(code: int | None, timeout_s: float, printed: _Tail, errors: _Tail) -> AgentOutcome:
-    """Read the end of a program; without a `code` it took too long."""
+def _program_outcome(code: int | None, timeout_s: float, printed: _Tail, errors: _Tail) -> AgentOutcome:
+    """Read a program's result; without an exit `code` it took too long."""
     if code is None:
-        made = AgentOutcome(reason=late(timeout_s))
+        outcome = AgentOutcome(reason=timeout_reason(timeout_s))
     elif code:
         how = f"ended with exit code {code}" if code > 0 else f"was killed by signal {-code}"
-        made = AgentOutcome(reason=f"the agent {how}")
+        outcome = AgentOutcome(reason=f"the agent {how}")
     else:
-        made = _outcome(_last_line(printed.text))
-    return structs.replace(made, output=errors.quoted() or printed.quoted())
+        outcome = _outcome(_last_line(printed.text))
+    return structs.replace(outcome, output=errors.quoted() or printed.quoted())
 
 
 def _last_line(text: str) -> object:
-    """Read the last line that a program printed: the reward in it; None if it is not a JSON object."""
+    """Read the reward in a program's last printed line; None if that is not a JSON object."""
     lines = text.strip().splitlines()
     try:
         value = json.loads(lines[-1]) if lines else None
@@ -359,7 +361,7 @@ def _outcome(value: object) -> AgentOutcome:
     try:
         checked = plain(reward)
     except ValueError as error:
-        return AgentOutcome(reason=f"the agent returned {user_traceback.describe(value)[:SHOWN]}, {error}")
+        return AgentOutcome(reason=f"the agent returned {user_traceback.describe(value)[:QUOTED]}, {error}")
     if checked.tokens:
         return AgentOutcome(
             reason="the agent returned rewards of single tokens, which it does not have: give score and turns"

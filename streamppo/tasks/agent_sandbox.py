@@ -2,9 +2,9 @@
 
     the program -> 127.0.0.1:PORT, the sandbox's own -> its listening socket, handed out -> here -> the endpoint
 
-The sandbox has a network of its own whose only interface is loopback. Before the program begins, it listens there at
-the endpoint's port and hands the listening socket out of the sandbox; each connection to it is carried on to the
-endpoint from here. The program has no other connection, and not the keys of other runs.
+The sandbox has its own network with a loopback interface only. Before the program begins, the sandbox listens there at
+the endpoint's port and sends the listening socket out; this process relays each connection to the endpoint. The program
+has no other connection, and no keys of other runs.
 """
 
 import asyncio
@@ -26,15 +26,15 @@ from streamppo.tasks.scorers import bubblewrap
 from streamppo.tasks.scorers.capture import Ran, RunLimits
 
 CONNECTIONS = 256
-"""Connections of one program that are carried at once."""
-PIECE = 2**16
+"""The most connections of one program that are relayed at once."""
+CHUNK_BYTES = 2**16
 ADDRESS_MIB = 2**22
 """Addresses of one process: Node and Java reserve far more than they touch."""
-OTHERWISE = (
+ALTERNATIVE = (
     "Where that cannot be, environment.sandbox = { kind = 'class', ... } names another place, or an agent without a "
     "sandbox runs as you."
 )
-ADD = "add it, or its folder, to environment.sandbox.files"
+HINT = "add it, or its folder, to environment.sandbox.files"
 PATH = os.pathsep.join((os.path.dirname(sys.executable), "/usr/local/bin", "/usr/bin", "/bin"))
 PROGRAM = """
 import os, socket, sys
@@ -51,9 +51,9 @@ except OSError as error:
 
 
 class AgentProgram(NamedTuple):
-    """One run of a program: its words, the variables in which it finds its endpoint, and the time that it has.
+    """One run of a program: its words, the variables with its endpoint, and its time limit.
 
-    `address` is that of the endpoint without /v1, as it is reached from this machine.
+    `address` is the endpoint's from this machine, without /v1.
     """
 
     words: tuple[str, ...]
@@ -71,10 +71,10 @@ class AgentSandbox(Protocol):
 
 
 def build(config: AnySandbox) -> AgentSandbox:
-    """Make the sandbox that the configuration names. Raises `TaskError` if it cannot be made here."""
+    """Make the configured sandbox. Raises `TaskError` if that fails."""
     match config:
         case BubblewrapSandbox():
-            return Walled(config)
+            return AgentBubblewrap(config)
         case CustomSandbox(name=name, arguments=arguments):
             asked_by = f"environment.sandbox {name!r}"
             factory = plugins.function(name, "environment.sandbox")
@@ -82,47 +82,47 @@ def build(config: AnySandbox) -> AgentSandbox:
             return cast(AgentSandbox, plugins.call(asked_by, partial(factory, **arguments)))
 
 
-class Walled:
+class AgentBubblewrap:
     """Bubblewrap for agents: as for programs of the policy, with readable files and a connection to the endpoint.
 
     Raises `TaskError` if it cannot be made here, or a file is missing.
     """
 
     def __init__(self, config: BubblewrapSandbox) -> None:
-        if missing := bubblewrap.problem(OTHERWISE):
+        if missing := bubblewrap.problem(ALTERNATIVE):
             raise TaskError(missing)
         self._config = config
         self._files = [os.path.abspath(file) for file in config.files]
         if absent := [file for file in self._files if not os.path.exists(file)]:
             raise TaskError(f"environment.sandbox.files has {absent[0]!r}, which is not a file or folder here")
 
-    def look(self, words: tuple[str, ...]) -> None:
-        """Raise `TaskError` for a command whose program or files the sandbox does not see."""
-        program = shutil.which(self._placed(words[0]), path=PATH)
+    def check_command(self, words: tuple[str, ...]) -> None:
+        """Raise `TaskError` for a command with a program or file outside the sandbox."""
+        program = shutil.which(self._absolute(words[0]), path=PATH)
         if program is None:
-            raise TaskError(f"environment.command begins with {words[0]!r}, not a program in its sandbox: {ADD}")
+            raise TaskError(f"environment.command begins with {words[0]!r}, not a program in its sandbox: {HINT}")
         for word in (program, *words[1:]):
             if os.path.isfile(word) and not self._sees(word):
-                raise TaskError(f"environment.command names {word!r}, which its sandbox does not see: {ADD}")
+                raise TaskError(f"environment.command names {word!r}, which its sandbox does not see: {HINT}")
 
     async def run(self, program: AgentProgram) -> Ran:
         """See `AgentSandbox.run`."""
-        place = urlsplit(program.address)
-        ours, theirs = socket.socketpair()
-        with ours, theirs:
-            assert place.hostname is not None and place.port is not None
-            carrying = asyncio.create_task(_carry(ours, place.hostname, place.port))
+        address = urlsplit(program.address)
+        outer, inner = socket.socketpair()
+        with outer, inner:
+            assert address.hostname is not None and address.port is not None
+            relaying = asyncio.create_task(_relay_connections(outer, address.hostname, address.port))
             try:
-                return await asyncio.to_thread(self._run, program, theirs.fileno(), place.port)
+                return await asyncio.to_thread(self._run, program, inner.fileno(), address.port)
             finally:
-                carrying.cancel()
-                await asyncio.gather(carrying, return_exceptions=True)
+                relaying.cancel()
+                await asyncio.gather(relaying, return_exceptions=True)
 
     def _run(self, program: AgentProgram, channel: int, port: int) -> Ran:
-        # In the sandbox the endpoint is at loopback, wherever it listens.
-        inside = f"http://127.0.0.1:{port}"
-        variables = {name: value.replace(program.address, inside) for name, value in program.variables.items()}
-        job = ([self._placed(word) for word in program.words], variables, port, channel)
+        # In the sandbox the endpoint is always at loopback.
+        inner_address = f"http://127.0.0.1:{port}"
+        variables = {name: value.replace(program.address, inner_address) for name, value in program.variables.items()}
+        job = ([self._absolute(word) for word in program.words], variables, port, channel)
         return bubblewrap.run(
             PROGRAM.format(job=job),
             "",
@@ -134,8 +134,8 @@ class Walled:
             address_mib=ADDRESS_MIB,
         )
 
-    def _placed(self, word: str) -> str:
-        """Make a file's name an absolute path: the program begins in its scratch folder."""
+    def _absolute(self, word: str) -> str:
+        """Make a readable file's name absolute: the program begins in its scratch folder."""
         path = os.path.abspath(word)
         within = any(Path(path).is_relative_to(file) for file in self._files)
         return path if within and os.path.exists(path) else word
@@ -146,8 +146,8 @@ class Walled:
         return all(any(path.is_relative_to(file) for file in (*system, *self._files)) for path in paths)
 
 
-async def _carry(channel: socket.socket, host: str, port: int) -> None:
-    """Wait for the sandbox's listening socket, and carry each connection to it on to the endpoint, until cancelled."""
+async def _relay_connections(channel: socket.socket, host: str, port: int) -> None:
+    """Wait for the sandbox's listening socket, and relay its connections to the endpoint until cancelled."""
     channel.setblocking(False)
     loop, ready = asyncio.get_running_loop(), asyncio.Event()
     loop.add_reader(channel, ready.set)
@@ -164,25 +164,25 @@ async def _carry(channel: socket.socket, host: str, port: int) -> None:
             while True:
                 await free.acquire()
                 connection, _ = await loop.sock_accept(waiting)
-                connections.create_task(_connect(connection, host, port)).add_done_callback(lambda _: free.release())
+                connections.create_task(_relay(connection, host, port)).add_done_callback(lambda _: free.release())
 
 
-async def _connect(theirs: socket.socket, host: str, port: int) -> None:
-    """Carry one connection both ways until both are closed, or one is lost."""
-    reader, writer = await asyncio.open_connection(sock=theirs)
+async def _relay(inner: socket.socket, host: str, port: int) -> None:
+    """Relay one connection in both directions until both are closed, or one is lost."""
+    reader, writer = await asyncio.open_connection(sock=inner)
     try:
         with contextlib.suppress(OSError):
-            there, endpoint = await asyncio.open_connection(host, port)
+            endpoint_reader, endpoint = await asyncio.open_connection(host, port)
             try:
-                await asyncio.gather(_pump(reader, endpoint), _pump(there, writer))
+                await asyncio.gather(_copy(reader, endpoint), _copy(endpoint_reader, writer))
             finally:
                 endpoint.close()
     finally:
         writer.close()
 
 
-async def _pump(source: asyncio.StreamReader, drain: asyncio.StreamWriter) -> None:
-    while data := await source.read(PIECE):
+async def _copy(source: asyncio.StreamReader, drain: asyncio.StreamWriter) -> None:
+    while data := await source.read(CHUNK_BYTES):
         drain.write(data)
         await drain.drain()
     drain.write_eof()

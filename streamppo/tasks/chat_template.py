@@ -69,7 +69,7 @@ class ChatTemplate:
         self._tokenizer = tokenizer
         self._control = control
         self._whole = set[tuple[object, ...]]()
-        """Shapes of prompts, and of messages after a turn, that the template is known to write in full."""
+        """Shapes of prompts, and of messages after a turn, that the template writes in full."""
         self._clock = _directives(datetime.fromisoformat(clock)) if clock else {}
 
     def render(self, messages: Sequence[Message], template: Template) -> str:
@@ -79,7 +79,7 @@ class ChatTemplate:
         and if it rejects the messages or leaves out one of them.
         """
         rendered = self._render_open(messages, template)
-        shape = (*map(_shape, messages), *_kind(template))
+        shape = (*map(_message_shape, messages), *_template_shape(template))
         if shape not in self._whole:
             self._refuse_omissions(messages, template)
             self._whole.add(shape)
@@ -93,10 +93,10 @@ class ChatTemplate:
 
     def _refuse_omissions(self, messages: Sequence[Message], template: Template) -> None:
         """Raise `TaskError` if the template leaves out a message that is not the assistant's."""
-        words = {number: f"{WORDS}{number}z" for number, one in enumerate(messages) if one.role != "assistant"}
+        words = {number: f"{WORDS}{number}z" for number, message in enumerate(messages) if message.role != "assistant"}
         probe = [
-            structs.replace(one, content=words[number]) if number in words else one
-            for number, one in enumerate(messages)
+            structs.replace(message, content=words[number]) if number in words else message
+            for number, message in enumerate(messages)
         ]
         try:
             rendered = self._render_open(probe, template)
@@ -104,10 +104,10 @@ class ChatTemplate:
             log.debug("the chat template takes no other words: %s", error)
             return
         for number, word in words.items():
-            one = messages[number]
-            if one.text.strip() and word not in rendered:
+            role = messages[number].role
+            if messages[number].text.strip() and word not in rendered:
                 raise TaskError(
-                    f"the chat template leaves out a message of the role {one.role!r}: the policy would not see it; "
+                    f"the chat template leaves out a message of the role {role!r}: the policy would not see it; "
                     "put its words into the user's message, or give the tokenizer another template"
                 )
 
@@ -124,99 +124,99 @@ class ChatTemplate:
         return self._apply(messages, template, add_generation_prompt=False)
 
     def missing_opening(self) -> str:
-        """Return what is written before an assistant's words but not behind a prompt; "" if the two are the same.
+        """Return the text before an assistant's words that is missing after a prompt; "" if none is.
 
         Example: "<|im_start|>assistant\\n" of a template that does not ask for `add_generation_prompt`.
         """
-        asked = (Message(role="user", content="?"),)
+        question = (Message(role="user", content="?"),)
         try:
-            prompt, ended = self._render_open(asked, PLAIN), self.render_conversation(asked, PLAIN)
-            turn = self.render_conversation((*asked, Message(role="assistant", content=SENTINEL)), PLAIN)
+            prompt, ended = self._render_open(question, PLAIN), self.render_conversation(question, PLAIN)
+            turn = self.render_conversation((*question, Message(role="assistant", content=SENTINEL)), PLAIN)
         except TaskError as error:
             log.debug("the chat template writes no plain turn: %s", error)
             return ""
-        before, found, _ = turn.partition(SENTINEL)
+        before, sentinel, _ = turn.partition(SENTINEL)
         opening = before.removeprefix(prompt)
-        is_missing = found and prompt == ended and before.startswith(prompt) and opening.strip()
+        is_missing = sentinel and prompt == ended and before.startswith(prompt) and opening.strip()
         return opening if is_missing else ""
 
     def after_turn(self, said: Sequence[Message], template: Template, calls: Calls = ()) -> AfterTurn:
         """Render `said` after a turn of the assistant: the text after its words, with the opening of the next turn.
 
-        Some templates write the answers of tools only after `calls`, with which the turn ends. Without `said` it is
+        Some templates write the answers of tools only after `calls`, the end of the turn. Without `said` the text is
         only the end of the turn. Raises `TaskError` as `render` does, for a template that does not write an assistant's
-        words once, and for one that leaves out what is said.
+        words once, and for one that leaves out a message.
         """
-        behind = self._behind(said, template, calls)
-        shape = (tuple(map(_shape, said)), bool(calls), *_kind(template))
+        after = self._after_words(said, template, calls)
+        shape = (tuple(map(_message_shape, said)), bool(calls), *_template_shape(template))
         if shape not in self._whole:
-            words = [structs.replace(one, content=f"{WORDS}{number}z") for number, one in enumerate(said)]
-            probe = self._behind(words, template, calls).text
-            for number, one in enumerate(said):
-                if one.role in ("user", "tool") and one.text.strip() and f"{WORDS}{number}z" not in probe:
+            words = [structs.replace(message, content=f"{WORDS}{number}z") for number, message in enumerate(said)]
+            probe = self._after_words(words, template, calls).text
+            for number, message in enumerate(said):
+                if message.role in ("user", "tool") and message.text.strip() and f"{WORDS}{number}z" not in probe:
                     raise TaskError(
-                        f"the chat template leaves out a message of the role {one.role!r} that follows the assistant's "
-                        f"turn{' with its calls' if calls else ''}: the policy would not see it"
+                        f"the chat template leaves out a message of the role {message.role!r} that follows the "
+                        f"assistant's turn{' with its calls' if calls else ''}: the policy would not see it"
                     )
             self._whole.add(shape)
-        return behind
+        return after
 
-    def _behind(self, said: Sequence[Message], template: Template, calls: Calls) -> AfterTurn:
+    def _after_words(self, said: Sequence[Message], template: Template, calls: Calls) -> AfterTurn:
         if said and calls:
             try:
-                return self._behind_calls(said, template, calls)
+                return self._after_calls(said, template, calls)
             except TaskError as error:
                 log.debug("the chat template writes no answer after a call: %s", error)
         turn = (Message(role="user", content="?"), Message(role="assistant", content=SENTINEL))
         rendered = self._render_open((*turn, *said), template) if said else self.render_conversation(turn, template)
-        behind = rendered.split(SENTINEL)[1:]
-        if len(behind) != 1:
+        suffixes = rendered.split(SENTINEL)[1:]
+        if len(suffixes) != 1:
             raise TaskError(
-                f"the chat template rewrites earlier turns: it writes an assistant's words {len(behind)} times where "
+                f"the chat template rewrites earlier turns: it writes an assistant's words {len(suffixes)} times where "
                 "messages follow, so an environment's messages cannot be appended"
             )
-        return AfterTurn(behind[0])
+        return AfterTurn(suffixes[0])
 
-    def _behind_calls(self, said: Sequence[Message], template: Template, calls: Calls) -> AfterTurn:
+    def _after_calls(self, said: Sequence[Message], template: Template, calls: Calls) -> AfterTurn:
         """The text after the last argument of the calls, and the texts there if other messages follow."""
 
-        def turn(*made: dict[str, Any]) -> tuple[Message, ...]:
-            return Message(role="user", content="?"), Message(role="assistant", content="", tool_calls=made)
+        def turn(*calls_made: dict[str, Any]) -> tuple[Message, ...]:
+            return Message(role="user", content="?"), Message(role="assistant", content="", tool_calls=calls_made)
 
-        asked = turn(*map(_marked, calls))
-        _, found, behind = self._render_open((*asked, *said), template).rpartition(SENTINEL)
-        if not found:
+        conversation = turn(*map(_with_sentinel, calls))
+        _, sentinel, suffix = self._render_open((*conversation, *said), template).rpartition(SENTINEL)
+        if not sentinel:
             raise TaskError("the chat template does not write the arguments of a call")
-        others, again = [self.render_conversation(asked, template).rpartition(SENTINEL)[2]], None
-        # Many templates take no user's message here, or no second call.
+        others, second_call = [self.render_conversation(conversation, template).rpartition(SENTINEL)[2]], None
+        # Many templates refuse a user's message here, or a second call.
         with suppress(TaskError):
             question = Message(role="user", content="?")
-            others.append(self._render_open((*asked, question), template).rpartition(SENTINEL)[2])
+            others.append(self._render_open((*conversation, question), template).rpartition(SENTINEL)[2])
         with suppress(TaskError, IndexError):
-            again = self.render_conversation(turn(*[_marked(calls[-1])] * 2), template).split(SENTINEL)[1]
-        return AfterTurn(behind, tuple(others), again)
+            second_call = self.render_conversation(turn(*[_with_sentinel(calls[-1])] * 2), template).split(SENTINEL)[1]
+        return AfterTurn(suffix, tuple(others), second_call)
 
-    def _apply(self, messages: Sequence[Message], template: Template, **how: bool) -> str:
+    def _apply(self, messages: Sequence[Message], template: Template, **flags: bool) -> str:
         if not self._tokenizer.chat_template:
             raise TaskError("the prompts are messages, but the model's tokenizer has no chat template")
-        if wrong := RESERVED & template.arguments.keys():
-            raise TaskError(f"{min(wrong)!r} is not an argument that the configuration may give to a chat template")
+        if reserved := RESERVED & template.arguments.keys():
+            raise TaskError(f"{min(reserved)!r} is not an argument that the configuration may give to a chat template")
         self._refuse_choice(template)
         chat: Any = [message.plain() for message in messages]
         # Templates would treat an empty list as tools.
         tools = list(template.tools) or None
-        arguments = {**self._timed(template, tools), **how}
+        arguments = {**self._timed(template, tools), **flags}
         rendered = self._render_checked(chat, tools, arguments)
         if template.control_tokens == "parse":
             return rendered
         escaped = [self._control.escape(message, str(message["role"])) for message in chat]
         escaped_tools = self._control.escape(tools, "tool")
         # A row may give arguments too. The chat template itself is one of them.
-        given = {name: value for name, value in template.arguments.items() if name != "chat_template"}
-        escaped_given = {**arguments, **self._control.escape(given, "tool")}
-        if (escaped, escaped_tools, escaped_given) == (chat, tools, arguments):
+        row_arguments = {name: value for name, value in template.arguments.items() if name != "chat_template"}
+        escaped_arguments = {**arguments, **self._control.escape(row_arguments, "tool")}
+        if (escaped, escaped_tools, escaped_arguments) == (chat, tools, arguments):
             return rendered
-        private = self._render_checked(escaped, escaped_tools, escaped_given)
+        private = self._render_checked(escaped, escaped_tools, escaped_arguments)
         if self._control.restore(private) != rendered:
             raise TaskError(
                 "the chat template changes, cuts or looks for a text that spells a control token, so it cannot be kept "
@@ -235,7 +235,7 @@ class ChatTemplate:
         return {**template.arguments, "chat_template": CLOCK + text, "streamppo_clock": self._clock}
 
     def _refuse_choice(self, template: Template) -> None:
-        """Raise `TaskError` if there are several templates, of which transformers takes none by itself."""
+        """Raise `TaskError` for several named templates without a default."""
         named: object = self._tokenizer.chat_template
         if not isinstance(named, dict) or "chat_template" in template.arguments:
             return
@@ -265,32 +265,33 @@ def _directives(moment: datetime) -> dict[str, str]:
     return {directive: text for directive in every if (text := moment.strftime(directive)) != directive}
 
 
-def _shape(message: Message) -> tuple[object, ...]:
-    """What a template may distinguish in a message, besides its words."""
-    given = bool(message.text.strip()), bool(message.tool_calls), bool(message.tool_call_id), bool(message.name)
-    return message.role, *given, *sorted(message.fields)
+def _message_shape(message: Message) -> tuple[object, ...]:
+    """The properties of a message that a template may distinguish, besides its words."""
+    presence = bool(message.text.strip()), bool(message.tool_calls), bool(message.tool_call_id), bool(message.name)
+    return message.role, *presence, *sorted(message.fields)
 
 
-def _kind(template: Template) -> tuple[object, ...]:
-    """What a template may distinguish in its inputs besides the messages: a tokenizer may have one for tools alone."""
+def _template_shape(template: Template) -> tuple[object, ...]:
+    """The properties of other inputs that a template may distinguish: a tokenizer may have a template for tools."""
     return bool(template.tools), repr(template.arguments)
 
 
 def _text_arguments(chat: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """Messages whose calls have their arguments as JSON."""
 
-    def changed(call: dict[str, Any]) -> dict[str, Any]:
+    def with_text(call: dict[str, Any]) -> dict[str, Any]:
         function = call.get("function")
         if not isinstance(function, dict) or isinstance(function.get("arguments"), str):
             return call
         return {**call, "function": {**function, "arguments": json.dumps(function.get("arguments"))}}
 
     return [
-        {**one, "tool_calls": list(map(changed, one["tool_calls"]))} if "tool_calls" in one else one for one in chat
+        {**message, "tool_calls": list(map(with_text, message["tool_calls"]))} if "tool_calls" in message else message
+        for message in chat
     ]
 
 
-def _marked(call: Mapping[str, Any]) -> dict[str, Any]:
+def _with_sentinel(call: Mapping[str, Any]) -> dict[str, Any]:
     """A call with the sentinel as its only argument."""
     function = {**call.get("function", {}), "arguments": {"value": SENTINEL}}
     return {"type": "function", **call, "function": function}

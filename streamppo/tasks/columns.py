@@ -15,13 +15,13 @@ from uuid import UUID
 import msgspec
 import numpy as np
 
-from streamppo.tasks.dataset_files import Row, Unread
+from streamppo.tasks.dataset_files import Row, Unreadable
 
 ATOMS = frozenset({type(None), bool, int, float, str, bytes})
 EXACT = frozenset({Decimal, Fraction, UUID, datetime.date, datetime.time, datetime.timedelta})
-"""Types that `plain` leaves unchanged; datetime is not among them, because its zone may be no plain offset."""
+"""Types that `plain` leaves unchanged. A datetime is converted: its zone may be no plain offset."""
 
-EXTENDED: Mapping[type, Callable[..., object]] = {kind: kind for kind in (int, float, bytes, Decimal, Fraction)}
+PLAIN_TYPES: Mapping[type, Callable[..., object]] = {kind: kind for kind in (int, float, bytes, Decimal, Fraction)}
 """Converts a value of a subclass to its plain type."""
 
 
@@ -33,21 +33,21 @@ class Plain(NamedTuple):
     """The plain columns of a row, and for each omitted column the reason."""
 
     columns: Row
-    left_out: Mapping[str, str]
+    omitted: Mapping[str, str]
 
 
 def plain_columns(row: Row) -> Plain:
     """Make the columns of a row plain."""
     columns: dict[str, object] = {}
-    left_out: dict[str, str] = {}
+    omitted: dict[str, str] = {}
     for name, value in row.items():
         try:
             columns[name] = value if type(value) in ATOMS else plain(value)
         except NotPlain as error:
-            left_out[name] = str(error)
+            omitted[name] = str(error)
         except RecursionError:
-            left_out[name] = "is nested too deeply"
-    return Plain(columns, left_out)
+            omitted[name] = "is nested too deeply"
+    return Plain(columns, omitted)
 
 
 def plain(value: object) -> object:
@@ -55,21 +55,21 @@ def plain(value: object) -> object:
     if type(value) in ATOMS or type(value) in EXACT:
         return value
     match value:
-        case Unread():
+        case Unreadable():
             raise NotPlain(value.reason)
         case Mapping():
             return {_key(name): plain(item) for name, item in value.items()}
         case list() | tuple() | set() | frozenset():
             return [plain(item) for item in value]
         case datetime.datetime():
-            return _moment(value)
+            return _fixed_offset(value)
         case np.datetime64():
             # Nanoseconds would become an integer in numpy.
             return plain(value.astype("datetime64[us]").item())
         case np.timedelta64():
             return plain(value.astype("timedelta64[us]").item())
         case np.generic() | np.ndarray():
-            return _numbers(value)
+            return _plain_array(value)
         case bytearray() | memoryview():
             return bytes(value)
         case _:
@@ -80,7 +80,7 @@ def _plain_subclass(value: object) -> object:
     """Convert a value of a subclass of a plain type, or a library's array."""
     if isinstance(value, str):
         return str.__str__(value)
-    for kind, make in EXTENDED.items():
+    for kind, make in PLAIN_TYPES.items():
         if isinstance(value, kind):
             return make(value)
     tolist = getattr(value, "tolist", None)
@@ -89,13 +89,13 @@ def _plain_subclass(value: object) -> object:
     raise NotPlain(f"holds values of {type(value).__module__}.{type(value).__qualname__}")
 
 
-def _numbers(value: np.generic | np.ndarray) -> object:
+def _plain_array(value: np.generic | np.ndarray) -> object:
     listed = value.tolist()
     # `tolist` leaves a long double as a numpy number.
     return float(listed) if isinstance(listed, np.floating) else plain(listed)
 
 
-def _moment(value: datetime.datetime) -> datetime.datetime | None:
+def _fixed_offset(value: datetime.datetime) -> datetime.datetime | None:
     """Return a datetime with a fixed offset in place of its zone; None for pandas' NaT."""
     text = value.isoformat()
     return None if text == "NaT" else datetime.datetime.fromisoformat(text)

@@ -1,7 +1,7 @@
-"""Keeps control tokens of a tokenizer apart from untrusted text that spells them.
+"""Separates a tokenizer's control tokens from untrusted text with their names.
 
-A row or a tool's output may contain "<|im_end|>" or "<tool_call>". A tokenizer turns such a name into the control
-token, whatever its origin. Here a control token is produced only where the chat template wrote it:
+A row or a tool's output may contain "<|im_end|>" or "<tool_call>". A tokenizer turns every such name into the control
+token. Here only names written by the chat template become control tokens:
 
     escape    names in the messages are replaced by letters and a number before the template is rendered
     ids       a twin of the tokenizer, whose control tokens have private names, tokenises the rendered text:
@@ -27,19 +27,19 @@ if TYPE_CHECKING:
 MARK = "qk7vTextOfControlToken"
 """Prefix of an escaped name. Letters and digits pass unchanged through every template, also through JSON."""
 ESCAPED = re.compile(f"{MARK}(\\d+)z")
-SIGN = "\U0010fffd"
+DELIMITER = "\U0010fffd"
 """Delimiter of private names of control tokens: a private-use character."""
 RENAMED = ("Unigram", "WordLevel", "WordPiece")
-"""Models whose vocabulary may contain the name of a control token as a word."""
-LISTED = "chat_control_tokens"
+"""Model types whose vocabulary may contain the name of a control token as a word."""
+LIST_ENTRY = "chat_control_tokens"
 """The entry of tokenizer_config.json with the control tokens that a chat template writes."""
-OWN_ROLES = ("system", "assistant")
-"""Roles whose messages may contain markers that are not special, such as thinking tags: they do not end a turn."""
+TRUSTED_ROLES = ("system", "assistant")
+"""Roles whose messages may contain markers that are not special, such as thinking tags."""
 T = TypeVar("T")
 
 
 class ControlTokens:
-    """The control tokens of a tokenizer: its special tokens, and other added tokens that a chat template writes."""
+    """The control tokens of a tokenizer: its special tokens, and the other added tokens in a chat template."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, backend: Backend | None, templates: Iterable[str]) -> None:
         self._backend = backend
@@ -47,8 +47,8 @@ class ControlTokens:
         self.added = frozenset(added)
         self.special = frozenset({number for number, token in added.items() if token.special})
         """Ids of the special tokens."""
-        # A template may put a name together of parts; the tokenizer then lists it, which older transformers only keep.
-        listed = getattr(tokenizer, LISTED, None) or tokenizer.init_kwargs.get(LISTED) or ()
+        # A template may compose a name of parts. The tokenizer then lists it; older transformers keep the list unread.
+        listed = getattr(tokenizer, LIST_ENTRY, None) or tokenizer.init_kwargs.get(LIST_ENTRY) or ()
         source = "\n".join([*templates, *listed])
         markers = [token.content for number, token in added.items() if number not in self.special]
         self._names = [token.content for number, token in added.items() if number in self.special]
@@ -65,10 +65,10 @@ class ControlTokens:
     def escape(self, value: T, role: str) -> T:
         """Escape the names in a text of a message with `role`, or in every text of a dict or list.
 
-        Names of special tokens are escaped in every role, names of other markers in all but `OWN_ROLES`. Raises
-        `TaskError` for a text that contains `MARK` or `SIGN`.
+        Names of special tokens are escaped in every role, names of other markers in all but `TRUSTED_ROLES`. Raises
+        `TaskError` for a text that contains `MARK` or `DELIMITER`.
         """
-        pattern = self._special_names if role in OWN_ROLES else self._all_names
+        pattern = self._special_names if role in TRUSTED_ROLES else self._all_names
         return value if pattern is None else cast(T, self._escape(value, pattern))
 
     def _escape(self, value: object, pattern: re.Pattern[str]) -> object:
@@ -90,7 +90,7 @@ class ControlTokens:
     def text_ids(self, text: str) -> list[int]:
         """Return the ids of a text without any control token. Raises `TaskError` as `ids` does."""
         _refuse_marks(text)
-        return self._read(text, 0)
+        return self._encode(text, 0)
 
     def ids(self, rendered: str) -> list[int]:
         """Return the ids of a rendered template with escaped names.
@@ -100,12 +100,12 @@ class ControlTokens:
         private, written = rendered, 0
         if self._all_names is not None:
             private, written = self._all_names.subn(lambda match: _private(self._names.index(match[0])), rendered)
-        return self._read(self.restore(private), written)
+        return self._encode(self.restore(private), written)
 
-    def _read(self, text: str, written: int) -> list[int]:
+    def _encode(self, text: str, written: int) -> list[int]:
         twin, numbers = self._twin
-        read: list[int] = twin.encode(text, add_special_tokens=False).ids
-        ids = [numbers.get(token, token) for token in read]
+        twin_ids: list[int] = twin.encode(text, add_special_tokens=False).ids
+        ids = [numbers.get(token, token) for token in twin_ids]
         control = {self._ids[name] for name in self._names if self._ids[name] != self._unknown}
         if sum(token in control for token in ids) != written:
             raise TaskError(
@@ -148,11 +148,11 @@ def _any_of(names: Iterable[str]) -> re.Pattern[str] | None:
 
 def _private(number: int) -> str:
     """The twin's name of control token `number`."""
-    return f"{SIGN}{number}{SIGN}"
+    return f"{DELIMITER}{number}{DELIMITER}"
 
 
 def _refuse_marks(text: str) -> None:
-    for mark in (MARK, SIGN):
+    for mark in (MARK, DELIMITER):
         if mark in text:
             raise TaskError(f"a text holds {mark!r}, which stands for control tokens here: take it out")
 

@@ -16,10 +16,10 @@ from streamppo.types import Message, Prompt, Template
 
 ANSWER = "answer"
 """The name of the answer for rewards, and of its column by default."""
-SEEN = ("image", "images", "video", "videos", "audio", "audios")
-"""Names of columns with pictures and sounds, in data sets for models that see and hear."""
-PLACES = tuple(f"<{name}>" for name in ("image", "video", "audio"))
-"""The places of pictures and sounds in the prompts of verl's and others' rows."""
+MEDIA_COLUMNS = ("image", "images", "video", "videos", "audio", "audios")
+"""Names of columns with pictures and sounds, in multimodal data sets."""
+MEDIA_MARKS = tuple(f"<{name}>" for name in ("image", "video", "audio"))
+"""Marks of pictures and sounds in the prompts of verl's and others' rows."""
 SPECIALS = 8
 """Tokens that a tokenizer may add to a text; every other token covers at least one byte of it."""
 
@@ -36,7 +36,7 @@ class Measure(Protocol):
         ...
 
 
-Look: TypeAlias = Callable[[str, Prompt], object]
+VisitPrompt: TypeAlias = Callable[[str, Prompt], object]
 """Called for every prompt: (location of its row, prompt)."""
 
 
@@ -55,13 +55,13 @@ class Data:
         tokenizer: Measure | None,
         limit: int | None = None,
         *,
-        look: Look | None = None,
+        visit: VisitPrompt | None = None,
     ) -> None:
-        source = _of_subset(source)
+        source = _source_of_subset(source)
         self._name, self._source, self._tokenizer = name, source, tokenizer
-        self._limit, self._look = limit, look
-        self._left_out: dict[str, str] = {}
-        self._unseen: set[str] = set()
+        self._limit, self._visit = limit, visit
+        self._omitted: dict[str, str] = {}
+        self._media: set[str] = set()
         self.lengths = {"skipped": 0, "truncated": 0}
         self.notes: list[str] = []
         self.training: Sequence[Prompt] = self._read(source.data, source.split)
@@ -77,20 +77,20 @@ class Data:
             except TaskError as error:
                 raise TaskError(f"{source.data}: {error}") from error
             self.held_out_keys = self._keys(divided.held_out)
-            self.leave(set(self.held_out_keys))
+            self.remove(set(self.held_out_keys))
             self.held_out = divided.held_out
         else:
             self.held_out = self._read(*_evaluation(source))
             self.held_out_keys = self._keys(self.held_out)
         self.notes += [
-            f"{name}: the column {column!r} {why}: rewards do not get it" for column, why in self._left_out.items()
+            f"{name}: the column {column!r} {why}: rewards do not get it" for column, why in self._omitted.items()
         ]
         self.notes += [
             f"{name}: rows have pictures or sounds in the column {column!r}: the policy reads only the prompt's text"
-            for column in sorted(self._unseen)
+            for column in sorted(self._media)
         ]
 
-    def leave(self, taken: set[bytes]) -> None:
+    def remove(self, taken: set[bytes]) -> None:
         """Remove training prompts whose keys are in `taken`. Raises `TaskError` if none is left."""
         self.training = split.drop_taken(self.training, self.keys, taken)
         self.keys = split.drop_taken(self.keys, self.keys, taken)
@@ -116,28 +116,28 @@ class Data:
     def _prompt(self, row: Row, where: str) -> Prompt | None:
         """Make the prompt of a row; None for a skipped one."""
         plain = columns.plain_columns(row)
-        self._left_out |= plain.left_out
+        self._omitted |= plain.omitted
         converted = prompt(plain.columns, where, self._name, self._source)
-        unseen = {column for column in SEEN if _is_given(row.get(column))}
-        if unseen and any(place in converted.text for place in PLACES):
+        media = {column for column in MEDIA_COLUMNS if _has_value(row.get(column))}
+        if media and any(place in converted.text for place in MEDIA_MARKS):
             raise TaskError(
-                f"{where}: the prompt has places for what is in the column {min(unseen)!r}, and the policy reads only "
+                f"{where}: the prompt has places for what is in the column {min(media)!r}, and the policy reads only "
                 "text: leave such rows out"
             )
-        self._unseen |= unseen
+        self._media |= media
         if self._tokenizer is not None and not self._fits(converted, where, self._source, self._tokenizer):
             return None
-        if self._look is not None:
-            self._look(where, converted)
+        if self._visit is not None:
+            self._visit(where, converted)
         return converted
 
-    def _fits(self, made: Prompt, where: str, source: Source, tokenizer: Measure) -> bool:
+    def _fits(self, prompt: Prompt, where: str, source: Source, tokenizer: Measure) -> bool:
         """Return True if the prompt is used; count it if it is too long."""
         limit = source.max_prompt_tokens
         try:
-            if len(tokenizer.render(made).encode(errors="surrogatepass")) + SPECIALS <= limit:
+            if len(tokenizer.render(prompt).encode(errors="surrogatepass")) + SPECIALS <= limit:
                 return True
-            length = len(tokenizer.ids(made))
+            length = len(tokenizer.ids(prompt))
         except TaskError as error:
             raise TaskError(f"{where}: {error}") from error
         if length <= limit:
@@ -156,13 +156,13 @@ class Data:
                 return True
 
 
-def _of_subset(source: Source) -> Source:
+def _source_of_subset(source: Source) -> Source:
     """Return `source` with the folders of its subset as data, where they are local."""
     evaluation = source.evaluation
     if evaluation is not None:
-        evaluation = dataset_files.of_subset(evaluation, source.subset, is_required=False)
+        evaluation = dataset_files.subset_folder(evaluation, source.subset, is_required=False)
     return structs.replace(
-        source, data=dataset_files.of_subset(source.data, source.subset, is_required=True), evaluation=evaluation
+        source, data=dataset_files.subset_folder(source.data, source.subset, is_required=True), evaluation=evaluation
     )
 
 
@@ -187,18 +187,18 @@ def prompt(row: Row, where: str, name: str, source: Source) -> Prompt:
     """Convert one row according to `source`. Raises `TaskError` with the name of a missing column."""
     text, messages = content(_column(row, source.prompt, where), where, source)
     columns = reward_columns(row, where, source)
-    of = row.get("data_source")
+    row_source = row.get("data_source")
     return Prompt(
         text=text,
         columns=columns,
         messages=messages,
-        source=of if isinstance(of, str) else name,
+        source=row_source if isinstance(row_source, str) else name,
         max_tokens=source.max_prompt_tokens if source.too_long == "truncate" else None,
         template=_template(row, where, source, chats=bool(messages)),
     )
 
 
-def _is_given(value: object) -> bool:
+def _has_value(value: object) -> bool:
     """True unless a value is null or empty."""
     return value is not None and not (isinstance(value, str | bytes | list | tuple | dict) and not value)
 
@@ -206,7 +206,7 @@ def _is_given(value: object) -> bool:
 def reward_columns(row: Row, where: str, source: Source) -> dict[str, object]:
     """Return the columns that a row's rewards get. Raises `TaskError` with the name of a missing column."""
     columns: dict[str, object] = {**row}
-    # Rewards get the prompt's column, unless it is called `prompt`: TRL and agents have that in a form of their own.
+    # Rewards get the prompt's column unless its name is `prompt`: TRL and agents pass their own form of that.
     if source.prompt == "prompt":
         columns.pop("prompt", None)
     columns |= {new: _column(row, old, where) for new, old in source.columns.items()}
@@ -216,7 +216,7 @@ def reward_columns(row: Row, where: str, source: Source) -> dict[str, object]:
 
 
 def present_columns(row: Row, source: Source) -> Source:
-    """Return `source` without the columns that the row lacks; the prompt's is unchanged."""
+    """Return `source` without columns missing in the row; the prompt's column is unchanged."""
     answer = source.answer if source.answer and has_column(row, _answer_column(row, source.answer)) else ""
     return structs.replace(
         source, answer=answer, columns={new: old for new, old in source.columns.items() if has_column(row, old)}
@@ -230,7 +230,7 @@ def _template(row: Row, where: str, source: Source, *, chats: bool) -> Template:
 
 
 def _answer_column(row: Row, name: str) -> str:
-    """The name of the answer's column, which in verl's rows is nested, also where another is called `answer`.
+    """The name of the answer's column: nested in verl's rows, also beside another column `answer`.
 
     Example: verl's own conversion of gsm8k leaves the solution as the column `answer`, and rewards get `ground_truth`.
     """

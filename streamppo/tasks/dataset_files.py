@@ -22,7 +22,7 @@ BATCH = 1024
 SUFFIXES = (".jsonl", ".gz", ".parquet", ".arrow", ".csv", ".tsv")
 
 
-class Unread(NamedTuple):
+class Unreadable(NamedTuple):
     """Replaces an unreadable value of a column."""
 
     reason: str
@@ -38,7 +38,7 @@ def rows(data: str, split: str, subset: str = "") -> Iterator[tuple[str, Row]]:
         yield from ((f"{file}, row {number}", row) for number, row in enumerate(_file(file), start=1))
 
 
-def of_subset(data: str, subset: str, *, is_required: bool) -> str:
+def subset_folder(data: str, subset: str, *, is_required: bool) -> str:
     """Return the folder of a data set's configuration `subset`; a name on the hub is unchanged.
 
     Example: `main` of a copy of openai/gsm8k is its folder `main`. Raises `TaskError` if it is required and not there.
@@ -57,7 +57,7 @@ def of_subset(data: str, subset: str, *, is_required: bool) -> str:
 
 
 def has_splits(data: str) -> bool:
-    """Return True if a split can be chosen: not for a single file or a `save_to_disk` folder of one split."""
+    """Return True unless `data` is a single file, or a `save_to_disk` folder of one split."""
     path = Path(data)
     return not path.is_file() and not files.is_saved_dataset(path)
 
@@ -114,16 +114,16 @@ def parse(text: bytes, where: str) -> Row:
 
 
 def _csv(path: Path, delimiter: str) -> Iterator[Row]:
-    """Read a table with a header: each value is text, an empty one None, as in a gap of pandas and `datasets`.
+    """Read a table with a header: values are text, empty ones None, as in pandas and `datasets`.
 
-    Example: the column without a name that `DataFrame.to_csv` writes for its index is no column of the rows.
+    Columns without a name, such as the index of `DataFrame.to_csv`, are left out.
     """
     csv.field_size_limit(sys.maxsize)
-    table = csv.reader(_decoded(path), delimiter=delimiter, strict=True)
+    table = csv.reader(_decode_lines(path), delimiter=delimiter, strict=True)
     try:
         names = next(table, [])
-        if twice := _doubled(names):
-            raise TaskError(f"{path}: the first line names {twice} twice; it has the columns' names")
+        if duplicates := _duplicates(names):
+            raise TaskError(f"{path}: the first line names {duplicates} twice; it has the columns' names")
         for values in table:
             if not values:
                 continue
@@ -134,7 +134,7 @@ def _csv(path: Path, delimiter: str) -> Iterator[Row]:
         raise TaskError(f"{path}, line {table.line_num}: not CSV: {error}") from error
 
 
-def _decoded(path: Path) -> Iterator[str]:
+def _decode_lines(path: Path) -> Iterator[str]:
     """Yield the lines of a file as text in UTF-8, with or without a byte order mark."""
     encoding = "utf-8-sig"
     for number, line in enumerate(_lines(path), start=1):
@@ -145,8 +145,8 @@ def _decoded(path: Path) -> Iterator[str]:
         encoding = "utf-8"
 
 
-def _doubled(names: list[str]) -> str:
-    """Quote the names that several columns have; "" if all differ."""
+def _duplicates(names: list[str]) -> str:
+    """Quote the repeated names; "" if there are none."""
     return ", ".join(repr(name) for name in dict.fromkeys(names) if names.count(name) > 1)
 
 
@@ -174,21 +174,21 @@ def _arrow(path: Path) -> Iterator[Row]:
 
 
 def _rows(batch: "pyarrow.RecordBatch", where: Path) -> Iterator[Row]:
-    """Yield the rows of a batch. A column that Python cannot represent is `Unread` in each row.
+    """Yield the rows of a batch. A column that Python cannot represent is `Unreadable` in each row.
 
     Raises `TaskError` for two columns of one name.
     """
     import pyarrow
 
     names: list[str] = batch.schema.names
-    if twice := _doubled(names):
-        raise TaskError(f"{where}: more than one column is named {twice}")
+    if duplicates := _duplicates(names):
+        raise TaskError(f"{where}: more than one column is named {duplicates}")
     columns: list[list[Any]] = []
     for column in batch.columns:
         try:
             kind = _in_microseconds(column.type)
             listed = column.cast(kind, safe=False).to_pylist()
-            columns.append([_parsed(value, kind) for value in listed] if _has_json(kind) else listed)
+            columns.append([_parse_json(value, kind) for value in listed] if _has_json(kind) else listed)
         # Dates beyond the year 9999, texts that are not UTF-8, duplicate field names, types unknown to Python.
         except (
             pyarrow.ArrowException,
@@ -198,13 +198,13 @@ def _rows(batch: "pyarrow.RecordBatch", where: Path) -> Iterator[Row]:
             TypeError,
             NotImplementedError,
         ) as error:
-            columns.append([Unread(f"holds values of {column.type} that cannot be read: {error}")] * len(column))
+            columns.append([Unreadable(f"holds values of {column.type} that cannot be read: {error}")] * len(column))
     for values in zip(*columns, strict=True):
         yield dict(zip(names, values, strict=True))
 
 
 def _has_json(kind: "pyarrow.DataType") -> bool:
-    """Return True for Arrow's JSON type, which `datasets` writes for columns of mixed values, at any depth."""
+    """Return True for a type that contains Arrow's JSON type: `datasets` writes it for columns of mixed values."""
     import pyarrow as pa
 
     if pa.types.is_struct(kind):
@@ -218,16 +218,16 @@ def _is_list(kind: "pyarrow.DataType") -> bool:
     return pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind)
 
 
-def _parsed(value: Any, kind: "pyarrow.DataType") -> Any:
+def _parse_json(value: Any, kind: "pyarrow.DataType") -> Any:
     """Return a value of the type `kind` with its JSON texts parsed."""
     import pyarrow as pa
 
     if value is None:
         return None
     if pa.types.is_struct(kind):
-        return {field.name: _parsed(value[field.name], field.type) for field in kind}
+        return {field.name: _parse_json(value[field.name], field.type) for field in kind}
     if _is_list(kind):
-        return [_parsed(item, kind.value_type) for item in value]
+        return [_parse_json(item, kind.value_type) for item in value]
     return json.loads(value) if isinstance(kind, pa.JsonType) else value
 
 

@@ -1,4 +1,4 @@
-"""Environments, which answer the policy between its turns. `[environment] name = "package.module:Class"`.
+"""Environments answer the policy between its turns. `[environment] name = "package.module:Class"`.
 
     class Environment:                                   one instance for each trajectory
         async def reset(self, prompt: Prompt) -> Said    the first prompt: messages, or a plain text
@@ -6,8 +6,8 @@
         async def close(self)                            optional
 
 `text` is the policy's turn without special tokens. Steps run in the actor's event loop, so they must await long work;
-steps that do not are logged and counted (stalls.py). An environment that raises, takes too long, or returns a number
-that is not finite fails its trajectory with the first reason.
+blocking steps are logged and counted (stalls.py). An error, a timeout or a number that is not finite fails the
+trajectory with the first reason.
 """
 
 import asyncio
@@ -84,7 +84,7 @@ class EnvSession:
 
     async def begin(self, prompt: Prompt) -> Said:
         """Start the trajectory; return the first prompt."""
-        return _describe_answer(await _within_time("reset", self._calls, partial(self._environment.reset, prompt)))
+        return _check_message(await _within_time("reset", self._calls, partial(self._environment.reset, prompt)))
 
     async def step(self, text: str) -> Observation | Done:
         """Return the environment's answer to a turn, with numbers as plain finite floats."""
@@ -95,8 +95,8 @@ class EnvSession:
             checked = _plain(Reward(score=answer.reward, components=components, explanation=answer.explanation))
             return Done(checked.score, checked.components, checked.explanation)
         if isinstance(answer, Observation):
-            return Observation(_describe_answer(answer.said), _plain(Reward(score=answer.reward)).score)
-        return Observation(_describe_answer(answer))
+            return Observation(_check_message(answer.said), _plain(Reward(score=answer.reward)).score)
+        return Observation(_check_message(answer))
 
     async def close(self) -> None:
         """Call the environment's `close`, if it has one."""
@@ -109,16 +109,16 @@ class EnvSession:
 async def open_session(make: Make, stalls: EventLoopStalls) -> AsyncGenerator[EnvSession]:
     """Make an environment, and always close it at the end of the block. Raises `EnvironmentFailed`."""
     calls = EnvironmentCalls(stalls)
-    world = EnvSession(await _within_time("the constructor", calls, make), calls)
+    session = EnvSession(await _within_time("the constructor", calls, make), calls)
     try:
-        yield world
+        yield session
     # Also a cancellation.
     except BaseException:
         # A failure of `close` must not hide the first reason.
         with suppress(EnvironmentFailed):
-            await world.close()
+            await session.close()
         raise
-    await world.close()
+    await session.close()
 
 
 async def _within_time(method: str, calls: EnvironmentCalls, call: Callable[[], Awaitable[T]]) -> T:
@@ -139,13 +139,13 @@ def _plain(reward: Reward) -> Reward:
         raise EnvironmentFailed(f"step gave {user_traceback.describe(reward)[:QUOTED]}, {error}") from error
 
 
-def _describe_answer(value: object) -> Said:
+def _check_message(value: object) -> Said:
     if isinstance(value, str) and value:
         return value
     if isinstance(value, Sequence) and value and all(map(_is_message, value)):
         return tuple(value)
-    said = user_traceback.describe(value)[:QUOTED]
-    raise EnvironmentFailed(f"an environment says messages or a text that is not empty, not {said}")
+    quoted = user_traceback.describe(value)[:QUOTED]
+    raise EnvironmentFailed(f"an environment says messages or a text that is not empty, not {quoted}")
 
 
 def _is_message(value: object) -> bool:

@@ -15,7 +15,7 @@ from streamppo import durable
 from streamppo.errors import TaskError
 
 ENDINGS = (".jsonl", ".jsonl.gz", ".parquet", ".arrow", ".csv", ".csv.gz", ".tsv", ".tsv.gz")
-UNREAD = re.compile(r"\.(json|ndjson|feather|(jsonl|csv|tsv|json|parquet)\.\w+)$")
+UNSUPPORTED = re.compile(r"\.(json|ndjson|feather|(jsonl|csv|tsv|json|parquet)\.\w+)$")
 """Endings of unsupported data formats."""
 SHARD = r"(?:[-_.]\d+)?(?:[-_]of[-_]\d+)?(?:[-_.][0-9a-f]{8,})?"
 """The shard suffix of a name such as train-00000-of-00002-a09b74b3ef9c3b56."""
@@ -45,13 +45,13 @@ def find(folder: Path, split: str) -> SplitFiles:
             raise TaskError(f"{folder / 'state.json'}: not as `save_to_disk` writes it: {error}") from error
     seen = list(_visible_files(folder))
     data = [name for name in seen if ending(name)]
-    others = [name for name in seen if not ending(name) and UNREAD.search(name.name)]
-    if unread := [str(name) for name in others if _is_named(_stem(name), split)]:
+    others = [name for name in seen if not ending(name) and UNSUPPORTED.search(name.name)]
+    if unsupported := [str(name) for name in others if _is_named(_stem(name), split)]:
         raise TaskError(
-            f"{folder}: {', '.join(unread)} of the split {split!r} would be left out: make jsonl, csv or parquet of "
-            "it, move it away, or name the file that is meant as `data`"
+            f"{folder}: {', '.join(unsupported)} of the split {split!r} would be left out: make jsonl, csv or parquet "
+            "of it, move it away, or name the file that is meant as `data`"
         )
-    of_split = [name for name in data if _is_of(name, split)]
+    of_split = [name for name in data if _belongs_to(name, split)]
     if not of_split:
         names = ", ".join(map(str, data)) or "none"
         raise TaskError(
@@ -90,7 +90,7 @@ def _visible_files(folder: Path) -> Iterator[Path]:
 
 def _stem(name: Path) -> str:
     """Return a file's name without its ending."""
-    known = ending(name) or (match[0] if (match := UNREAD.search(name.name)) else "")
+    known = ending(name) or (match[0] if (match := UNSUPPORTED.search(name.name)) else "")
     return name.name.removesuffix(known)
 
 
@@ -98,7 +98,7 @@ def _is_named(stem: str, split: str) -> bool:
     return re.fullmatch(re.escape(split) + SHARD, stem) is not None
 
 
-def _is_of(name: Path, split: str) -> bool:
+def _belongs_to(name: Path, split: str) -> bool:
     """Return True if a file belongs to the split and to no other."""
     named = {part for part in name.parts[:-1] if part in SPLITS or part == split}
     named |= {candidate for candidate in SPLITS | {split} if _is_named(_stem(name), candidate)}

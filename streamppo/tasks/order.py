@@ -18,7 +18,7 @@ class ShuffledOrder:
     """Row `permutation(seed, epoch)[position % n]` with epoch = position // n; `count` is n, `key` begins with seed."""
 
     def __init__(self, count: int, *key: int) -> None:
-        # Two epochs, because trajectories in flight may belong to two consecutive ones.
+        # Trajectories in flight may belong to two consecutive epochs.
         self._permutation = lru_cache(maxsize=2)(
             lambda epoch: np.random.default_rng((key[0], epoch, *key[1:])).permutation(count)
         )
@@ -110,7 +110,7 @@ class SourceRows(WireStruct, frozen=True):
 
 
 class RowNumbers(WireStruct, frozen=True):
-    """What is needed to find the row of a prompt without the rows: the sources and the seed of their mixture.
+    """Finds the row number of a prompt without the rows: has the sources and the seed of their mixture.
 
     Example: sources of 10 and 5 rows. Row 2 of the second source has number 12.
     """
@@ -120,8 +120,8 @@ class RowNumbers(WireStruct, frozen=True):
 
     def has_rows_of(self, other: "RowNumbers") -> bool:
         """Return True if a row's number stands for the same row in `other`, whatever the order of prompts."""
-        return [(one.name, one.count, one.content) for one in self.sources] == [
-            (one.name, one.count, one.content) for one in other.sources
+        return [(source.name, source.count, source.content) for source in self.sources] == [
+            (source.name, source.count, source.content) for source in other.sources
         ]
 
     def of_prompts(self) -> Callable[[int], int]:

@@ -31,12 +31,12 @@ DEVELOPMENT = {"test", "docs", "peers"}
 def export_path() -> None:
     """Make modules of the current folder importable here and in every child process, where they come first.
 
-    Raises `RunError` if one of them hides a module of Python, or an installed one in use: Ray itself would import it.
+    Raises `RunError` if one of them hides a module of Python or of a used library: Ray itself would import it.
     """
     folder = os.getcwd()
-    if hiding := _hiding(Path(folder)):
+    if shadowing := _shadowing_modules(Path(folder)):
         raise RunError(
-            f"{hiding[0]} hides the module {hiding[0].stem!r} of Python or of a library, which streamppo and "
+            f"{shadowing[0]} hides the module {shadowing[0].stem!r} of Python or of a library, which streamppo and "
             "Ray import: rename it, or start in another folder"
         )
     if folder not in sys.path:
@@ -44,7 +44,7 @@ def export_path() -> None:
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [folder, os.environ.get("PYTHONPATH")]))
 
 
-def _hiding(folder: Path) -> list[Path]:
+def _shadowing_modules(folder: Path) -> list[Path]:
     """The modules and packages in `folder` with the name of a module of Python, or of an installed one in use."""
     installed = {
         name
@@ -53,8 +53,8 @@ def _hiding(folder: Path) -> list[Path]:
     }
     # A checkout of streamppo may be the folder, and an installed one in use.
     taken = {*sys.stdlib_module_names, *installed} - {"streamppo"}
-    found = [*folder.glob("*.py"), *(init.parent for init in folder.glob("*/__init__.py"))]
-    return sorted(path for path in found if path.stem in taken and "site-packages" not in path.parts)
+    modules = [*folder.glob("*.py"), *(init.parent for init in folder.glob("*/__init__.py"))]
+    return sorted(path for path in modules if path.stem in taken and "site-packages" not in path.parts)
 
 
 def load(name: str, asked_by: str) -> object:
@@ -69,7 +69,7 @@ def load(name: str, asked_by: str) -> object:
     except user_traceback.USER_ERRORS as error:
         raise TaskError(
             f"{asked_by} {name!r}: importing {where} failed: {user_traceback.format_user_error(error)}"
-            f"{_neighbour(where, attribute, error) or remedy(error)}"
+            f"{_path_hint(where, attribute, error) or remedy(error)}"
         ) from error
     plugin = getattr(module, attribute, None)
     if plugin is None:
@@ -93,8 +93,8 @@ def call(asked_by: str, function: Callable[[*Arguments], R], *arguments: *Argume
         raise TaskError(f"{asked_by}: {user_traceback.format_user_error(error)}{remedy(error)}") from error
 
 
-def _neighbour(where: str, attribute: str, error: BaseException) -> str:
-    """Return the end of a sentence about a failed import in the file `where` of a module in its folder or package."""
+def _path_hint(where: str, attribute: str, error: BaseException) -> str:
+    """Return the remedy for a failed import of a neighbour module in the file `where`; "" if there is none."""
     if not where.endswith(".py") or not isinstance(error, ImportError):
         return ""
     path = Path(where).absolute()
@@ -111,7 +111,7 @@ def _neighbour(where: str, attribute: str, error: BaseException) -> str:
 
 
 def remedy(error: BaseException) -> str:
-    """Return the end of a sentence about an error: the extra that brings a missing or too old module, if one does."""
+    """Return the remedy for a missing or too old module: its extra; "" if no extra has it."""
     if not isinstance(error, ImportError) or not error.name:
         return ""
     # The extras of a checkout that is not installed are unknown.
@@ -123,43 +123,43 @@ def remedy(error: BaseException) -> str:
 
 def extra_of(module: str, requirements: Iterable[str]) -> str:
     """Return the extra among `requirements` that brings a module; "" if none or several do."""
-    found = set[str]()
-    for one in map(Requirement, requirements):
-        if one.name.lower().replace("-", "_") == module.lower():
-            found.update(EXTRA.findall(str(one.marker)))
-    found -= DEVELOPMENT
-    return min(found) if len(found) == 1 else ""
+    extras = set[str]()
+    for requirement in map(Requirement, requirements):
+        if requirement.name.lower().replace("-", "_") == module.lower():
+            extras.update(EXTRA.findall(str(requirement.marker)))
+    extras -= DEVELOPMENT
+    return min(extras) if len(extras) == 1 else ""
 
 
-def load_and_try(name: str, field: str, try_it: Callable[[Callable[..., object]], None]) -> Callable[..., object]:
+def load_and_try(name: str, field: str, test: Callable[[Callable[..., object]], None]) -> Callable[..., object]:
     """Import a user's function and try it. Raises `TaskError` if it fails."""
     imported = function(name, field)
-    call(f"{field} {name!r}", try_it, imported)
+    call(f"{field} {name!r}", test, imported)
     return imported
 
 
-def parameters_of(found: Callable[..., object], asked_by: str) -> Mapping[str, inspect.Parameter]:
+def parameters_of(function: Callable[..., object], asked_by: str) -> Mapping[str, inspect.Parameter]:
     """The parameters of a function or class. Raises `TaskError` for one without a signature, as of a compiled module.
 
     The message begins with `asked_by`.
     """
     try:
-        return inspect.signature(found).parameters
+        return inspect.signature(function).parameters
     except (TypeError, ValueError) as error:
         raise TaskError(f"{asked_by} has no signature to read: call it in a function of your own (`def`)") from error
 
 
-def check_arguments(found: Callable[..., object], arguments: Mapping[str, object], asked_by: str) -> None:
+def check_arguments(factory: Callable[..., object], arguments: Mapping[str, object], asked_by: str) -> None:
     """Check arguments against a class's constructor.
 
     Raises `TaskError` for an unknown or missing argument; the message begins with `asked_by` and names it.
     """
-    parameters = parameters_of(found, asked_by).values()
+    parameters = parameters_of(factory, asked_by).values()
     named = {p.name for p in parameters if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)}
     check_names(arguments, named, asked_by, takes_all=any(p.kind is p.VAR_KEYWORD for p in parameters))
-    needs = {p.name for p in parameters if p.name in named and p.default is p.empty} - arguments.keys()
-    if needs:
-        raise TaskError(f"{asked_by} needs the argument {min(needs)!r}")
+    missing = {p.name for p in parameters if p.name in named and p.default is p.empty} - arguments.keys()
+    if missing:
+        raise TaskError(f"{asked_by} needs the argument {min(missing)!r}")
 
 
 def check_names(given: Iterable[str], named: Set[str], asked_by: str, *, takes_all: bool) -> None:
@@ -167,9 +167,9 @@ def check_names(given: Iterable[str], named: Set[str], asked_by: str, *, takes_a
     unknown = set() if takes_all else set(given) - named
     if unknown:
         name = min(unknown)
-        near = difflib.get_close_matches(name, named, 1)
-        meant = f"; is {near[0]!r} meant?" if near else ""
-        raise TaskError(f"{asked_by} has no argument {name!r} (it has {', '.join(sorted(named)) or 'none'}){meant}")
+        similar = difflib.get_close_matches(name, named, 1)
+        hint = f"; is {similar[0]!r} meant?" if similar else ""
+        raise TaskError(f"{asked_by} has no argument {name!r} (it has {', '.join(sorted(named)) or 'none'}){hint}")
 
 
 def _from_file(name: str) -> ModuleType:

@@ -35,16 +35,16 @@ def divide(prompts: Sequence[Prompt], keys: Sequence[bytes], share: float, seed:
     first: dict[bytes, int] = {}
     for number, key in enumerate(keys):
         first.setdefault(key, number)
-    different = list(first.values())
-    count = held_out_count(len(different), share)
-    if count >= len(different):
+    distinct = list(first.values())
+    count = held_out_count(len(distinct), share)
+    if count >= len(distinct):
         raise TaskError(
-            f"{_counted(len(prompts), 'row')} with {_counted(len(different), 'different prompt')}: "
+            f"{counted(len(prompts), 'row')} with {counted(len(distinct), 'different prompt')}: "
             f"held_out ({share:g}) leaves none to train on; lower it, name other rows as `evaluation`, "
             "or set held_out = 0"
         )
-    order = np.random.default_rng((seed, 0xF11E)).permutation(len(different))
-    rows = [different[int(place)] for place in order[:count]]
+    order = np.random.default_rng((seed, 0xF11E)).permutation(len(distinct))
+    rows = [distinct[int(place)] for place in order[:count]]
     training = drop_taken(prompts, keys, {keys[row] for row in rows})
     return SplitPrompts(training, [prompts[row] for row in rows])
 
@@ -61,12 +61,12 @@ def drop_taken(values: Sequence[T], keys: Sequence[bytes], taken: set[bytes]) ->
 
 def describe_repeats(keys: Iterable[bytes], name: str) -> Sequence[str]:
     """A sentence with the number of rows that repeat an earlier row's prompt, if there are any."""
-    listed = list(keys)
-    count = len(listed) - len(set(listed))
+    all_keys = list(keys)
+    count = len(all_keys) - len(set(all_keys))
     if not count:
         return ()
     verb = "repeats" if count == 1 else "repeat"
-    return (f"{name}: {count} of {len(listed)} rows {verb} the prompt of an earlier row",)
+    return (f"{name}: {count} of {len(all_keys)} rows {verb} the prompt of an earlier row",)
 
 
 def describe_overlap(held_out: Sequence[bytes], training: set[bytes], name: str) -> Sequence[str]:
@@ -81,5 +81,6 @@ def describe_overlap(held_out: Sequence[bytes], training: set[bytes], name: str)
     )
 
 
-def _counted(count: int, noun: str) -> str:
+def counted(count: int, noun: str) -> str:
+    """Return a number with its noun, in the plural except for 1."""
     return f"{count} {noun}" if count == 1 else f"{count} {noun}s"

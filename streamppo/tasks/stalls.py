@@ -1,8 +1,8 @@
 """Steps of environments that block the event loop: logged while they run, counted, and not charged to other calls.
 
 All environments of a rollout actor share its event loop with the engine and the heartbeats. A step that computes or
-sleeps without awaiting blocks them all and cannot be ended. It is logged with its file and line. Its time counts for
-its own call, and the deadline of every other call is extended by it.
+sleeps without awaiting blocks them all and cannot be ended. It is logged with file and line. Its duration counts for
+its own call only: the deadlines of all other calls are extended by it.
 """
 
 import asyncio
@@ -21,7 +21,7 @@ from streamppo.tasks.coroutines import TooLate, observe_steps, within
 
 HELD_S = 0.5
 """A longer step counts as blocking the event loop."""
-LOOK_S = 0.1
+CHECK_S = 0.1
 T = TypeVar("T")
 log = logging.getLogger(__name__)
 
@@ -52,10 +52,10 @@ class EventLoopStalls:
             loop.set_task_factory(_make_task)  # pyright: ignore[reportArgumentType]
         if self._watcher is None:
             arguments = (weakref.ref(self), threading.get_ident())
-            self._watcher = threading.Thread(target=_look_for_ever, args=arguments, daemon=True)
+            self._watcher = threading.Thread(target=_check_for_ever, args=arguments, daemon=True)
             self._watcher.start()
 
-    def look(self, thread: int) -> None:
+    def check(self, thread: int) -> None:
         """Log the step running in `thread` if it blocks the loop."""
         step = self.step
         if step is not None and not step.place and time.monotonic() - step.since_s > HELD_S:
@@ -134,8 +134,8 @@ async def _awaited(call: Callable[[], Awaitable[T]]) -> T:
     return await call()
 
 
-def _look_for_ever(found: weakref.ref[EventLoopStalls], thread: int) -> None:
-    while (stalls := found()) is not None:
-        stalls.look(thread)
+def _check_for_ever(reference: weakref.ref[EventLoopStalls], thread: int) -> None:
+    while (stalls := reference()) is not None:
+        stalls.check(thread)
         del stalls
-        time.sleep(LOOK_S)
+        time.sleep(CHECK_S)

@@ -1,4 +1,4 @@
-"""Stops of a completion: tokens of the model, its tokenizer and its chat template, and those of rollout.stop.
+"""The end of a completion: stop tokens of model, tokenizer and chat template, rollout.stop, and the length limit.
 
     generation_config.json  eos_token_id        [151645, 151643]    in any form: a number, a token's name, a list
     config.json             eos_token_id        151643              also of its text_config, if it has one
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 SENTINEL = "\N{WHITE STAR}streamppo\N{BLACK STAR}"
 """The assistant's text in a rendered test conversation; it occurs in no template."""
 SLACK = 4
-"""A string is searched in this many tokens more than its bytes: the first token may be half a character."""
+"""A string is searched in its number of bytes plus this many tokens: the first token may be half a character."""
 
 log = logging.getLogger(__name__)
 
@@ -64,7 +64,7 @@ class Stop(NamedTuple):
         return text[: min(at if (at := text.find(string)) >= 0 else len(text) for string in self.strings)]
 
     def make_check(self, decode: Callable[[Sequence[int]], str]) -> Callable[[Ints], bool] | None:
-        """Make a function that returns True if the last of tokens [T] completes a stop string; None without strings.
+        """Make a test of tokens [T]: True if the last one completes a stop string. None without strings.
 
         `decode` returns the text of tokens, including special ones.
         """
@@ -81,8 +81,8 @@ class Stop(NamedTuple):
 
     def describe(self, names: Callable[[int], str]) -> str:
         """List each token with its id and its sources, and each string."""
-        tokens = [f"{names(one)} ({one}: {', '.join(self.origins[one])})" for one in sorted(self.origins)]
-        return ", ".join([*tokens, *(f"the string {one!r}" for one in self.strings)])
+        tokens = [f"{names(stop)} ({stop}: {', '.join(self.origins[stop])})" for stop in sorted(self.origins)]
+        return ", ".join([*tokens, *(f"the string {stop!r}" for stop in self.strings)])
 
 
 def read(
@@ -120,13 +120,13 @@ def end_of_turn(tokenizer: "PreTrainedTokenizerFast") -> int | None:
         # The template may still render the task's prompts; those report their own errors.
         log.debug("the chat template writes no plain turn: %s", error)
         return None
-    _, found, behind = str(text).rpartition(SENTINEL)
-    if not found:
+    _, sentinel, suffix = str(text).rpartition(SENTINEL)
+    if not sentinel:
         log.debug("the chat template leaves out an assistant's words")
         return None
     # At one position the longer name wins. Added tokens that are only white space do not end a turn.
     named = [(name, token) for name, token in tokenizer.get_added_vocab().items() if name.strip(" \n\t\u2581")]
-    places = [(at, -len(name), token) for name, token in named if (at := behind.find(name)) >= 0]
+    places = [(at, -len(name), token) for name, token in named if (at := suffix.find(name)) >= 0]
     return min(places)[2] if places else None
 
 
@@ -148,13 +148,13 @@ def _eos(
         # A model need not have one.
         return sources
     except REFUSALS:
-        # One setting that this transformers refuses does not take the others with it.
+        # This transformers refuses one of the settings; the others are still read.
         settings = generation.read_settings(model).config
     return [("generation config", settings.eos_token_id), *sources]
 
 
 def _ids(value: object, place: str, names: Mapping[str, int]) -> list[int]:
-    """Read the tokens in a value of eos_token_id, which published models write in many forms; -1 is none."""
+    """Read the tokens in a value of eos_token_id: published models have many forms of it; -1 is none."""
     match value:
         case None:
             return []

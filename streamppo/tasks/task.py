@@ -9,7 +9,7 @@ from zlib import crc32
 from streamppo.config.task import ArithmeticTask, CalculatorTask, DataTask, GymTask, VerifiersTask
 from streamppo.config.task import Task as TaskConfig
 from streamppo.tasks import split
-from streamppo.tasks.data import Data, Look, Measure
+from streamppo.tasks.data import Data, Measure, VisitPrompt
 from streamppo.tasks.library import verifiers
 from streamppo.tasks.library.arithmetic import Arithmetic, difficulty
 from streamppo.tasks.library.calculator import demonstrations
@@ -120,11 +120,11 @@ def build(
     tokenizer: Measure | None = None,
     *,
     limit: int | None = None,
-    look: Look | None = None,
+    visit: VisitPrompt | None = None,
 ) -> Task:
     """Build the configured task; without a tokenizer no prompt is measured.
 
-    With a `limit`, at most this many rows of each data set are read, as a check; `look` is called for each row. Raises
+    With a `limit`, at most this many rows of each data set are read, as a check; `visit` is called for each row. Raises
     `TaskError` if its data cannot be read.
     """
     match config:
@@ -132,7 +132,7 @@ def build(
             return Task([_arithmetic(config, seed)], seed)
         case DataTask():
             rows = {
-                name: Data(name, source, seed, tokenizer, limit, look=look) for name, source in config.sources.items()
+                name: Data(name, source, seed, tokenizer, limit, visit=visit) for name, source in config.sources.items()
             }
             return Task(_streams(config, rows, seed), seed)
         case GymTask(dataset=name):
@@ -161,7 +161,7 @@ def _streams(config: DataTask, data: Mapping[str, Data], seed: int) -> list[Prom
     for rows in data.values():
         taken.update(rows.held_out_keys if rows.is_divided else ())
     for rows in data.values():
-        rows.leave(taken)
+        rows.remove(taken)
     trained = {key for rows in data.values() for key in rows.keys}
     return [
         PromptStream(

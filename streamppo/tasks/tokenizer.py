@@ -28,20 +28,20 @@ PADDING, END = 0, 1
 SPECIALS = 3
 """Number of its special tokens, which come before the characters: padding, end and unknown."""
 
-KEPT = 256
+CACHED_PROMPTS = 256
 """Prompts in the cache of token ids; the samples of a prompt start soon after each other."""
 PROBE = "a"
 """A probe text, to find the tokens that a tokenizer adds around a text."""
 UNKNOWN = -1
 """Placeholder for a token that has not been computed yet."""
 NAMED = ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
-"""Named special tokens of tokenizers: they are never part of an answer."""
+"""Named special tokens of tokenizers; an answer contains none of them."""
 
 
 class Tokenizer:
     """Wraps the Hugging Face tokenizer of a model folder or hub name. Raises `TaskError` if there is none.
 
-    A chat template that writes the time writes `clock` (ISO 8601), or the time of the call if `clock` is empty.
+    The time in a chat template is `clock` (ISO 8601), or the time of the call if `clock` is empty.
     """
 
     def __init__(self, path: str | Path, clock: str = "") -> None:
@@ -63,9 +63,9 @@ class Tokenizer:
         self._control = ControlTokens(self._tokenizer, self._fast, chat_template.sources(self._tokenizer))
         self._chat = ChatTemplate(self._tokenizer, self._control, clock)
         self._bos: str = self._tokenizer.bos_token or ""
-        self._silent = {getattr(self._tokenizer, f"{name}_token_id") for name in NAMED}
-        self._hides_all = self._control.special <= self._silent
-        self._before = self._put_before()
+        self._hidden_ids = {getattr(self._tokenizer, f"{name}_token_id") for name in NAMED}
+        self._hides_all_special = self._control.special <= self._hidden_ids
+        self._leading_ids = self._find_leading_ids()
         self._turn_end: int | None = UNKNOWN
         self._encoded: dict[tuple[str | bytes, int | None], Ints] = {}
 
@@ -111,14 +111,14 @@ class Tokenizer:
         return tuple(sorted(set(range(vocabulary)).difference(self.numbers().values())))
 
     def beyond(self, vocabulary: int) -> tuple[str, ...]:
-        """Return the names of tokens that a model with `vocabulary` embedding rows does not know."""
+        """Return the names of the tokens beyond the `vocabulary` embedding rows of a model."""
         return tuple(name for name, token in self.numbers().items() if token >= vocabulary)
 
     def is_spare(self, name: str) -> bool:
-        """Return True for a special token that a prompt has only if it spells it: for padding, for example."""
+        """Return True for a special token that no template or prefix writes: for padding, for example."""
         token = self._tokenizer.convert_tokens_to_ids(name)
         is_written = any(name in text for text in chat_template.sources(self._tokenizer))
-        return token in self._control.special and token not in (self.eos_id, *self._before) and not is_written
+        return token in self._control.special and token not in (self.eos_id, *self._leading_ids) and not is_written
 
     def spell(self, tokens: Sequence[int]) -> str:
         """Return the text of `tokens`, including special ones."""
@@ -175,7 +175,7 @@ class Tokenizer:
         ids = self.ids(prompt)
         tokens = np.asarray(ids if prompt.max_tokens is None else ids[-prompt.max_tokens :], dtype=np.int32)
         tokens.flags.writeable = False
-        if len(self._encoded) >= KEPT:
+        if len(self._encoded) >= CACHED_PROMPTS:
             del self._encoded[next(iter(self._encoded))]
         self._encoded[key, prompt.max_tokens] = tokens
         return tokens
@@ -191,46 +191,46 @@ class Tokenizer:
         return self._turn_end
 
     def missing_opening(self) -> str:
-        """Return what the chat template writes before an assistant's words, but not behind a prompt; "" if nothing."""
+        """See `ChatTemplate.missing_opening`."""
         return self._chat.missing_opening()
 
     def observation(self, said: Said, template: Template = PLAIN, last: int | None = None, calls: Calls = ()) -> Ints:
         """Return the token ids [O] of an environment's words after a turn, with the opening of the next turn.
 
-        The policy's own tokens are not tokenised again: a conversation is rendered with other words in their place,
-        and what the template writes after them follows; `calls` are those at the end of the turn, if known. The end of
-        the turn is included only if `last`, the turn's last token, does not end a turn. A text is tokenised unchanged.
+        The policy's own tokens are not tokenised again: a conversation is rendered with a placeholder for them, and the
+        ids are those of the text after it. `calls` are those at the end of the turn, if known. The end of the turn is
+        included only if `last`, the turn's last token, does not end a turn. A text is tokenised unchanged.
         Raises `TaskError` without a template, and for one that refuses the messages, leaves them out, rewrites earlier
         turns, or ends the assistant's turn with no token.
         """
         if isinstance(said, str):
             return np.asarray(self._text_ids(said, template), dtype=np.int32)
-        behind, end = self._chat.after_turn(said, template, calls), self.turn_end()
-        ids = self._behind_calls(behind, end) if behind.others else self._rendered_ids(behind.text)
+        suffix, end = self._chat.after_turn(said, template, calls), self.turn_end()
+        ids = self._ids_after_calls(suffix, end) if suffix.others else self._rendered_ids(suffix.text)
         if ids and last == ids[0]:
-            # The policy has sampled the end of its turn, or the role of the next one.
-            begin = 1
-        elif behind.others and end not in ids[:1]:
+            # The policy has sampled the end of its turn, or the next role.
+            start = 1
+        elif suffix.others and end not in ids[:1]:
             # The answers follow the calls in the same turn.
-            begin = 0
+            start = 0
         else:
-            begin = self._behind_end(ids, end, last)
-        return np.asarray(ids[begin:], dtype=np.int32)
+            start = self._observation_start(ids, end, last)
+        return np.asarray(ids[start:], dtype=np.int32)
 
-    def _behind_calls(self, behind: AfterTurn, end: int | None) -> list[int]:
+    def _ids_after_calls(self, suffix: AfterTurn, end: int | None) -> list[int]:
         """Return the ids of a text after calls, without the calls' end, with the end of the turn."""
-        ids = self._rendered_ids(behind.text)
-        closed = min(_common(ids, self._rendered_ids(other)) for other in behind.others)
+        ids = self._rendered_ids(suffix.text)
+        closed = min(_common_length(ids, self._rendered_ids(other)) for other in suffix.others)
         if end in ids[:closed]:
             return ids[ids.index(end) :]
-        # A template may open the first answer already, which a second call would not follow.
-        again = [] if behind.again is None else [_common(ids, self._rendered_ids(behind.again))]
-        return ids[min([closed, *again]) :]
+        # A template may open the first answer here; a second call would not follow that.
+        second_call = [] if suffix.again is None else [_common_length(ids, self._rendered_ids(suffix.again))]
+        return ids[min([closed, *second_call]) :]
 
-    def _behind_end(self, ids: list[int], end: int | None, last: int | None) -> int:
+    def _observation_start(self, ids: list[int], end: int | None, last: int | None) -> int:
         """Find the place in `ids`, which follow an assistant's words, at which an observation begins."""
         if end not in ids and ids and ids[0] in self._control.added:
-            # Turns that end with the role of the next one, or in a conversation with another token than at its end.
+            # Turns end with the next role, or end in mid-conversation with another token than at its end.
             end, is_role = ids[0], end is None
         else:
             is_role = False
@@ -260,14 +260,14 @@ class Tokenizer:
         ones (`NAMED`). In observations special tokens are left out. `tokens` must not contain the end of a turn
         (`stop.Stop.text`).
         """
-        if self._hides_all:
+        if self._hides_all_special:
             return self.decode(tokens)
         ids, special = tokens.tolist(), self._control.special
-        policys = [True] * len(ids) if sampled is None else sampled.tolist()
+        is_policys = [True] * len(ids) if sampled is None else sampled.tolist()
         shown = [
             token
-            for token, by_policy in zip(ids, policys, strict=True)
-            if token not in special or (by_policy and token not in self._silent)
+            for token, by_policy in zip(ids, is_policys, strict=True)
+            if token not in special or (by_policy and token not in self._hidden_ids)
         ]
         if self._fast is not None and self._plain:
             return self._fast.decode(shown, skip_special_tokens=False)
@@ -276,7 +276,7 @@ class Tokenizer:
     def decode(self, tokens: Ints) -> str:
         """Return the text of `tokens` [T] without special tokens."""
         if self._fast is not None and self._plain:
-            # Three times as fast as `decode` of transformers, which makes the same call.
+            # Three times as fast as `decode` of transformers, which wraps it.
             return self._fast.decode(tokens.tolist())
         return self._tokenizer.decode(tokens.tolist(), skip_special_tokens=True)
 
@@ -290,7 +290,7 @@ class Tokenizer:
 
     def _prompt_text_ids(self, text: str, template: Template) -> list[int]:
         """The ids of a text after the tokenizer's leading special tokens; a bos spelled in the text is not repeated."""
-        before = self._before
+        before = self._leading_ids
         if self._bos and text.startswith(self._bos):
             text = text.removeprefix(self._bos)
             number = self._tokenizer.bos_token_id
@@ -298,16 +298,18 @@ class Tokenizer:
         ids = self._text_ids(text, template)
         return ids if not before or ids[: len(before)] == before else [*before, *ids]
 
-    def _put_before(self) -> list[int]:
+    def _find_leading_ids(self) -> list[int]:
         """The ids that the post-processor adds before a text."""
-        with_them, alone = self._ids(PROBE, specials=True), self._ids(PROBE)
-        places = range(len(with_them) - len(alone) + 1)
-        return with_them[: next((n for n in places if with_them[n : n + len(alone)] == alone), 0)]
+        with_specials, without_specials = self._ids(PROBE, specials=True), self._ids(PROBE)
+        places = range(len(with_specials) - len(without_specials) + 1)
+        return with_specials[
+            : next((n for n in places if with_specials[n : n + len(without_specials)] == without_specials), 0)
+        ]
 
     def _ids(self, text: str, *, specials: bool = False) -> list[int]:
         try:
             if self._fast is not None:
-                # Four times as fast as the call of transformers, which does the same.
+                # Four times as fast as the equal call of transformers.
                 return self._fast.encode(text, add_special_tokens=specials).ids
             return self._tokenizer(text, add_special_tokens=specials)["input_ids"]
         except TypeError as error:
@@ -325,7 +327,7 @@ def unknown(path: str | Path, rows: int) -> tuple[int, ...]:
     try:
         return Tokenizer(path).unknown(rows)
     except TaskError:
-        # Without a tokenizer only token ids are used, and all are valid.
+        # Without a tokenizer all token ids are valid.
         return ()
 
 
@@ -340,7 +342,7 @@ def _ids_in_file(file: Path) -> set[int]:
         return set()
 
 
-def _common(first: Sequence[int], second: Sequence[int]) -> int:
+def _common_length(first: Sequence[int], second: Sequence[int]) -> int:
     """Count the tokens with which both begin."""
     pairs = enumerate(zip(first, second, strict=False))
     return next((at for at, (a, b) in pairs if a != b), min(len(first), len(second)))
@@ -351,9 +353,9 @@ def _decodes_plainly(tokenizer: PreTrainedTokenizerFast) -> bool:
     from transformers import PreTrainedTokenizerFast
 
     base = PreTrainedTokenizerFast
-    ours = type(tokenizer)
-    same = getattr(ours, "_decode", None) is base._decode and ours.decode is base.decode
-    return same and not tokenizer.clean_up_tokenization_spaces
+    kind = type(tokenizer)
+    is_backends = getattr(kind, "_decode", None) is base._decode and kind.decode is base.decode
+    return is_backends and not tokenizer.clean_up_tokenization_spaces
 
 
 def character_tokenizer(alphabet: str) -> PreTrainedTokenizerFast:

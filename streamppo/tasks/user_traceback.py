@@ -1,4 +1,4 @@
-"""Errors of user code: what counts as one, and its message with file and line."""
+"""Errors of user code: their types, and their messages with file and line."""
 
 import asyncio
 import sys
@@ -8,18 +8,18 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from types import FrameType
 
-OURS = Path(__file__).parents[1]
-PLUG_INS = tuple(str(OURS / "tasks" / name) for name in ("library", "scorers"))
+PACKAGE = Path(__file__).parents[1]
+PLUG_INS = tuple(str(PACKAGE / "tasks" / name) for name in ("library", "scorers"))
 """Folders of this package whose code counts as user code."""
-NOT_THEIRS = (*{sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")}, str(OURS))
+NOT_USER_CODE = (*{sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")}, str(PACKAGE))
 """Folders of files that are not user code."""
 
 USER_ERRORS = (Exception, SystemExit, asyncio.CancelledError)
-"""Errors of user code that fail one trajectory. A coroutine passes on what `is_cancellation` says is none of them."""
+"""Errors of user code that fail one trajectory; a coroutine raises those again for which `is_cancellation` is True."""
 
 
 def is_cancellation(error: BaseException) -> bool:
-    """Return True if `error` cancels the running task; False if something that user code awaits was cancelled."""
+    """Return True if `error` cancels the running task, not only an awaitable of user code."""
     task = asyncio.current_task()
     return isinstance(error, asyncio.CancelledError) and task is not None and task.cancelling() > 0
 
@@ -42,7 +42,7 @@ def errors_of(error: BaseException) -> Iterator[BaseException]:
 
 
 def describe(value: object, write: Callable[[object], str] = repr) -> str:
-    """Return `write(value)`, or what it raises, as a user's `__repr__` and `__str__` may."""
+    """Return `write(value)`, or a description of its error: a user's `__repr__` and `__str__` may raise."""
     try:
         return write(value)
     # User code may raise any exception.
@@ -73,9 +73,11 @@ def locate_thread(thread: int) -> str:
 
 def _innermost(frames: Iterable[tuple[FrameType, int]]) -> str:
     """Return "file:line" of the last user frame in `frames`, which come outermost first."""
-    theirs = [(frame.f_code.co_filename, line) for frame, line in frames if _is_theirs(frame.f_code.co_filename)]
-    return f"{Path(theirs[-1][0]).name}:{theirs[-1][1]}" if theirs else ""
+    user_frames = [
+        (frame.f_code.co_filename, line) for frame, line in frames if _is_user_code(frame.f_code.co_filename)
+    ]
+    return f"{Path(user_frames[-1][0]).name}:{user_frames[-1][1]}" if user_frames else ""
 
 
-def _is_theirs(name: str) -> bool:
-    return name.endswith(".py") and (name.startswith(PLUG_INS) or not name.startswith(NOT_THEIRS))
+def _is_user_code(name: str) -> bool:
+    return name.endswith(".py") and (name.startswith(PLUG_INS) or not name.startswith(NOT_USER_CODE))

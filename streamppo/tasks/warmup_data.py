@@ -10,12 +10,13 @@ from streamppo.config.sections import Config
 from streamppo.errors import TaskError
 from streamppo.tasks import task as tasks
 from streamppo.tasks.task import Task
+from streamppo.terminal import quoted
 from streamppo.types import Prompt
 
 CONTEXT = 256
 """The model's context length in tokens: the bound on a prompt plus its answer."""
 CHARACTERS = 256
-"""Maximum distinct characters: a model of this size does not learn to write more."""
+"""Maximum number of distinct characters for a model of this size."""
 SPECIAL = re.compile("<eos>")
 """The end of a turn in demonstrations of several turns: a single token."""
 
@@ -75,13 +76,13 @@ def _problem(prompt: Prompt, measure: Characters) -> Prompt:
     answer = prompt.columns.get("answer")
     if not isinstance(answer, str) or not answer:
         raise TaskError(
-            f"{BUILTIN} learns from answers that are texts: that of the prompt {_quoted(text)} is {answer!r}"
+            f"{BUILTIN} learns from answers that are texts: that of the prompt {quoted(text)} is {answer!r}"
         )
     problem = Prompt(text=text, columns={"answer": answer})
     if (length := _length(problem)) > CONTEXT:
         raise TaskError(
             f"{BUILTIN} reads {CONTEXT} characters at once (one that is not ASCII counts as two to four): the prompt "
-            f"{_quoted(text)} has {length} with its answer; lower max_prompt_tokens, or name another model (model.path)"
+            f"{quoted(text)} has {length} with its answer; lower max_prompt_tokens, or name another model (model.path)"
         )
     return problem
 
@@ -108,7 +109,3 @@ def _answer(prompt: Prompt) -> str:
 def _sort_characters(characters: Iterable[str]) -> str:
     """Sort characters, letters and digits first."""
     return "".join(sorted(characters, key=lambda character: (not character.isalnum(), character)))
-
-
-def _quoted(text: str) -> str:
-    return repr(text if len(text) <= 40 else f"{text[:40]}...")

@@ -44,7 +44,7 @@ class Scripted:
             np.full(len(cut), -0.5, np.float32),
             np.full(len(cut), self.version, np.int32),
             "stop" if len(cut) == len(tokens) else "length",
-            candidates=alternatives(cut) if sampling.cuts else None,
+            candidates=alternatives(cut) if sampling.excludes_tokens else None,
             routes_SE=self.routed(len(prompt) + len(cut) - 1) if self.routes else None,
         )
 

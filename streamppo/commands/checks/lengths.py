@@ -98,7 +98,7 @@ def _numeric(config: Config, prompts: Sequence[Prompt]) -> Findings:
     values = [prompt.columns.get("answer") for prompt in prompts]
     numbers = [value for value in values if isinstance(value, int | float | Decimal) and not isinstance(value, bool)]
     functions = [scorer for scorer in config.reward.scorers.values() if isinstance(scorer, FunctionScorer)]
-    if numbers and any(readers.reader_of(scorer.function) is None for scorer in functions):
+    if numbers and any(readers.READERS.get(scorer.function) is None for scorer in functions):
         kinds = " or ".join(sorted({type(value).__name__ for value in numbers}))
         text = f"{len(numbers)} of the first {len(values)} rows have a number as their answer, such as {numbers[0]!r}"
         yield Finding("answers", "note", f"{text}: the reward gets it as {kinds}, and a completion is a text")

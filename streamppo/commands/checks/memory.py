@@ -114,7 +114,7 @@ def _lack_state(config: Config) -> State:
 
 
 def _candidates(config: Config, model: ranks.ModelSizes) -> Findings:
-    if not config.rollout.cuts:
+    if not config.rollout.excludes_tokens:
         return
     most = estimate.candidate_bytes(config, model)
     batch = most * config.queue.batch_size * longest_completion(config)

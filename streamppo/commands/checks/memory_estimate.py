@@ -190,7 +190,7 @@ class QueueLoad(NamedTuple):
 def queue(config: Config, model: ModelSizes) -> QueueLoad:
     """Estimate the queue's load by a learner on H100s that never waits: six operations per parameter and token."""
     size = TOKEN_BYTES + (model.routes if config.rollout.engine.routes else 0)
-    size += candidate_bytes(config, model) if config.rollout.cuts else 0
+    size += candidate_bytes(config, model) if config.rollout.excludes_tokens else 0
     shards = config.queue.shards
     capacity = QUEUE_BYTES_PER_S * (1 if shards == 1 else SHARD_SHARE * shards) / size
     gpus = config.learner.ranks * min(1.0, config.learner.gpus)

@@ -41,14 +41,14 @@ MATH = "streamppo.tasks.scorers.maths:Math"
 
 
 class UnreadableAnswers:
-    """Counts the answers that our scorers cannot read. It is called with every row (`tasks.data.Look`)."""
+    """Counts the answers that our scorers cannot read. It is called with every row (`tasks.data.VisitPrompt`)."""
 
     def __init__(self, config: Config) -> None:
         self._limit = config.queue.max_failure_rate
         self._scorers = [
             _ScorerRows(name, scorer, reader)
             for name, scorer in config.reward.scorers.items()
-            if isinstance(scorer, FunctionScorer) and (reader := readers.reader_of(scorer.function)) is not None
+            if isinstance(scorer, FunctionScorer) and (reader := readers.READERS.get(scorer.function)) is not None
         ]
 
     def __call__(self, where: str, prompt: Prompt) -> None:

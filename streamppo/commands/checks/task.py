@@ -49,7 +49,7 @@ def load(config: Config, tokenizer: Measure | None, *, limit: int | None = None)
     measure = warmup_data.Characters() if builtin else tokenizer
     unreadable = UnreadableAnswers(config) if tokenizer is None else None
     try:
-        task = tasks.build(config.task, config.seed, measure, limit=limit, look=unreadable)
+        task = tasks.build(config.task, config.seed, measure, limit=limit, visit=unreadable)
         lesson = warmup_data.warmup_of_task(task) if builtin else None
     except StreamppoError as error:
         return LoadedTask(None, [Finding("task", "error", str(error))])

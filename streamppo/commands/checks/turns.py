@@ -19,6 +19,7 @@ from streamppo.rollout.episode import Episode, Player
 from streamppo.tasks import agent
 from streamppo.tasks.task import Task
 from streamppo.tasks.tokenizer import Tokenizer
+from streamppo.terminal import quoted
 from streamppo.types import Ints, Message, Prompt, branches
 
 PROMPTS = 64
@@ -148,7 +149,9 @@ def _play_agents(
             episode = asyncio.run(_run_agent(player, prompt, Sampling(most)))
         except EnvironmentFailed as error:
             reason = f"{source}: with the row's answer to each request it fails: {error}"
-            is_late = limited.timeout_s < environment.timeout_s and str(error).startswith(agent.late(limited.timeout_s))
+            is_late = limited.timeout_s < environment.timeout_s and str(error).startswith(
+                agent.timeout_reason(limited.timeout_s)
+            )
             if is_late:
                 reason = (
                     f"{source}: it has not ended after {limited.timeout_s:g} s, and was stopped; in a run it has "
@@ -185,4 +188,4 @@ def _outcome(episode: Episode) -> str:
 
 def _shorten(messages: tuple[Message, ...]) -> str:
     text = " ".join(f"{message.role}: {message.text}" for message in messages)
-    return repr(text if len(text) <= 60 else f"{text[:60]}...")
+    return quoted(text, 60)

@@ -36,7 +36,7 @@ SILU = ("silu", "swish")
 ROPE_TYPES = ("default", "linear", "llama3", "yarn", "dynamic", "longrope")
 """Rotary embeddings whose angles depend on the position only, in rows of up to `positions.longest` tokens."""
 LEAST_ROWS = 16
-"""The least number of rows in a float32 product for which one thread of MKL computes every row in the same way."""
+"""The fewest rows of a float32 product in which one thread of MKL computes every row alike."""
 
 
 class _Prefill(NamedTuple):
@@ -122,7 +122,7 @@ class Decoder:
 
     @phase("swap")
     def fuse(self, tensors: Mapping[str, Tensor], contents: Mapping[str, int] | None = None) -> Parameters:
-        """Write `tensors` (HF names) as fused parameters to memory that no step reads; see `adopt`.
+        """Write `tensors` (HF names) as fused parameters to unused memory; see `adopt`.
 
         Raises `WeightsError` if they do not fit, or if the hashes of the written tensors differ from `contents`, by
         default the hashes of `tensors`.
@@ -142,7 +142,7 @@ class Decoder:
             yield name, write(view, tensors[name].to(self.dtype).reshape(view.shape))
 
     def adopt(self, fused: Parameters) -> None:
-        """Decode with the result of `fuse` from here on; the next `fuse` reuses the replaced parameters' memory."""
+        """Decode with the result of `fuse` from the next step on; the next `fuse` reuses the replaced memory."""
         self._spare, self.parameters = self.parameters, fused
 
     @torch.inference_mode()
@@ -159,11 +159,11 @@ class Decoder:
     def extend(self, tokens_BP: Tensor, starts_B: Tensor, lengths_B: Tensor, first: int, longest: int) -> Tensor:
         """Feed `lengths_B` tokens to each of rows `first` .. `first` + B - 1, after its first `starts_B` tokens.
 
-        After it no row may have more than `longest` tokens, and each must have room for one more. Returns the logits
+        Afterwards each row has at most `longest` tokens, and room for one more. Returns the logits
         [B, V] after the last token of each row, float32.
         """
         B, P = tokens_BP.shape
-        # Padding goes to the position after a row's tokens, which the next token overwrites before it is read.
+        # Padding fills the position after a row's tokens; the next token overwrites it before any read.
         at_BP = starts_B[:, None] + torch.minimum(torch.arange(P, device=self.device), lengths_B[:, None])
         mask = torch.arange(longest, device=self.device) <= at_BP[:, None, :, None]
         hidden_BPC = self._layers(tokens_BP, _Extension(first, at_BP, mask))
@@ -285,7 +285,7 @@ def _linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 def refusal(config: "PreTrainedConfig") -> str:
-    """The reason why the forward pass above would compute a model of `config` wrongly; "" if it would not."""
+    """The reason for which this forward pass would compute a model of `config` wrongly; "" if there is none."""
     rope = (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default")
     activation = getattr(config, "hidden_act", "silu")
     problems = {

@@ -34,11 +34,11 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
 ADMIT_SHARE = 8
-"""Stepping stops for a prefill when 1 / `ADMIT_SHARE` of the rows are free: one of a few prompts costs half a step."""
+"""Steps stop for a prefill when 1 / `ADMIT_SHARE` of the rows are free: a prefill of few prompts costs half a step."""
 MOST_HELD = 8
-"""Boundaries that a request may wait for further free rows."""
+"""The most boundaries at which a request waits for further free rows."""
 BURST_S = 0.01
-"""Stepping stops with the first step that ends after this time, so that ended completions are returned soon."""
+"""Steps stop after this time, so that ended completions are returned soon."""
 R = TypeVar("R")
 Arguments = TypeVarTuple("Arguments")
 
@@ -91,7 +91,7 @@ class EmbeddedEngine:
         self._swap_lock = asyncio.Lock()
         self._has_work = asyncio.Event()
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="decode")
-        # One thread: a swap that was cancelled still writes its copy, and the next one writes to the same memory.
+        # One thread: a cancelled swap still writes its copy, and the next swap writes to the same memory.
         self._copies = ThreadPoolExecutor(max_workers=1, thread_name_prefix="copy")
         self._busy_s = self._idle_s = self._swap_s = 0.0
         self._swaps = 0
@@ -106,8 +106,8 @@ class EmbeddedEngine:
     def reserve(self, tokens: int, *, turns: bool = False) -> None:
         """Allocate the cache for rows of `tokens` tokens. Raises `ModelError` if there is not enough memory.
 
-        With `turns`, ended rows stay in the cache while there is room, and a prompt that continues one is prefilled
-        from its end on. With `kv` "recompute", a swap drops the ended rows.
+        With `turns`, ended rows stay in the cache while there is room, and a continuing prompt is prefilled from their
+        end on. With `kv` "recompute", a swap drops the ended rows.
         """
         self._rows.reserve(min(tokens, self._max_total_tokens))
         if turns:
@@ -116,7 +116,7 @@ class EmbeddedEngine:
     async def generate(self, prompt: Ints, sampling: Sampling, cuts: Cuts | None = None) -> Completion:
         """See `Engine.generate`."""
         if prompt is not self._checked_prompt:
-            # The samples of a prompt come one after another, with the same array object.
+            # Successive samples of a prompt have the same array object.
             check_prompt(prompt, self._max_total_tokens - 1, self._vocabulary)
             self._checked_prompt = prompt
         limit = min(sampling.max_tokens, self._max_total_tokens - len(prompt))
@@ -178,7 +178,7 @@ class EmbeddedEngine:
             if self._swap is not None:
                 swap, self._swap = self._swap, None
                 await self._apply_swap(*swap)
-            # Several steps for each call into the thread, which costs about a tenth of a small model's step.
+            # Several steps in each call into the thread: a call costs about a tenth of a small model's step.
             ended_requests = await self._run_in_thread(self._step_until_boundary, self._next_requests(), self._version)
             self._rows.hand_over()
             for request in ended_requests:

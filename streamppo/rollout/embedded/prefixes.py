@@ -1,4 +1,4 @@
-"""Rows whose completions have ended and whose keys and values stay in the cache, for prompts that continue them.
+"""Rows of ended completions whose keys and values stay in the cache, for continuing prompts.
 
 The root of a row is the prompt of its first completion. A prompt that shares tokens with a row beyond its root
 continues a completion, and begins from the shared tokens. Samples of one prompt share only their root, and are
@@ -17,7 +17,7 @@ import numpy as np
 from streamppo.types import Ints
 
 LEAST_TOKENS = 32
-"""Fewer tokens than this are recomputed, which is faster than a copy on a small model."""
+"""Fewer tokens than this are recomputed: on a small model that is faster than a copy."""
 
 
 NONE: Ints = np.zeros(0, np.int32)
@@ -82,8 +82,7 @@ class Prefixes:
         self._rows.clear()
 
     def starts(self, prompts: Sequence[Ints], running: Sequence[tuple[int, Prefix]]) -> list[Start]:
-        """The cached beginning of each of `prompts`; `running` are prefixes in running rows. Several may begin from one
-        row.
+        """Find the cached beginning of each prompt; `running` are prefixes in running rows. Prompts may share a row.
 
         A row that is continued from its end becomes free: the continuing row has all its tokens.
         """

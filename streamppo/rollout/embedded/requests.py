@@ -1,4 +1,4 @@
-"""The embedded engine's requests: a completion under way, and the tokens that end one."""
+"""The embedded engine's requests: a running completion, and its end tokens."""
 
 import asyncio
 from collections.abc import Callable, Collection, Sequence
@@ -26,7 +26,7 @@ class RunningRequest:
     """One completion under way. `limit` is its maximum number of tokens.
 
     With top-p or top-k, `candidates` has an array for every token; an empty one stands for the whole vocabulary.
-    `handed` is the number of tokens in segments, `segment` included, which is cut and not yet handed over. With turns,
+    `handed` is the number of tokens in segments, with `segment`, which is cut and not handed over yet. With turns,
     `computed` are the versions whose weights computed the prompt, of which `cached` tokens were in the cache before.
     """
 

@@ -1,8 +1,8 @@
 """The running completions of the embedded engine, one in each row. Synchronous; called in the engine's thread.
 
 Rows 0 .. count-1 are running, so that a step works on views of the cache; when rows end, the last running rows move
-into their places. `at` tokens of a row are in the cache; `fed` is the token that the next step adds. With turns, the
-rows from `count` on hold ended completions, for prompts that continue them (prefixes.py).
+into their places. `_cached` is the number of a row's tokens in the cache; the next step adds the token `fed`. With
+turns, the rows from `count` on hold ended completions, for continuing prompts (prefixes.py).
 """
 
 from collections import Counter
@@ -71,7 +71,7 @@ class DecodingRows:
         return len(self.requests)
 
     def keep_turns(self) -> None:
-        """Keep ended rows for prompts that continue them, while there is room."""
+        """Keep ended rows for continuing prompts, while there is room."""
         self._prefixes = Prefixes()
 
     def reserve(self, room: int) -> None:
@@ -133,7 +133,7 @@ class DecodingRows:
         self._prefill(texts, 0)
 
     def cut_before(self, version: int) -> None:
-        """Cut the running completions that are due before a swap to `version`; see segment_cuts.py."""
+        """Cut the due running completions before a swap to `version`; see segment_cuts.py."""
         by_age = [
             (row, request.cuts, request.handed)
             for row, request in enumerate(self.requests)
@@ -144,7 +144,7 @@ class DecodingRows:
             self._cut_row(by_age[index][0])
 
     def hand_over(self) -> None:
-        """Pass the segments that were cut to `Cuts.take` of their requests. Call it in the event loop."""
+        """Pass the cut segments to `Cuts.take` of their requests. Call it in the event loop."""
         cut, self._cut_requests = self._cut_requests, []
         for request in cut:
             segment, request.segment = request.segment, None
@@ -294,7 +294,7 @@ class DecodingRows:
 
     def _store_candidates(self, rows: np.ndarray, candidates_BV: torch.Tensor) -> None:
         """Store the candidates of the new token, in rows with top-p or top-k."""
-        rows_with_candidates = [n for n, row in enumerate(rows) if self.requests[row].sampling.cuts]
+        rows_with_candidates = [n for n, row in enumerate(rows) if self.requests[row].sampling.excludes_tokens]
         candidates_CV = candidates_BV[rows_with_candidates]
         counts = candidates_CV.sum(-1).cpu().numpy()
         tokens = candidates_CV.nonzero()[:, 1].to(torch.int32).cpu().numpy()
@@ -317,7 +317,7 @@ class DecodingRows:
         return request
 
     def _cut_row(self, row: int) -> None:
-        """Cut a segment from a running row; it replaces and includes a segment that was not handed over."""
+        """Cut a segment from a running row; it replaces and includes an earlier segment that is still here."""
         request = self.requests[row]
         if request.segment is None:
             self._cut_requests.append(request)
@@ -331,14 +331,14 @@ class DecodingRows:
             logprobs=self._logprobs[row, :length].copy(),
             versions=self._versions[row, :length].copy(),
             finish=finish,
-            candidates=_join_candidates(request.candidates) if request.sampling.cuts else None,
+            candidates=_join_candidates(request.candidates) if request.sampling.excludes_tokens else None,
             cached=request.cached,
         )
 
     def _free(self, rows: np.ndarray) -> None:
         """Free `rows` (ascending): the last running rows move into the freed places, all in one copy.
 
-        With turns, rows are exchanged instead, so that the content of the freed rows stays in the cache.
+        With turns, rows are exchanged instead: the content of the freed rows stays in the cache.
         """
         num_left = self.count - len(rows)
         is_running = np.ones(self.count, np.bool_)
@@ -353,13 +353,13 @@ class DecodingRows:
             for row, request in enumerate(self.requests[num_left:], num_left):
                 length = self._length[row]
                 text = np.concatenate([request.prompt, self._sampled[row, :length]])
-                # A token is fed by the step that samples the next one.
+                # The step that samples a token feeds the token before it.
                 computed = np.concatenate([request.computed, self._versions[row, 1:length]])
                 self._prefixes.add(row, Prefix(text, int(self._cached[row]), int(self._root[row]), computed))
         del self.requests[num_left:]
 
     def _copy(self, sources: np.ndarray, targets: np.ndarray) -> None:
-        """Copy running rows `sources` to `targets`; rows that are in both are exchanged."""
+        """Copy running rows `sources` to `targets`; rows in both are exchanged."""
         self._copy_cache(sources, targets, int(self._cached[sources].max()))
         for column in (
             self._cached,

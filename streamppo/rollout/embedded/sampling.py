@@ -60,7 +60,7 @@ def sample(logits_BV: Tensor, draws: Draws | None, uniform_B: Tensor) -> Sampled
 def _draw(logp_BV: Tensor, uniform_B: Tensor) -> Tensor:
     """[B] the first token of each row whose cumulative probability is above u; behind the last if there is none.
 
-    Of a large vocabulary it first finds the block: sums in float64 over all of it take most of a step's time.
+    In a large vocabulary it first finds the block: float64 sums over all tokens take most of a step's time.
     """
     B, V = logp_BV.shape
     if V <= LARGE:
@@ -82,7 +82,7 @@ def _draw(logp_BV: Tensor, uniform_B: Tensor) -> Tensor:
 
 
 def _first_above(cumulative_BV: Tensor, share_B: Tensor) -> Tensor:
-    """[B] the first index of each row whose sum so far is above this share of the whole; their number if none is."""
+    """[B] the first index of each row whose cumulative sum is above this share of the total; V if none is."""
     return torch.searchsorted(cumulative_BV, (share_B * cumulative_BV[:, -1])[:, None], right=True).squeeze(-1)
 
 

@@ -23,7 +23,7 @@ def read(text: str | bytes) -> object:
 
 
 def plain(value: object, depth: int = DEPTH) -> object:
-    """Return a value that can be sent between processes: larger whole numbers become floats.
+    """Return a value that processes can exchange: larger whole numbers become floats.
 
     Raises `ValueError` if it is nested deeper than `depth`.
     """

@@ -1,11 +1,11 @@
 """Reads a turn's reasoning, text and tool calls from the sampled text.
 
 A tokenizer with a `response_template` parses it (transformers' `parse_response`; in older versions by a
-`response_schema`). For others the marks of most templates are read:
+`response_schema`). For other tokenizers the usual marks are read:
 
     <think>reasoning</think>text<tool_call>{"name": "sum", "arguments": {"a": 1}}</tool_call>
 
-A call without JSON of this form stays text. Reading never changes the sampled tokens.
+A call without such JSON stays text. The sampled tokens never change.
 """
 
 import json
@@ -94,7 +94,7 @@ def new_id(kind: str) -> str:
 
 
 def _call_id() -> str:
-    """Make the id of a tool call, in the only form that Mistral's templates take."""
+    """Make the id of a tool call in the form of Mistral's templates, which take no other."""
     return "".join(secrets.choice(ID_CHARACTERS) for _ in range(9))
 
 

@@ -58,7 +58,7 @@ class Row:
         return int(self._tokens[at])
 
     def context(self, at: int) -> Ints:
-        """Join the tokens from the root up to the place `at`."""
+        """Join the tokens from the root to place `at`."""
         return self._tokens[self._path(at)]
 
     def add(self, at: int, unsampled: Ints, completion: Completion, turn: int) -> tuple[int, int]:
@@ -122,7 +122,7 @@ class Row:
         return np.concatenate(parts[::-1]).astype(np.int32) if parts else np.zeros(0, np.int32)
 
     def _store_routes(self, path: Ints, routes_SE: Routes) -> None:
-        """Note the routes of a turn's tokens; the routes of earlier turns stay."""
+        """Store the routes of a turn's tokens, and keep those of earlier turns."""
         known = np.full((len(self), routes_SE.shape[1]), -1, np.int16)
         if self._routes is not None:
             known[: len(self._routes)] = self._routes

@@ -139,7 +139,7 @@ class Endpoint:
         return Starlette(routes=[*routes, Mount("/key/{key}", routes=routes)], exception_handlers=handlers)
 
     async def _refuse_address(self, request: HttpRequest, error: Exception) -> Response:
-        """Refuse an address or a method that the endpoint does not have; the key in an address is not repeated."""
+        """Refuse an unknown address or method; the message does not repeat the address's key."""
         path = KEY_IN_PATH.sub("", request.url.path)
         message = (
             f"the endpoint has no {request.method} {path}: it has chat/completions, responses, messages, "
@@ -186,7 +186,7 @@ class Endpoint:
         name = _session_name(key.strip())
         session = self._sessions.get(name)
         session_key = session.key if session else self._ended_keys.get(name, "")
-        # The name is public; the key behind it is compared in constant time.
+        # The name is public; the whole key is compared in constant time.
         if not secrets.compare_digest(session_key.encode(), key.strip().encode()) or not session_key:
             raise RequestRefused(401, "invalid_api_key", "no run has this key", "unknown key")
         if session is None:
@@ -218,7 +218,7 @@ class Endpoint:
 
 
 class _TurnResponse(Response):
-    """Sends a turn as a stream or as a whole, and notes if the client received it."""
+    """Sends a turn as a stream or at its end, and records its delivery."""
 
     def __init__(self, dialect: Dialect, session: Session, turn: Turn, body: Body) -> None:
         super().__init__()

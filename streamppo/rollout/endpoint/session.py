@@ -2,13 +2,13 @@
 
 consumes     requests, from a server or a test
 produces     turns, each sampled after the stored tokens of its context; an episode at the end
-waits for    the engine, and for room in the row, which requests under way may fill
+waits for    the engine, and for room in the row beside requests under way
 unblocks     the listeners of a turn
 
-    request -> known and undelivered, nobody listens? -> join it
+    request -> equal to an undelivered one without listeners? -> join it
             -> else a turn: room -> match -> render what is new -> generate -> add to tree and row -> read -> deliver
 
-A turn continues without its client, because the program asks again. Turns that were not received are masked at the end.
+A turn continues without its client, because the program asks again. At the end, unreceived turns are masked.
 """
 
 import asyncio
@@ -41,11 +41,11 @@ from streamppo.tasks.tokenizer import Tokenizer
 from streamppo.types import Ints, Message, Prompt, Template
 
 STREAMED, STREAM_S = 4, 0.2
-"""Tokens, and seconds, between two pieces of a stream: each is read from the turn's beginning."""
+"""Tokens, and seconds, between two pieces of a stream; each piece is parsed from the turn's beginning."""
 MOST_UNDER_WAY = 256
 """Requests of one run under way at once."""
 TAIL = 16
-"""The last tokens of a context, in which its template may have begun the reasoning."""
+"""The number of a context's last tokens, in which its template may open the reasoning."""
 
 
 class SampledPolicy(NamedTuple):
@@ -95,7 +95,7 @@ class Session:
 
     @property
     def undelivered(self) -> int:
-        """The number of these tokens that were not received."""
+        """The number of tokens of unreceived turns."""
         return sum(turn.tokens for turn in self.turns if not turn.delivered)
 
     # --- requests --------------------------------------------------------------------------------------------
@@ -157,8 +157,7 @@ class Session:
                 turn.task.cancel()
 
     def _with_conversation(self, request: Request) -> Request:
-        """Put the conversation up to the answer `request.after` before the request's messages. Raises
-        `RequestRefused`."""
+        """Prepend the conversation up to the answer `request.after`. Raises `RequestRefused`."""
         if not request.after:
             return request
         turn = next((earlier for earlier in self.turns if earlier.id == request.after), None)
@@ -254,7 +253,7 @@ class Session:
         """Add a completion to row and tree, after the stored part of its context."""
         request, setting = turn.request, turn.request.setting
         if len(self.turns) > turn.ended_before:
-            # Another turn may have stored more of it meanwhile.
+            # Another turn may have stored more of the context meanwhile.
             later = self._tree.match(request.messages, setting)
             new_later = self._render(later, request)
             if np.array_equal(np.concatenate([self.row.context(later.at), new_later]), context):
@@ -284,7 +283,7 @@ class Session:
         turn.number = len(self.turns)
 
     def _show_progress(self, turn: Turn, part: Completion) -> None:
-        """Record the text so far; text that the tokenizer parses is parsed only at its end."""
+        """Record the text so far, unless the tokenizer parses turns, which needs the whole turn."""
         tokenizer, now = self._policy.tokenizer, time.monotonic()
         if now - turn.shown_s < STREAM_S:
             return
@@ -357,7 +356,7 @@ class Session:
     # --- the end ---------------------------------------------------------------------------------------------
 
     def received_turns(self) -> list[Turn]:
-        """The received turns, in the order in which they ended. Raises `EnvironmentFailed` if none was."""
+        """The received turns, in the order of their ends. Raises `EnvironmentFailed` if there is none."""
         delivered = [turn for turn in self.turns if turn.delivered]
         if self.failure:
             raise EnvironmentFailed(self.failure, self.sampled)

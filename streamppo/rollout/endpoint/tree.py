@@ -1,9 +1,9 @@
-"""The messages of one agent's run as a tree, and the places of the row up to which they are stored as tokens. Pure.
+"""The messages of one agent's run as a tree, and their places in the row of tokens. Pure.
 
 A node is one message after another. Two of its places are known:
 
     opened    the last token of a context that ends with it: the template's opening of the next turn
-    ended     the last token that was sampled for it, if it is an answer of the policy
+    ended     its last sampled token, if it is an answer of the policy
 
     system, user          opened 20          request 1
       assistant "a"       ended 25           its answer

@@ -278,7 +278,7 @@ class SGLangEngine:
         routed = len(prompt) if self._setup.routes else 0
         sample = partial(self._generate_in_segments, cuts) if cuts else partial(self._at_once, routed)
         try:
-            completion = await sample(link, fields, candidates=sampling.cuts)
+            completion = await sample(link, fields, candidates=sampling.excludes_tokens)
         except asyncio.CancelledError:
             with suppress(ConnectionError):
                 await link.abort(rid)
@@ -294,7 +294,7 @@ class SGLangEngine:
         version = self._held
         answer = await self._until_answer(link.call("generate", **fields))
         await self._until_death(self._certain.wait())
-        return wire.completion(answer, version, cuts=candidates, kv=self._setup.kv, routed=routed)
+        return wire.completion(answer, version, candidates=candidates, kv=self._setup.kv, routed=routed)
 
     async def _generate_in_segments(self, cuts: Cuts, link: Link, fields: Fields, *, candidates: bool) -> Completion:
         with self._streams.open(cuts, self._held, candidates=candidates) as stream:

@@ -111,7 +111,7 @@ def _contexts() -> list[ZMQContext]:
     """The open ZeroMQ contexts of this process."""
     import zmq
 
-    return [thing for thing in gc.get_objects() if issubclass(type(thing), zmq.Context) and not thing.closed]
+    return [item for item in gc.get_objects() if issubclass(type(item), zmq.Context) and not item.closed]
 
 
 # --- the processes -------------------------------------------------------------------------------------------

@@ -21,7 +21,7 @@ from streamppo.rollout.sglang.verify_weights import Attestation
 class SessionSetup(NamedTuple):
     """Settings of all sessions: SGLang's start, the transport of weights, the KV cache at a swap.
 
-    `cuts`: completions are sampled with top-p or top-k. `streams`: the choice that streams them. `routes`:
+    `excludes_tokens`: top-p or top-k is on. `streams`: the choice that streams them. `routes`:
     they report each token's experts. A row has up to `room` tokens. A completion ends at the first of `strings`.
     `unknown` tokens, which the tokenizer lacks, are never sampled. Versions are copied to buckets of `bucket_bytes`, in
     `shared` memory if SGLang reads them there.
@@ -33,7 +33,7 @@ class SessionSetup(NamedTuple):
     vocabulary: int
     start_s: float
     room: int = 0
-    cuts: bool = False
+    excludes_tokens: bool = False
     streams: str = ""
     routes: bool = False
     strings: Sequence[str] = ()
@@ -76,7 +76,7 @@ async def start(setup: SessionSetup, number: int, version: int, tensors: Mapping
     async with AsyncExitStack() as undo:
         undo.push_async_callback(link.stop)
         checks.check_room(link.longest, setup.room)
-        if setup.cuts:
+        if setup.excludes_tokens:
             checks.check_candidates(link.version)
         if setup.streams:
             checks.check_streams(link.version, setup.streams)

@@ -188,7 +188,7 @@ def request(
     returned.
     """
     routed: dict[str, object] = {"return_routed_experts": True} if routes else {}
-    candidates: dict[str, object] = {"return_sampling_mask": True} if sampling.cuts else {}
+    candidates: dict[str, object] = {"return_sampling_mask": True} if sampling.excludes_tokens else {}
     stream: dict[str, object] = {"stream": True} if interval else {}
     return {
         **candidates,
@@ -229,20 +229,20 @@ def completion(
     answer: Mapping[str, Answer],
     oldest: int,
     *,
-    cuts: bool = False,
+    candidates: bool = False,
     kv: Literal["keep", "recompute"] = "recompute",
     routed: int = 0,
 ) -> Completion:
     """Read the completion in the answer to a `generate` call that was sent at version `oldest`.
 
-    `kv` is the engine's setting for its cache at swaps. With `cuts`, top-p or top-k is on, and log-probs are
+    `kv` is the engine's setting for its cache at swaps. With `candidates`, top-p or top-k is on, and log-probs are
     renormalised over the returned candidates. If SGLang reports no versions, all tokens get `oldest`, so that no lag is
     understated. With routes, `routed` is the number of prompt tokens. Raises `ModelError` if the answer is not a
     completion.
     """
     meta = answer["meta_info"]
     completed = complete(
-        read_sampled(meta, len(meta.get("output_token_logprobs") or ()), candidates=cuts), meta, oldest, kv
+        read_sampled(meta, len(meta.get("output_token_logprobs") or ()), candidates=candidates), meta, oldest, kv
     )
     return completed._replace(routes_SE=_routes(meta, routed + len(completed.tokens) - 1)) if routed else completed
 

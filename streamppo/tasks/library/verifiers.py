@@ -32,11 +32,11 @@ class Rows:
     def __init__(self, config: VerifiersTask, seed: int) -> None:
         name = config.environment
         data = [task.data for task in _environment(name).taskset.take(config.rows)]
-        prompts = [_prompt(one, name) for one in data]
+        prompts = [_prompt(task_data, name) for task_data in data]
         keys = [split.key(prompt.text) for prompt in prompts]
         if len(set(keys)) == 1:
             # The instructions of some games are the same in all tasks, as Wordle's: the rest of the data differs.
-            keys = [split.key(one.model_dump_json(exclude={"idx", "name"})) for one in data]
+            keys = [split.key(task_data.model_dump_json(exclude={"idx", "name"})) for task_data in data]
         self.notes = [*split.describe_repeats(keys, name)]
         divided = split.divide(prompts, keys, config.held_out, seed)
         self.training: Sequence[Prompt] = divided.training
@@ -45,29 +45,29 @@ class Rows:
 
 async def run(base_url: str, environment: str, row: str) -> Done:
     """Play one task; its reward is the sum over all episodes of the trained seat. Raises `TaskError` if it fails."""
-    made, library = _environment(environment), _library()
-    kind = type(made.taskset).task_type()
-    task = kind(kind.data_type().model_validate_json(row), made.taskset.config.task)
+    loaded, library = _environment(environment), _library()
+    kind = type(loaded.taskset).task_type()
+    task = kind(kind.data_type().model_validate_json(row), loaded.taskset.config.task)
     client = library.EvalClientConfig(base_url=base_url, api_key_var="OPENAI_API_KEY")
-    async with made.serving():
-        episode = await made.run_episode(task, library.ModelContext(model="policy", client=client))
+    async with loaded.serving():
+        episode = await loaded.run_episode(task, library.ModelContext(model="policy", client=client))
     played = [trace.agent for trace in episode.traces if trace.agent.config.client.base_url == base_url]
     _refuse_seats(environment, {agent.name: agent.trainable for agent in played})
     traces = [trace for trace in episode.traces if trace.agent.trainable]
-    errors = [error.message for one in (*episode.traces, episode) for error in one.errors]
+    errors = [error.message for trace in (*episode.traces, episode) for error in trace.errors]
     if not episode.ok and not any(SPENT in message for message in errors):
         raise TaskError(f"the verifiers episode failed: {'; '.join(errors) or 'no error was recorded'}")
     components = {name: value for trace in traces for name, value in trace.metrics.items() if value is not None}
-    scores = {name: given.value for trace in traces for name, given in trace.rewards.items() if given is not None}
+    scores = {name: reward.value for trace in traces for name, reward in trace.rewards.items() if reward is not None}
     return Done(sum(trace.reward for trace in traces), components | scores)
 
 
 def _refuse_seats(environment: str, seats: Mapping[str, bool]) -> None:
     """Raise `TaskError` unless the policy plays one seat, which is trained: all its turns are trained on one reward."""
-    if still := [name for name, is_trained in seats.items() if not is_trained]:
+    if untrained := [name for name, is_trained in seats.items() if not is_trained]:
         raise TaskError(
-            f"{environment}: the seat {still[0]!r} is not to be trained, and the policy plays it: give it a `client` "
-            f"of its own in a TOML file of the environment, as [env.{still[0]}.client]"
+            f"{environment}: the seat {untrained[0]!r} is not to be trained, and the policy plays it: give it a "
+            f"`client` of its own in a TOML file of the environment, as [env.{untrained[0]}.client]"
         )
     if len(seats) > 1:
         raise TaskError(
@@ -84,10 +84,14 @@ def _environment(name: str) -> Any:
     try:
         if name.endswith(".toml"):
             return loaders.load_environment(loaders.resolve_env_config(tomllib.loads(Path(name).read_text())["env"]))
-        found = loaders.resolve_env_config({"taskset": {"id": name}})
+        config = loaders.resolve_env_config({"taskset": {"id": name}})
         local = library.SubprocessConfig()
-        seats = {seat: one.model_copy(update={"runtime": local}) for seat, one in found if _is_seat(one)}
-        return loaders.load_environment(found.model_copy(update=seats))
+        seats = {
+            seat: seat_config.model_copy(update={"runtime": local})
+            for seat, seat_config in config
+            if _is_seat(seat_config)
+        }
+        return loaders.load_environment(config.model_copy(update=seats))
     except Exception as error:
         raise TaskError(
             f"verifiers cannot load the environment {name!r}, which must be a taskset of verifiers.v1: {error}"

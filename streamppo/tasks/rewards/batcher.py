@@ -27,9 +27,8 @@ class _Waiting(NamedTuple):
 class Batcher:
     """Sends up to `size` calls per batch and up to `places` batches concurrently; no call waits for a batch to fill.
 
-    If a batch's call raises, dies or takes too long, its trajectories are tried one by one, so that a bad one does not
-    fail the others. Returned values, even wrong ones, are never requested again. After a retryable failure the caller
-    retries instead.
+    If a batch's call raises, dies or takes too long, its trajectories are tried one by one, so that one does not fail
+    the others. Returned values, even wrong ones, are final. After a retryable failure the caller retries instead.
     """
 
     def __init__(self, call: CallBatch, size: int, places: int) -> None:
@@ -55,7 +54,7 @@ class Batcher:
             outcomes = await self._call(texts, columns)
             if len(batch) > 1 and all(outcome.whole and not outcome.retryable for outcome in outcomes):
                 outcomes = [(await self._call((waiting.text,), (waiting.columns,)))[0] for waiting in batch]
-        # A cancellation too must reach the batch's other calls, which wait only for this one.
+        # A cancellation too must reach the batch's other calls, which wait for this one.
         except BaseException as error:
             for waiting in batch:
                 waiting.done.set_exception(error)

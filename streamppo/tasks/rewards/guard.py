@@ -50,7 +50,7 @@ class Guard(Generic[P, E]):
         self._name = name
         self._limits = limits
         self._call = call
-        self._room = asyncio.Semaphore(limits.concurrency)
+        self._places = asyncio.Semaphore(limits.concurrency)
         self._closed = asyncio.Event()
         self._closed.set()
         self._probe = asyncio.Lock()
@@ -62,13 +62,13 @@ class Guard(Generic[P, E]):
 
     async def score(self, *given: P.args, **named: P.kwargs) -> E:
         """Try at most `attempts` times until the outcome is not retryable; return the last outcome."""
-        outcome = await self._once(*given, **named)
+        outcome = await self._call_in_turn(*given, **named)
         for attempt in range(1, self._limits.attempts):
             if not outcome.retryable:
                 break
             self._retries += 1
             await asyncio.sleep(self._limits.backoff_s * 2 ** (attempt - 1) * random.uniform(0.5, 1.5))
-            outcome = await self._once(*given, **named)
+            outcome = await self._call_in_turn(*given, **named)
         self._calls += 1
         if outcome.reason:
             self._note(outcome.reason)
@@ -88,15 +88,15 @@ class Guard(Generic[P, E]):
             reasons=dict(self._reasons),
         )
 
-    async def _once(self, *given: P.args, **named: P.kwargs) -> E:
-        async with self._room:
+    async def _call_in_turn(self, *given: P.args, **named: P.kwargs) -> E:
+        async with self._places:
             if self._closed.is_set():
                 return await self._try(*given, **named)
-            return await self._one_at_a_time(*given, **named)
+            return await self._call_alone(*given, **named)
 
-    async def _one_at_a_time(self, *given: P.args, **named: P.kwargs) -> E:
+    async def _call_alone(self, *given: P.args, **named: P.kwargs) -> E:
         async with self._probe:
-            # After a success the waiting calls need not be tried one by one.
+            # After a success the waiting calls run concurrently again.
             if not self._closed.is_set():
                 await asyncio.sleep(self._limits.breaker_s)
                 return await self._try(*given, **named)

@@ -6,6 +6,7 @@ from decimal import Decimal
 from numbers import Real
 
 from streamppo.tasks import user_traceback
+from streamppo.tasks.split import counted
 from streamppo.types import Reward, ScoredText, WireStruct, utf8_safe
 
 QUOTED = 200
@@ -31,7 +32,7 @@ NO_OPINION = Outcome()
 
 def failure_of(error: BaseException) -> Outcome:
     """Convert an exception to a failure, with file and line of the user's code if known."""
-    retryable = all(getattr(one, "retryable", False) for one in user_traceback.errors_of(error))
+    retryable = all(getattr(cause, "retryable", False) for cause in user_traceback.errors_of(error))
     reason = utf8_safe(user_traceback.format_user_error(error)[:QUOTED])
     return Outcome(reason=reason, retryable=retryable, whole=True)
 
@@ -57,13 +58,9 @@ def check_batch(values: object, texts: tuple[ScoredText, ...]) -> tuple[Outcome,
         return (_refusal(values, f"not a list of {len(texts)} numbers"),) * len(texts)
     listed = list(values)
     if len(listed) != len(texts):
-        values, completions = _count(len(listed), "value"), _count(len(texts), "completion")
+        values, completions = counted(len(listed), "value"), counted(len(texts), "completion")
         return (Outcome(reason=f"returned {values} for {completions}"),) * len(texts)
     return tuple(NO_OPINION if value is None else check(value, text) for value, text in zip(listed, texts, strict=True))
-
-
-def _count(count: int, noun: str) -> str:
-    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
 
 
 def check_verl(value: object, text: ScoredText) -> Outcome:

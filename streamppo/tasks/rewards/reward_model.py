@@ -1,7 +1,7 @@
 """A reward model: a sequence classification model in its own Ray actor, shared by all rollout actors.
 
-An actor dies with the process that created it. So the driver creates it and passes it to the rollout actors, which may
-be replaced. Ray restarts it when it dies itself; until then calls are retryable failures.
+An actor dies with its creator. So the driver creates it for the rollout actors, which may be replaced. Ray restarts it
+after its own death; until then calls are retryable failures.
 
 The text is rendered by the reward model's chat template, or is prompt plus completion.
 """

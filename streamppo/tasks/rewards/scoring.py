@@ -128,8 +128,8 @@ class Rewards:
     def _weights(self, names: list[str]) -> list[float]:
         """Return the weight of each scorer: 0 for functions if a model's score has precedence."""
         scorers = [self._scorers[name] for name in names]
-        models_only = self._combine_as == "model_first" and any(map(_of_a_model, scorers))
-        return [scorer.weight if _of_a_model(scorer) or not models_only else 0.0 for scorer in scorers]
+        models_only = self._combine_as == "model_first" and any(map(_is_model, scorers))
+        return [scorer.weight if _is_model(scorer) or not models_only else 0.0 for scorer in scorers]
 
     def _combine(self, scored: list[tuple[str, Reward]]) -> Reward:
         """Return the weighted sum; with several scorers each one's total is a component."""
@@ -175,7 +175,7 @@ class Rewards:
 
                 service = self._services[name] = Service(scorer)
                 call, size, places = _in_time(service.call, scorer.timeout_s), 1, scorer.concurrency
-        return Guard(name, scorer, Batcher(call, size, places) if size > 1 else _one(call))
+        return Guard(name, scorer, Batcher(call, size, places) if size > 1 else _call_single(call))
 
     async def _function(self, name: str, scorer: choices.FunctionScorer) -> tuple[CallBatch, int, int]:
         """Load a function: (the call, trajectories per call, concurrent calls)."""
@@ -194,8 +194,8 @@ def detect(scorer: choices.FunctionScorer) -> tuple[signature.Signature, bool]:
     """Return a function's signature, and True if it runs in the actor. Raises `TaskError` if it cannot be called."""
     function = plugins.load(scorer.function, "reward.function")
     how = signature.detect_signature(function, scorer.function, scorer.arguments)
-    ours = getattr(function, "__module__", "").startswith("streamppo.")
-    in_actor = scorer.where == "actor" or (scorer.where == "auto" and ours and how.is_async)
+    is_ours = getattr(function, "__module__", "").startswith("streamppo.")
+    in_actor = scorer.where == "actor" or (scorer.where == "auto" and is_ours and how.is_async)
     if in_actor and not how.is_async:
         raise TaskError(f'reward.function {scorer.function!r} is sync: it would block the actor (where = "actor")')
     return how, in_actor
@@ -207,7 +207,7 @@ def describe(scorer: choices.FunctionScorer, how: signature.Signature, *, in_act
     return f"{scorer.function} ({kind}), in {'the actor' if in_actor else 'processes of its own'}"
 
 
-def _of_a_model(scorer: choices.Scorer) -> bool:
+def _is_model(scorer: choices.Scorer) -> bool:
     return not isinstance(scorer, choices.FunctionScorer)
 
 
@@ -228,11 +228,11 @@ def _in_time(call: CallBatch, timeout_s: float) -> CallBatch:
     return bounded
 
 
-def _one(call: CallBatch) -> CallOne:
-    async def one(text: ScoredText, columns: Row) -> Outcome:
+def _call_single(call: CallBatch) -> CallOne:
+    async def call_one(text: ScoredText, columns: Row) -> Outcome:
         return (await call((text,), (columns,)))[0]
 
-    return one
+    return call_one
 
 
 def _weighted_sum(weights: list[float], columns: list[tuple[float, ...]]) -> tuple[float, ...]:

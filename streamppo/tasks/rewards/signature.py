@@ -23,15 +23,15 @@ Texts: TypeAlias = tuple[ScoredText, ...]
 Columns: TypeAlias = tuple[Row, ...]
 Style: TypeAlias = Literal["trajectory", "batched", "verl"]
 BATCHED = frozenset({"prompts", "completions", "completion_ids"})
-GIVES_A_BATCH = frozenset({"completions", "completion_ids"})
-"""Parameters of `BATCHED` that no row's column has the name of: one of them is enough to tell the style."""
-TRL_ALONE = {
+BATCH_MARKS = frozenset({"completions", "completion_ids"})
+"""Parameters of `BATCHED` that are no names of columns: each of them shows the style."""
+TRL_ONLY = {
     "trainer_state": "here is no Trainer: give it a default",
     "log_extra": "return a Reward with its numbers as components, and give it a default",
     "log_metric": "return a Reward with its numbers as components, and give it a default",
     "environments": "an environment is the table [environment], and gives rewards itself",
 }
-"""Further arguments of TRL's trainer, and what takes their place."""
+"""Further arguments of TRL's trainer, and their substitutes."""
 VERL = frozenset({"data_source", "solution_str", "ground_truth", "extra_info"})
 
 
@@ -59,7 +59,7 @@ class Signature(NamedTuple):
                 more += "; the prompt is `trajectory.prompt`, or TRL's `prompts`"
             if "answer" in missing and self.style == "verl":
                 more += "; its `ground_truth` is the row's answer: name that column as task.answer"
-            if advice := TRL_ALONE.get(min(missing)):
+            if advice := TRL_ONLY.get(min(missing)):
                 more += f"; TRL's trainer gives {min(missing)}, and {advice}"
             columns = ", ".join(sorted(given)) or "none"
             raise TaskError(f"the reward asks for the column {min(missing)!r}; columns are {columns}{more}")
@@ -68,24 +68,24 @@ class Signature(NamedTuple):
         return {name: given[name] for name in self.asks if name in given}
 
 
-def detect_signature(found: object, name: str, arguments: Mapping[str, object]) -> Signature:
+def detect_signature(reward: object, name: str, arguments: Mapping[str, object]) -> Signature:
     """The signature of a function, or of a class's `__call__`. Raises `TaskError` if it is none of the three."""
-    function = _called(found, name)
-    if inspect.isclass(found):
-        plugins.check_arguments(found, arguments, f"reward.function {name!r}")
-    parameters = list(plugins.parameters_of(function, f"reward.function {name!r}").values())[inspect.isclass(found) :]
-    # A partial's keywords are arguments too: a column with the name of one does not replace it.
+    function = _callable_of(reward, name)
+    if inspect.isclass(reward):
+        plugins.check_arguments(reward, arguments, f"reward.function {name!r}")
+    parameters = list(plugins.parameters_of(function, f"reward.function {name!r}").values())[inspect.isclass(reward) :]
+    # A partial's keywords are arguments too: columns of the same names do not replace them.
     preset = frozenset(function.keywords) if isinstance(function, partial) else frozenset[str]()
-    bound = preset if inspect.isclass(found) else preset | arguments.keys()
+    bound = preset if inspect.isclass(reward) else preset | arguments.keys()
     named = {p.name: p for p in parameters if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)}
     is_async = inspect.iscoroutinefunction(function)
     takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters)
     style, own_names = _style(named, name)
     _check_bound(bound - preset, named, own_names, f"reward.function {name!r}", takes_all=takes_all)
-    rest = {key: p for key, p in named.items() if key not in own_names and key not in bound}
-    needs = frozenset(key for key, p in rest.items() if p.default is p.empty)
-    # verl passes no columns: a parameter with a default keeps it though a column has its name.
-    asks = needs if style == "verl" else frozenset(rest)
+    column_parameters = {key: p for key, p in named.items() if key not in own_names and key not in bound}
+    needs = frozenset(key for key, p in column_parameters.items() if p.default is p.empty)
+    # verl passes no columns: a parameter keeps its default, also beside a column of its name.
+    asks = needs if style == "verl" else frozenset(column_parameters)
     if style == "batched" and takes_all:
         own_names = BATCHED
     if style == "verl" and named["ground_truth"].default is inspect.Parameter.empty:
@@ -101,22 +101,22 @@ def _check_bound(bound: Iterable[str], named: Iterable[str], own: Set[str], aske
         raise TaskError(f"{asked_by}: {min(taken)!r} is not an argument: it is the scored trajectory")
 
 
-def _called(found: object, name: str) -> Callable[..., object]:
-    if callable(found):
-        return found if inspect.isroutine(found) or isinstance(found, partial) else found.__call__
-    raise TaskError(f"reward.function {name!r} is neither a function nor a class but a {type(found).__name__}")
+def _callable_of(reward: object, name: str) -> Callable[..., object]:
+    if callable(reward):
+        return reward if inspect.isroutine(reward) or isinstance(reward, partial) else reward.__call__
+    raise TaskError(f"reward.function {name!r} is neither a function nor a class but a {type(reward).__name__}")
 
 
 def _style(named: Mapping[str, inspect.Parameter], name: str) -> tuple[Style, Set[str]]:
     """Return the style, and its parameters, which are not columns."""
     if {"solution_str", "ground_truth"} <= named.keys():
         return "verl", VERL & named.keys()
-    if GIVES_A_BATCH & named.keys():
+    if BATCH_MARKS & named.keys():
         return "batched", BATCHED & named.keys()
     first = next(iter(named.values()), None)
     if first is not None and (first.name == "trajectory" or first.annotation in (ScoredText, "ScoredText")):
         return "trajectory", {first.name}
-    beside = (f"; TRL's trainer gives {given}, and {advice}" for given, advice in TRL_ALONE.items() if given in named)
+    beside = (f"; TRL's trainer gives {given}, and {advice}" for given, advice in TRL_ONLY.items() if given in named)
     raise TaskError(
         f"reward.function {name!r} takes ({', '.join(named)}); it must be one of "
         "score(trajectory, **columns), score(prompts, completions, **columns) and "
@@ -139,7 +139,9 @@ def load(name: str, arguments: Mapping[str, object]) -> LoadedReward:
     function = plugins.load(name, "reward.function")
     signature = detect_signature(function, name, arguments)
     try:
-        reward = function(**arguments) if inspect.isclass(function) else partial(_called(function, name), **arguments)
+        reward = (
+            function(**arguments) if inspect.isclass(function) else partial(_callable_of(function, name), **arguments)
+        )
     except user_traceback.USER_ERRORS as error:
         raise TaskError(f"reward.function {name!r}: {user_traceback.format_user_error(error)}") from error
     assert callable(reward)
@@ -180,17 +182,18 @@ def _invoke(reward: LoadedReward, texts: Texts, columns: Columns) -> object:
             return function(texts[0], **signature.columns(columns[0]))
         case "batched":
             return function(
-                **_own(signature, _trl_arguments(texts)), **_listed([signature.columns(row) for row in columns])
+                **_style_arguments(signature, _trl_arguments(texts)),
+                **_column_lists([signature.columns(row) for row in columns]),
             )
         case "verl":
-            return function(**_own(signature, _verl(texts[0], columns[0])), **signature.columns(columns[0]))
+            return function(**_style_arguments(signature, _verl(texts[0], columns[0])), **signature.columns(columns[0]))
 
 
-def _own(signature: Signature, values: Row) -> dict[str, object]:
+def _style_arguments(signature: Signature, values: Row) -> dict[str, object]:
     return {name: value for name, value in values.items() if name in signature.own}
 
 
-def _listed(rows: list[dict[str, object]]) -> dict[str, list[object]]:
+def _column_lists(rows: list[dict[str, object]]) -> dict[str, list[object]]:
     names = dict.fromkeys(name for row in rows for name in row)
     return {name: [row.get(name) for row in rows] for name in names}
 

@@ -22,12 +22,12 @@ from streamppo.tasks.scorers.capture import Ran, RunLimits
 
 NOBODY = "65534"
 NEEDS = (0, 8, 0)
-"""The first version of bubblewrap that can bound a tmpfs and forbid nested user namespaces."""
+"""The first version of bubblewrap with bounded tmpfs and without nested user namespaces."""
 KERNEL = (
     "probably the machine or its container allows no user namespaces (sysctl user.max_user_namespaces, "
     "kernel.apparmor_restrict_unprivileged_userns; for containers see docs/security.md)"
 )
-OTHERWISE = (
+ALTERNATIVE = (
     'Where that cannot be, `arguments = { sandbox = "..." }` names another: a remote service (docs/security.md), or '
     '"streamppo.tasks.scorers.sandbox:Local", which is not a wall.'
 )
@@ -73,31 +73,31 @@ def run(
         source.write(program.encode(errors="replace"))
         source.seek(0)
         file = ["--perms", "0644", "--ro-bind-data", str(source.fileno()), "/tmp/program.py"]
-        bounds = started.arguments(limits._replace(memory_mib=address_mib or limits.memory_mib))
-        launcher = ["-sP", "-c", _launcher(), "walled", "0", *bounds]
-        command = [*_walls(disk_bytes, files), *file, "--remount-ro", "/", "--", sys.executable, *launcher]
-        given = {"PATH": "/usr/bin:/bin", "LANG": "C.UTF-8", "HOME": "/tmp", **env}
-        place = capture.Place(env=given, folder="/", files=(source.fileno(), *inherits))
-        return capture.run(command, stdin, limits, started, place)
+        limit_arguments = started.arguments(limits._replace(memory_mib=address_mib or limits.memory_mib))
+        launcher = ["-sP", "-c", _launcher(), "walled", "0", *limit_arguments]
+        command = [*_sandbox_command(disk_bytes, files), *file, "--remount-ro", "/", "--", sys.executable, *launcher]
+        environment = {"PATH": "/usr/bin:/bin", "LANG": "C.UTF-8", "HOME": "/tmp", **env}
+        context = capture.CommandContext(env=environment, folder="/", files=(source.fileno(), *inherits))
+        return capture.run(command, stdin, limits, started, context)
 
 
 @functools.cache
-def problem(otherwise: str = OTHERWISE) -> str:
-    """The reason why bubblewrap does not work here, with the remedy and `otherwise`; "" if it works."""
+def problem(alternative: str = ALTERNATIVE) -> str:
+    """The reason why bubblewrap does not work here, with the remedy and `alternative`; "" if it works."""
     path = shutil.which("bwrap")
     if path is None:
         install = "`apt-get install bubblewrap` or `dnf install bubblewrap` installs it"
-        return f"programs of the policy run in bubblewrap, and there is no `bwrap` here: {install}. {otherwise}"
+        return f"programs of the policy run in bubblewrap, and there is no `bwrap` here: {install}. {alternative}"
     version = subprocess.run([path, "--version"], capture_output=True, text=True, check=False).stdout.strip()
     if tuple(map(int, re.findall(r"\d+", version))) < NEEDS:
         needs = ".".join(map(str, NEEDS))
-        return f"programs of the policy run in bubblewrap {needs} or newer; this is {version}. {otherwise}"
+        return f"programs of the policy run in bubblewrap {needs} or newer; this is {version}. {alternative}"
     if os.geteuid() == 0 and shutil.which("setpriv") is None:
-        return f"root needs `setpriv` (package util-linux) to run programs of the policy as nobody. {otherwise}"
-    command = [*_walls(2**20), "--", sys.executable, "-I", "-c", ""]
+        return f"root needs `setpriv` (package util-linux) to run programs of the policy as nobody. {alternative}"
+    command = [*_sandbox_command(2**20), "--", sys.executable, "-I", "-c", ""]
     ran = subprocess.run(command, capture_output=True, text=True, check=False, cwd="/", env={"PATH": "/usr/bin:/bin"})
     if ran.returncode:
-        return f"bubblewrap does not work here: {ran.stderr.strip()[-300:]!r}; {KERNEL}. {otherwise}"
+        return f"bubblewrap does not work here: {ran.stderr.strip()[-300:]!r}; {KERNEL}. {alternative}"
     return ""
 
 
@@ -106,39 +106,39 @@ def _launcher() -> str:
     return capture.LAUNCHER.read_text()
 
 
-def _walls(disk_bytes: int, files: Sequence[str] = ()) -> list[str]:
+def _sandbox_command(disk_bytes: int, files: Sequence[str] = ()) -> list[str]:
     """Return the bubblewrap command without one program's file and command; `files` keep their paths."""
     bwrap = shutil.which("bwrap") or "bwrap"
-    alone = ["user", "ipc", "pid", "net", "uts", "cgroup-try"]
+    unshared = ["user", "ipc", "pid", "net", "uts", "cgroup-try"]
     size = ["--size", str(disk_bytes)]
     return [
         *_as_nobody(bwrap, files),
         bwrap,
-        *(f"--unshare-{what}" for what in alone),
+        *(f"--unshare-{what}" for what in unshared),
         *("--disable-userns", "--uid", NOBODY, "--gid", NOBODY, "--hostname", "sandbox", "--cap-drop", "ALL"),
         *("--die-with-parent", "--new-session"),
         *("--proc", "/proc", "--dev", "/dev", *size, "--tmpfs", "/dev/shm", "--remount-ro", "/dev"),
         *(*size, "--perms", "1777", "--tmpfs", "/tmp", "--chdir", "/tmp"),
-        *_system(files),
+        *_system_mounts(files),
     ]
 
 
 def _as_nobody(bwrap: str, files: Sequence[str]) -> list[str]:
     """The command prefix that drops root, to whom the kernel's limit on processes does not apply.
 
-    The user nobody cannot reach a Python in root's home. So an outer bubblewrap, started as root, mounts it in folders
-    readable by all.
+    The user nobody cannot read a Python in root's home. So an outer bubblewrap, started as root, mounts it in readable
+    folders.
     """
     if os.geteuid() != 0:
         return []
     # The inner bubblewrap builds the program's mounts in /tmp.
     places = ["--bind", "/proc", "/proc", "--dev", "/dev", "--perms", "0755", "--dir", "/tmp"]
-    outer = [bwrap, *_system(files), *places, "--die-with-parent"]
+    outer = [bwrap, *_system_mounts(files), *places, "--die-with-parent"]
     setpriv = shutil.which("setpriv") or "setpriv"
     return [*outer, "--", setpriv, "--reuid", NOBODY, "--regid", NOBODY, "--clear-groups", "--"]
 
 
-def _system(files: Sequence[str]) -> list[str]:
+def _system_mounts(files: Sequence[str]) -> list[str]:
     """The arguments that mount the system's programs, our Python and `files` read-only."""
     mounts = ["--ro-bind", "/usr", "/usr"]
     for name in ("bin", "sbin", "lib", "lib32", "lib64"):
@@ -150,7 +150,7 @@ def _system(files: Sequence[str]) -> list[str]:
     paths = [f"/etc/{name}" for name in ("ld.so.cache", "alternatives")]
     paths += [path for path in python_files() if not Path(path).is_relative_to("/usr")]
     paths += files
-    # Parents made by bubblewrap itself would not be readable by the user nobody.
+    # The user nobody could not read parents made by bubblewrap itself.
     parents = dict.fromkeys(str(parent) for path in paths for parent in [*Path(path).parents][-2::-1])
     mounts += [word for parent in parents for word in ("--perms", "0755", "--dir", parent)]
     return [*mounts, *(word for path in paths for word in ("--ro-bind-try", path, path))]

@@ -1,4 +1,4 @@
-"""Runs one command to its end or a limit, and reads its output. No path that the command can change is opened."""
+"""Runs one command to its end or a limit, and reads its output. It opens no path in the command's control."""
 
 import contextlib
 import functools
@@ -19,7 +19,7 @@ from streamppo.tasks.scorers.launcher import FILE_BYTES
 LAUNCHER = Path(__file__).with_name("launcher.py")
 START_S = 5.0
 """Time limit for a sandbox's start; it does not count for the program."""
-LOOK_S = 0.02
+CHECK_S = 0.02
 """Time between two checks of the memory of all processes of a program."""
 SHARED_KIB = 16 * 2**10
 """Above this sum of shared memory, pages shared by several processes are counted once."""
@@ -40,7 +40,7 @@ class Ran(NamedTuple):
     stderr: str
 
 
-class Place(NamedTuple):
+class CommandContext(NamedTuple):
     """Environment, folder and inherited descriptors of a command."""
 
     env: Mapping[str, str]
@@ -72,7 +72,7 @@ class StartSignal:
         return self._begun
 
 
-def run(command: list[str], stdin: str, limits: RunLimits, started: StartSignal, place: Place) -> Ran:
+def run(command: list[str], stdin: str, limits: RunLimits, started: StartSignal, context: CommandContext) -> Ran:
     """Run a command that ends in the launcher. Raises `TaskError`, or `Retryable` if late, if no program began."""
     # Unlinked files: descendants of the program may hold a pipe open, and could replace a path.
     with (
@@ -88,15 +88,15 @@ def run(command: list[str], stdin: str, limits: RunLimits, started: StartSignal,
             stdin=stdin_file,
             stdout=out,
             stderr=err,
-            cwd=place.folder,
-            env=place.env,
-            pass_fds=(started.writer, *place.files),
+            cwd=context.folder,
+            env=context.env,
+            pass_fds=(started.writer, *context.files),
             start_new_session=True,
         )
         try:
-            exit_code, note = _end(process, limits, started)
+            exit_code, note = _wait(process, limits, started)
             if group and not note and group.has_killed():
-                note = _too_much(limits)
+                note = _memory_note(limits)
         finally:
             # The program's children are in its group, even after the program itself has ended.
             with contextlib.suppress(ProcessLookupError):
@@ -116,24 +116,24 @@ def _text(file: IO[bytes]) -> str:
     return os.pread(file.fileno(), FILE_BYTES, 0).decode(errors="replace")
 
 
-def _end(process: subprocess.Popen[bytes], limits: RunLimits, started: StartSignal) -> tuple[int | None, str]:
+def _wait(process: subprocess.Popen[bytes], limits: RunLimits, started: StartSignal) -> tuple[int | None, str]:
     """Wait: (exit code, note for the user). None: the time limit; -9 with a note: the memory of all processes."""
     end, begun = time.monotonic() + START_S, False
     while (left_s := end - time.monotonic()) > 0:
-        if _ended(process, min(left_s, LOOK_S)):
+        if _has_ended(process, min(left_s, CHECK_S)):
             return process.wait(), ""
         if not begun and started.has_begun():
             end, begun = time.monotonic() + limits.timeout_s, True
         if memory_bytes(process.pid) > limits.memory_mib * 2**20:
-            return -signal.SIGKILL, _too_much(limits)
+            return -signal.SIGKILL, _memory_note(limits)
     return None, ""
 
 
-def _too_much(limits: RunLimits) -> str:
+def _memory_note(limits: RunLimits) -> str:
     return f"\nMemoryError: all its processes together had more than {limits.memory_mib} MiB"
 
 
-def _ended(process: subprocess.Popen[bytes], timeout_s: float) -> bool:
+def _has_ended(process: subprocess.Popen[bytes], timeout_s: float) -> bool:
     try:
         watched, poll = os.pidfd_open(process.pid), select.poll()
     except (AttributeError, OSError):
@@ -154,7 +154,7 @@ def memory_bytes(pid: int) -> int:
 
     It is their anonymous and swapped memory, their shared memory, counted once, and the capacity of their sockets.
     """
-    alone, shared, sockets = 0, 0, 0
+    private, shared, sockets = 0, 0, 0
     members: list[int] = []
     waiting = [pid]
     while waiting:
@@ -164,17 +164,17 @@ def memory_bytes(pid: int) -> int:
             for thread in os.listdir(f"/proc/{member}/task"):
                 waiting += map(int, Path(f"/proc/{member}/task/{thread}/children").read_text().split())
             status = _kib(Path(f"/proc/{member}/status"))
-            alone += status["RssAnon"] + status["VmSwap"]
+            private += status["RssAnon"] + status["VmSwap"]
             shared += status["RssShmem"]
             sockets += _sockets(member)
             members.append(member)
     if shared > SHARED_KIB:
         shared = sum(_shares(member) for member in members)
-    return (alone + shared) * 2**10 + sockets * _socket_bytes()
+    return (private + shared) * 2**10 + sockets * _socket_bytes()
 
 
 def _kib(path: Path) -> dict[str, int]:
-    # The program chooses its processes' names, which may be no text, and may look like an amount of memory.
+    # The program names its processes: a name may be no text, or look like an amount of memory.
     rows = (line.split() for line in path.read_bytes().split(b"\n"))
     amounts = (row for row in rows if row[2:] == [b"kB"] and row[1].isdigit())
     return {name.decode().rstrip(":"): int(kib) for name, kib, _ in amounts}

@@ -1,12 +1,12 @@
 """A cgroup (version 2) for each program, if this process may make one: the kernel bounds memory and processes.
 
-    .../user@1000.service/app.slice            ours to write, and hands on `memory` and `pids`: groups are made here
+    .../user@1000.service/app.slice            writable, and delegates `memory` and `pids`: groups are made here
     .../app.slice/run-4711.scope               this process
     .../app.slice/streamppo-4711-5e6f7a8b      a program, with all that it starts
 
-capture.py measures the memory of all processes every 20 ms, which remains the limit of a program. The group's limits
-are above it, so that a program within its own limit never reaches them. They cover what the measurements miss: memory
-used between two of them, pipes full of data, children that have left the tree. Under version 1, and in most containers,
+capture.py measures the memory of all processes every 20 ms and enforces a program's limit. The group's limits are
+higher. They cover the gaps of the measurements: memory used between two of them, pipes full of data, children that have
+left the tree. Under version 1, and in most containers,
 no group can be made.
 """
 
@@ -21,7 +21,7 @@ from uuid import uuid4
 
 from streamppo import durable
 
-OWN, MOUNTS = Path("/proc/self/cgroup"), Path("/proc/self/mountinfo")
+OWN_GROUP, MOUNTS = Path("/proc/self/cgroup"), Path("/proc/self/mountinfo")
 CONTROLLERS = frozenset({"memory", "pids"})
 NAME = "streamppo"
 SPARE_MIB = 256
@@ -72,21 +72,21 @@ class ControlGroup:
 @contextmanager
 def group(memory_mib: int) -> Generator[ControlGroup | None]:
     """Make a group for a program with `memory_mib`, and remove it after the block; None if none can be made."""
-    level = place()
-    made = _make(level, memory_mib) if level is not None else None
+    level = parent_group()
+    program_group = _make(level, memory_mib) if level is not None else None
     try:
-        yield made
+        yield program_group
     finally:
-        if made is not None:
-            made.remove()
+        if program_group is not None:
+            program_group.remove()
 
 
 @functools.cache
-def place() -> Path | None:
+def parent_group() -> Path | None:
     """Find the nearest cgroup around this process in which groups with limits can be made; None without one."""
     with suppress(OSError):
-        for level in levels(durable.read_kernel(OWN), durable.read_kernel(MOUNTS)):
-            if _hands_on(level) and _works(level):
+        for level in levels(durable.read_kernel(OWN_GROUP), durable.read_kernel(MOUNTS)):
+            if _delegates(level) and _is_usable(level):
                 return level
     return None
 
@@ -103,29 +103,29 @@ def levels(own: str, mounts: str) -> Iterator[Path]:
             yield from (folder, *folder.parents[: len(Path(path).relative_to(root).parts)])
 
 
-def _hands_on(level: Path) -> bool:
+def _delegates(level: Path) -> bool:
     try:
-        handed = (level / "cgroup.subtree_control").read_text().split()
+        delegated = (level / "cgroup.subtree_control").read_text().split()
     except OSError:
         return False
-    # To move a process one must be able to write to the common parent group.
-    return set(handed) >= CONTROLLERS and os.access(level, os.W_OK) and os.access(level / "cgroup.procs", os.W_OK)
+    # Moving a process needs write access to the common parent group.
+    return set(delegated) >= CONTROLLERS and os.access(level, os.W_OK) and os.access(level / "cgroup.procs", os.W_OK)
 
 
-def _works(level: Path) -> bool:
+def _is_usable(level: Path) -> bool:
     """Make a group as a test, and remove the groups of dead processes."""
     for old in level.glob(f"{NAME}-*-*"):
         with suppress(OSError):
             if not Path("/proc", old.name.split("-")[1]).exists():
                 old.rmdir()
-    made = _make(level, SPARE_MIB)
-    if made is None:
+    test_group = _make(level, SPARE_MIB)
+    if test_group is None:
         return False
     try:
-        ran = subprocess.run([*made.enter, "cat", str(OWN)], capture_output=True, text=True, check=False)
+        ran = subprocess.run([*test_group.enter, "cat", str(OWN_GROUP)], capture_output=True, text=True, check=False)
     finally:
-        made.remove()
-    return made.folder.name in ran.stdout
+        test_group.remove()
+    return test_group.folder.name in ran.stdout
 
 
 def _make(level: Path, memory_mib: int) -> ControlGroup | None:

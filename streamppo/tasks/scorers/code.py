@@ -17,7 +17,7 @@ FENCED = re.compile(r"```[ \t]*([^\s`]*)[^\n`]*\n(.*?)```", re.DOTALL)
 PYTHON = re.compile(r"(?:(?:python|py)[\d.]*)?", re.IGNORECASE)
 DEFAULT = "streamppo.tasks.scorers.bubblewrap:Bubblewrap"
 TEXTS = [Path(__file__).with_name(f"{name}.py").read_text() for name in ("plain_data", "exceptions", "isolated_tests")]
-SIDES = re.sub(r"^from streamppo.*\n", "", "".join(TEXTS), flags=re.MULTILINE)
+TEST_PROGRAM = re.sub(r"^from streamppo.*\n", "", "".join(TEXTS), flags=re.MULTILINE)
 """The source of both sides of a code test, for sandboxes without our package."""
 DONE = '"done"'
 REMEMBERED = 1024
@@ -27,7 +27,7 @@ QUOTED = 300
 
 Test: TypeAlias = str | dict[str, str]
 Operations: TypeAlias = str
-"""A JSON list that only the two sides parse: it contains the program's values, of any depth."""
+"""A JSON list for the two sides alone: it contains the program's values, of any depth."""
 
 
 class Verdict(TypedDict, total=False):
@@ -58,7 +58,7 @@ class Exchange:
         """Store the program's answers; it may have ended before the last."""
         self._before = self.answers
         lines = [line for line in ran.stdout.split("\n") if line]
-        self._short = "" if lines[-1:] == [DONE] else _ended_badly(ran, limits) or "it ended before its test"
+        self._short = "" if lines[-1:] == [DONE] else _failure_of(ran, limits) or "it ended before its test"
         self.answers = [line for line in lines if line != DONE]
         if self._short and not self.answers:
             self.reason = self._short
@@ -125,44 +125,46 @@ class CodeTests:
 
     def __call__(self, trajectory: ScoredText, tests: object) -> Reward:
         """Run the tests. Raises `TaskError` for a row without usable tests."""
-        listed = usable(tests)
-        program = program_of(trajectory.completion)
-        reasons = asyncio.run(self._reasons(program, listed))
+        listed = read_tests(tests)
+        program = extract_program(trajectory.completion)
+        reasons = asyncio.run(self._failures(program, listed))
         passed = reasons.count("") / len(reasons)
         explanation = "\n".join(f"test {number}: {reason}" for number, reason in enumerate(reasons, 1) if reason)
         explanation = explanation.encode(errors="backslashreplace").decode()
         score = float(passed == 1.0) if self._all_or_nothing else passed
         return Reward(score=score, components={"passed": passed}, explanation=explanation)
 
-    async def _reasons(self, program: str, tests: list[Test]) -> list[str]:
+    async def _failures(self, program: str, tests: list[Test]) -> list[str]:
         """The reason of failure for every test; "" if it passes."""
         end = time.monotonic() + self._all_timeout_s
         codes = [test for test in tests if isinstance(test, str)]
-        of_codes = iter(await self._codes(program, codes, end) if codes else [])
-        return [next(of_codes) if isinstance(item, str) else await self._printed(program, item, end) for item in tests]
+        of_codes = iter(await self._test_codes(program, codes, end) if codes else [])
+        return [
+            next(of_codes) if isinstance(item, str) else await self._test_output(program, item, end) for item in tests
+        ]
 
-    async def _printed(self, program: str, test: dict[str, str], end: float) -> str:
-        limits = self._left(end)
+    async def _test_output(self, program: str, test: dict[str, str], end: float) -> str:
+        limits = self._remaining_limits(end)
         if limits is None:
-            return self._late()
+            return self._timeout_reason()
         ran = await self._sandbox.run(program, test["input"], limits)
-        if reason := _ended_badly(ran, limits):
+        if reason := _failure_of(ran, limits):
             return reason
         expected = test["output"]
         same = _lines(ran.stdout) == _lines(expected)
         return "" if same else f"printed {ran.stdout[:QUOTED]!r} instead of {expected[:QUOTED]!r}"
 
-    async def _codes(self, program: str, codes: list[str], end: float) -> list[str]:
+    async def _test_codes(self, program: str, codes: list[str], end: float) -> list[str]:
         """Exchange operations and answers of checker and program until each test has ended or makes no progress."""
         exchanges = [Exchange(code, first) for code, first in zip(codes, await self._first_of(codes, end), strict=True)]
         while waiting := [exchange for exchange in exchanges if exchange.reason is None]:
             for exchange in waiting:
-                limits = self._left(end)
+                limits = self._remaining_limits(end)
                 if limits is None:
-                    exchange.reason = self._late()
+                    exchange.reason = self._timeout_reason()
                     continue
                 task = {"program": program, "operations": exchange.wanted}
-                ran = await self._sandbox.run(SIDES, json.dumps(task), limits)
+                ran = await self._sandbox.run(TEST_PROGRAM, json.dumps(task), limits)
                 exchange.take_answers(ran, limits)
             waiting = [exchange for exchange in waiting if exchange.reason is None]
             if waiting:
@@ -192,28 +194,28 @@ class CodeTests:
         each_s = self._limits.timeout_s
         all_s = min(each_s * len(tests), end - time.monotonic())
         if all_s <= 0:
-            return [{"failed": self._late(), "lost": True} for _ in exchanges]
+            return [{"failed": self._timeout_reason(), "lost": True} for _ in exchanges]
         task = {"tests": tests, "timeout_s": each_s, "all_timeout_s": all_s}
         # One second more, so that the checker can report its own time limit.
         limits = self._limits._replace(timeout_s=all_s + 1.0)
-        ran = await self._sandbox.run(SIDES, json.dumps(task), limits)
+        ran = await self._sandbox.run(TEST_PROGRAM, json.dumps(task), limits)
         verdicts = _verdicts(ran.stdout)[: len(tests)]
         for exchange, verdict in zip(exchanges, verdicts, strict=False):
             if "unusable" in verdict:
                 raise TaskError(f"the test {exchange.code[:QUOTED]!r} is of no use: {verdict['unusable']}")
-        reason = f"its test could not be run on what the program gave: {_ended_badly(ran, limits) or 'too much of it'}"
+        reason = f"its test could not be run on what the program gave: {_failure_of(ran, limits) or 'too much of it'}"
         lost: Verdict = {"failed": reason, "lost": True}
         return [*verdicts, *[lost] * (len(tests) - len(verdicts))]
 
-    def _left(self, end: float) -> RunLimits | None:
+    def _remaining_limits(self, end: float) -> RunLimits | None:
         left_s = end - time.monotonic()
         return self._limits._replace(timeout_s=min(self._limits.timeout_s, left_s)) if left_s > 0 else None
 
-    def _late(self) -> str:
+    def _timeout_reason(self) -> str:
         return f"not run: the tests before it took {self._all_timeout_s:g} s"
 
 
-def program_of(completion: str) -> str:
+def extract_program(completion: str) -> str:
     """Return the last fenced block marked as Python or unmarked; without one, the whole completion."""
     blocks = [block for language, block in FENCED.findall(completion) if PYTHON.fullmatch(language)]
     return blocks[-1] if blocks else completion
@@ -231,11 +233,11 @@ def _sandbox(name: str) -> Sandbox:
         raise TaskError(f"sandbox {name!r}: {user_traceback.format_user_error(error)}") from error
 
 
-def usable(tests: object) -> list[Test]:
+def read_tests(tests: object) -> list[Test]:
     """Return the tests of a row, which may be JSON. Raises `TaskError` for anything but a nonempty list of tests."""
     if isinstance(tests, str):
         try:
-            return usable(json.loads(tests) or None)
+            return read_tests(json.loads(tests) or None)
         except (ValueError, RecursionError) as error:
             raise TaskError(f"`tests` is a text that is not JSON: {error}") from error
     if not isinstance(tests, list) or not tests:
@@ -249,7 +251,7 @@ def usable(tests: object) -> list[Test]:
     return tests
 
 
-def _ended_badly(ran: Ran, limits: RunLimits) -> str:
+def _failure_of(ran: Ran, limits: RunLimits) -> str:
     if ran.exit_code is None:
         return f"no end after {limits.timeout_s:.3g} s"
     return f"exit code {ran.exit_code}: {ran.stderr.strip()[-QUOTED:]}" if ran.exit_code else ""

@@ -39,12 +39,12 @@ class Exceptions:
     """The program's exceptions that the test has not accepted so far."""
 
     def __init__(self) -> None:
-        self.left: list[BaseException] = []
+        self.unaccepted: list[BaseException] = []
 
     def record(self, error: BaseException) -> BaseException:
         """Record an exception, which fails the test unless it is accepted; return it."""
         if isinstance(error, Refused) or not _expected():
-            self.left.append(error)
+            self.unaccepted.append(error)
         return error
 
     def names(self) -> dict[str, object]:
@@ -57,7 +57,7 @@ class Exceptions:
                 self._accept(exception, raises=raises)
         if isinstance(error, Refused) or (isinstance(error, ITERATION) and not raises):
             return
-        self.left = [exception for exception in self.left if exception is not error]
+        self.unaccepted = [exception for exception in self.unaccepted if exception is not error]
 
     def _watch(self, manager: Manager) -> Manager:
         accept = self._accept
@@ -79,7 +79,7 @@ class Exceptions:
         return Watch()
 
 
-class _Words(ast.NodeTransformer):
+class _ReportCatches(ast.NodeTransformer):
     def visit_ExceptHandler(self, node: ast.ExceptHandler) -> ast.AST:
         self.generic_visit(node)
         accept = ast.Expr(ast.Call(ast.Name(ACCEPT, ast.Load()), [], []))
@@ -96,7 +96,7 @@ class _Words(ast.NodeTransformer):
 
 def rewritten(tree: ast.Module) -> ast.Module:
     """Make every `except` and `with` of a test report the exceptions that it catches."""
-    return ast.fix_missing_locations(_Words().visit(tree))
+    return ast.fix_missing_locations(_ReportCatches().visit(tree))
 
 
 def python_error(kind: str, text: str, arguments: list[object] | None) -> Exception:
@@ -125,7 +125,7 @@ def _expected() -> bool:
     return False
 
 
-def told(error: BaseException) -> str:
+def describe(error: BaseException) -> str:
     """An exception's class and message."""
     return f"{type(error).__name__}: {str(error)[:QUOTED]}"
 

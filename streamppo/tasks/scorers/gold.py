@@ -36,8 +36,8 @@ def completion(answer: object) -> str:
 
 def number(answer: object) -> Fraction:
     r"""Read a gold answer as a number: alone, after the last ####, or in the last \boxed{}. Raises `TaskError`."""
-    whole = text(answer)
-    inner = answers.extract_marked(whole) or answers.extract_boxed(whole) or whole
+    answer_text = text(answer)
+    inner = answers.extract_marked(answer_text) or answers.extract_boxed(answer_text) or answer_text
     value = answers.number(answers.extract_boxed(inner) or inner)
     if value is None:
         raise TaskError(

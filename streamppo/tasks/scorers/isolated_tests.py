@@ -7,8 +7,8 @@ The processes never communicate directly: the scorer passes the checker's operat
 back, until every test has ended. So the program sees only inputs. In the checker its answers are plain values of
 Python's types, so that no class of the program can take part in a comparison.
 
-It runs in sandboxes without our package: plain_data.py and exceptions.py, its only imports of ours, are sent in front
-of it.
+It runs in sandboxes without our package: its source is sent after that of plain_data.py and exceptions.py, its only
+imports of ours.
 """
 
 import ast
@@ -24,7 +24,7 @@ import types
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TextIO, TypeAlias, cast
 
-from streamppo.tasks.scorers.exceptions import QUOTED, Exceptions, Refused, line_of, python_error, rewritten, told
+from streamppo.tasks.scorers.exceptions import QUOTED, Exceptions, Refused, describe, line_of, python_error, rewritten
 from streamppo.tasks.scorers.plain_data import Data, NotData, as_list, data_alone, decode, encode
 
 Operation: TypeAlias = dict[str, Data]
@@ -62,29 +62,29 @@ def answer(program: str, operations: list[Operation], out: TextIO) -> None:
     for operation in operations:
         try:
             arguments = [decode(argument, values.__getitem__) for argument in as_list(operation.get("arguments"))]
-            before = [_written(argument) for argument in arguments]
+            before = [_encode_or_none(argument) for argument in arguments]
             value = _run_operation(operation, arguments, module.__dict__, values)
-            line: dict[str, Data] = _shown(value)
+            line: dict[str, Data] = _encode_value(value)
             if value is None:
-                changed = [_written(argument) for argument in arguments]
+                changed = [_encode_or_none(argument) for argument in arguments]
                 line["changed"] = [None if old == new else new for old, new in zip(before, changed, strict=True)]
         # The program, and its values when inspected, may raise any exception.
         except Exception as error:
-            value, line = None, _raised(error)
+            value, line = None, _encode_error(error)
         values.append(value)
-        _say(out, line)
-    _say(out, "done")
+        _write_line(out, line)
+    _write_line(out, "done")
 
 
 def _run_operation(
-    operation: Operation, arguments: list[object], names: Mapping[str, object], found: list[object]
+    operation: Operation, arguments: list[object], names: Mapping[str, object], values: list[object]
 ) -> object:
     name = str(operation.get("name"))
     if operation["do"] == "name":
         if name not in names:
             raise NameError(f"name {name!r} is not defined")
         return names[name]
-    target = decode(operation["of"], found.__getitem__)
+    target = decode(operation["of"], values.__getitem__)
     match operation["do"]:
         case "attribute":
             return getattr(target, name)
@@ -93,33 +93,33 @@ def _run_operation(
         case _:
             named = operation["named"]
             assert callable(target) and isinstance(named, dict)
-            return target(*arguments, **{key: decode(argument, found.__getitem__) for key, argument in named.items()})
+            return target(*arguments, **{key: decode(argument, values.__getitem__) for key, argument in named.items()})
 
 
-def _written(value: object) -> Data:
+def _encode_or_none(value: object) -> Data:
     try:
         return encode(value, data_alone)
     except NotData:
         return None
 
 
-def _shown(value: object) -> dict[str, Data]:
+def _encode_value(value: object) -> dict[str, Data]:
     try:
         return {"value": encode(value, data_alone)}
     except NotData:
         return {"object": type(value).__name__}
 
 
-def _raised(error: Exception) -> dict[str, Data]:
+def _encode_error(error: Exception) -> dict[str, Data]:
     known = next(base for base in type(error).__mro__ if base.__module__ == "builtins")
-    return {"raised": known.__name__, "text": str(error)[:QUOTED], "arguments": _written(list(error.args))}
+    return {"raised": known.__name__, "text": str(error)[:QUOTED], "arguments": _encode_or_none(list(error.args))}
 
 
 # --- the checker's side --------------------------------------------------------------------------------------
 
 
 class Trace:
-    """The operations of one test: the first ones have answers; later ones are assumed to go as the test expects."""
+    """The operations of one test: the first ones have answers; later ones are assumed to fulfil the test."""
 
     def __init__(self, operations: list[Operation], answers: list[dict[str, Data]]) -> None:
         self._known = list(zip(operations, answers, strict=False))
@@ -159,18 +159,20 @@ class Trace:
         return self.exceptions.record(Refused(message))
 
 
-def _value_of(said: dict[str, Data], arguments: tuple[object, ...]) -> object:
+def _value_of(answer: dict[str, Data], arguments: tuple[object, ...]) -> object:
     """Return an answer's value, exception or `OBJECT`, and apply its changes to the arguments."""
-    if "raised" in said:
-        encoded = said.get("arguments")
-        read = None if encoded is None else decode(encoded, data_alone)
-        return python_error(str(said["raised"]), str(said.get("text")), read if isinstance(read, list) else None)
-    if "object" in said:
+    if "raised" in answer:
+        encoded = answer.get("arguments")
+        decoded = None if encoded is None else decode(encoded, data_alone)
+        return python_error(
+            str(answer["raised"]), str(answer.get("text")), decoded if isinstance(decoded, list) else None
+        )
+    if "object" in answer:
         return OBJECT
-    value = decode(said["value"], data_alone)
-    for argument, new in zip(arguments, as_list(said.get("changed")), strict=False):
+    value = decode(answer["value"], data_alone)
+    for argument, new in zip(arguments, as_list(answer.get("changed")), strict=False):
         if new is not None:
-            _become(argument, decode(new, data_alone))
+            _apply_change(argument, decode(new, data_alone))
     return value
 
 
@@ -191,8 +193,8 @@ class RemoteObject:
         return self._trace.ask({"do": "attribute", "of": self.reference(), "name": name})
 
     def __call__(self, *arguments: object, **named: object) -> object:
-        written = [encode(argument, _crossing) for argument in arguments]
-        by_name = {key: encode(argument, _crossing) for key, argument in named.items()}
+        written = [encode(argument, _encode_for_program) for argument in arguments]
+        by_name = {key: encode(argument, _encode_for_program) for key, argument in named.items()}
         call: Operation = {"do": "call", "of": self.reference(), "arguments": written, "named": by_name}
         return self._trace.ask(call, arguments)
 
@@ -237,7 +239,7 @@ for _name in (*OPERATORS, *(f"r{one}" for one in BINARY)):
     setattr(RemoteObject, f"__{_name}__", RemoteObject.stand_in)
 
 
-def _crossing(value: object) -> Data:
+def _encode_for_program(value: object) -> Data:
     if isinstance(value, RemoteObject):
         return value.reference()
     name = getattr(value, "__name__", "")
@@ -246,7 +248,7 @@ def _crossing(value: object) -> Data:
     raise Unusable(f"it passes {value!r} to the program, and only data can be sent")
 
 
-def _become(argument: object, new: object) -> None:
+def _apply_change(argument: object, new: object) -> None:
     """Apply the program's change of its copy to the argument."""
     match argument, new:
         case (list(), list()) | (bytearray(), bytearray()):
@@ -269,7 +271,7 @@ def verdict(code: str, operations: list[Operation], answers: list[dict[str, Data
         return {"unusable": f"{type(error).__name__}: {error}"}
     reason = ""
     try:
-        names = _bound(tree, trace) | trace.exceptions.names()
+        names = _stand_ins(tree, trace) | trace.exceptions.names()
         tree = _without_asserts(tree) if first_time and trace.guesses else tree
         exec(compile(rewritten(tree), "test", "exec"), names)
     except Unusable as error:
@@ -278,14 +280,14 @@ def verdict(code: str, operations: list[Operation], answers: list[dict[str, Data
         reason = f"it needs more than {OPERATIONS} calls"
     # A test may raise any exception; `SystemExit` is a failure too.
     except BaseException as error:
-        reason = told(error) + ("" if error.args else line_of(code, error))
+        reason = describe(error) + ("" if error.args else line_of(code, error))
     if trace.guesses:
         return {"ask": json.dumps(trace.asked), "certain": trace.certain}
-    reason = reason or "".join(f"the program raised {told(error)}" for error in trace.exceptions.left[:1])
+    reason = reason or "".join(f"the program raised {describe(error)}" for error in trace.exceptions.unaccepted[:1])
     return {"failed": reason} if reason else {"passed": True}
 
 
-def steady(text: str) -> None:
+def fix_random_numbers(text: str) -> None:
     """Make random numbers and ids equal in each run of one text, because tests and programs run several times."""
     if any(word in text for word in ("random", "uuid", "secrets", "shuffle")):
         import random
@@ -296,10 +298,10 @@ def steady(text: str) -> None:
         random.seed(text)
 
 
-def looked_at(test: dict[str, Data]) -> dict[str, Data]:
+def run_test(test: dict[str, Data]) -> dict[str, Data]:
     """Run one test of a checker's task; see `verdict`."""
     code = str(test["code"])
-    steady(code)
+    fix_random_numbers(code)
     try:
         operations = json.loads(str(test["operations"]))
         answers = [json.loads(str(line)) for line in as_list(test["answers"])]
@@ -309,7 +311,7 @@ def looked_at(test: dict[str, Data]) -> dict[str, Data]:
     return verdict(code, operations, answers)
 
 
-def _bound(tree: ast.Module, trace: Trace) -> dict[str, object]:
+def _stand_ins(tree: ast.Module, trace: Trace) -> dict[str, object]:
     """Stand-ins for the program's names in a test.
 
     Names of Python's builtins are not the program's, except if the test names nothing else and calls exactly one of
@@ -344,13 +346,13 @@ def _without_asserts(tree: ast.Module) -> ast.Module:
     return ast.fix_missing_locations(_Asserts().visit(tree))
 
 
-def _in_a_child(look: Callable[[], dict[str, Data]], timeout_s: float) -> dict[str, Data]:
-    """Call `look` in a fork, which is killed at its time limit."""
+def _run_in_fork(run: Callable[[], dict[str, Data]], timeout_s: float) -> dict[str, Data]:
+    """Call `run` in a fork, which is killed at its time limit."""
     reader, writer = os.pipe()
     child = os.fork()
     if child == 0:
         with os.fdopen(writer, "w") as out:
-            out.write(json.dumps(look()))
+            out.write(json.dumps(run()))
         os._exit(0)
     os.close(writer)
     output = b""
@@ -372,7 +374,7 @@ def _in_a_child(look: Callable[[], dict[str, Data]], timeout_s: float) -> dict[s
         return {"failed": "its test ended without a result"}
 
 
-def _say(out: TextIO, line: Data) -> None:
+def _write_line(out: TextIO, line: Data) -> None:
     out.write(json.dumps(line) + "\n")
     out.flush()
 
@@ -383,14 +385,14 @@ def main() -> None:
     out = os.fdopen(os.dup(1), "w")
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
     if "program" in task:
-        steady(task["program"])
+        fix_random_numbers(task["program"])
         answer(task["program"], json.loads(task["operations"]), out)
         return
     sys.set_int_max_str_digits(0)
     end = time.monotonic() + task["all_timeout_s"]
     for test in task["tests"]:
         left_s = min(task["timeout_s"], max(0.0, end - time.monotonic()))
-        _say(out, _in_a_child(lambda test=test: looked_at(test), left_s))
+        _write_line(out, _run_in_fork(lambda test=test: run_test(test), left_s))
 
 
 if __name__ == "__main__":

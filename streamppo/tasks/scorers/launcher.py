@@ -20,7 +20,7 @@ PROCESSES = 64
 FILES = 256
 """Maximum descriptors of one process: each may be a socket full of data."""
 ENOSYS = 38
-HOARDS = {
+UNACCOUNTED_CALLS = {
     "x86_64": (0xC000003E, [29, 64, 68, 240, 248, 249, 250, 298, 319, 321, 323, 425, 447]),
     "aarch64": (0xC00000B7, [180, 186, 190, 194, 217, 218, 219, 241, 279, 280, 282, 425, 447]),
 }
@@ -31,24 +31,24 @@ io_uring_setup, memfd_secret (x86-64's order)."""
 
 def main(around: str, parent: int, memory_mib: int, cpu_s: int, ready: int) -> None:
     """Drop the network, die with the parent, limit memory, CPU time, file size and processes; then run the program."""
-    alone = around == "walled" or _leave_network()
-    if not alone and around == "require":
+    has_no_network = around == "walled" or _leave_network()
+    if not has_no_network and around == "require":
         sys.exit("the kernel allows no network namespace, and require_no_network is set")
     if around != "walled":
         _die_with(parent)
     memory = memory_mib * 2**20
-    for what, limit in (
+    for resource_kind, limit in (
         (resource.RLIMIT_AS, memory),
         (resource.RLIMIT_CPU, cpu_s),
         (resource.RLIMIT_FSIZE, FILE_BYTES),
         (resource.RLIMIT_CORE, 0),
         (resource.RLIMIT_NOFILE, FILES),
         # Outside a user namespace this limit would count all processes of the user.
-        *([(resource.RLIMIT_NPROC, PROCESSES)] if alone else []),
+        *([(resource.RLIMIT_NPROC, PROCESSES)] if has_no_network else []),
     ):
         with contextlib.suppress(ValueError):
-            resource.setrlimit(what, (limit, limit))
-    refuse_hoards()
+            resource.setrlimit(resource_kind, (limit, limit))
+    refuse_unaccounted_calls()
     os.write(ready, b"1")
     os.close(ready)
     sys.argv = ["program.py"]
@@ -63,9 +63,9 @@ def _leave_network() -> bool:
     return ctypes.CDLL(None).unshare(CLONE_NEWUSER | CLONE_NEWNET | CLONE_NEWIPC) == 0
 
 
-def refuse_hoards() -> bool:
-    """Make the system calls in `HOARDS` fail with ENOSYS; False if the kernel allows no seccomp filter."""
-    if sys.platform != "linux" or not (code := hoards_filter(os.uname().machine)):
+def refuse_unaccounted_calls() -> bool:
+    """Make the system calls in `UNACCOUNTED_CALLS` fail with ENOSYS; False if the kernel allows no seccomp filter."""
+    if sys.platform != "linux" or not (code := unaccounted_calls_filter(os.uname().machine)):
         return False
     buffer = ctypes.create_string_buffer(code)
     filters = struct.pack("HP", len(code) // 8, ctypes.addressof(buffer))
@@ -74,17 +74,17 @@ def refuse_hoards() -> bool:
     return libc.prctl(PR_SET_SECCOMP, 2, filters, 0, 0) == 0
 
 
-def hoards_filter(machine: str) -> bytes:
-    """Return the BPF program that refuses `HOARDS`, and every system call of another architecture.
+def unaccounted_calls_filter(machine: str) -> bytes:
+    """Return the BPF program that refuses `UNACCOUNTED_CALLS`, and every system call of another architecture.
 
     It has 8 bytes for each instruction; it is empty for an unknown machine.
     """
-    arch, numbers = HOARDS.get(machine, (0, []))
+    arch, numbers = UNACCOUNTED_CALLS.get(machine, (0, []))
     if not numbers:
         return b""
     # Instructions of struct seccomp_data's nr (offset 0) and arch (4): (code, jump if true, jump if false, operand).
-    load, equal, at_least, give = 0x20, 0x15, 0x35, 0x06
-    allow, refuse = (give, 0, 0, 0x7FFF0000), (give, 0, 0, 0x00050000 | ENOSYS)
+    load, equal, at_least, ret = 0x20, 0x15, 0x35, 0x06
+    allow, refuse = (ret, 0, 0, 0x7FFF0000), (ret, 0, 0, 0x00050000 | ENOSYS)
     count = len(numbers)
     # Numbers from 2**30 are the x32 variants of the same calls.
     program = [(load, 0, 0, 4), (equal, 0, count + 3, arch), (load, 0, 0, 0), (at_least, count + 1, 0, 0x40000000)]

@@ -27,7 +27,7 @@ class NotData(Exception):
     """A value cannot be sent as data."""
 
 
-def _of(module: str, name: str) -> Any:
+def _attribute(module: str, name: str) -> Any:
     return getattr(importlib.import_module(module), name)
 
 
@@ -41,40 +41,44 @@ def _parts(array: Any) -> list[Any]:
 def _ndarray(kind: str, shape: list[int], items: bytes) -> Any:
     if kind[1:2] not in tuple("biufc"):
         raise NotData
-    return _of("numpy", "frombuffer")(items, kind).reshape(shape).copy()
+    return _attribute("numpy", "frombuffer")(items, kind).reshape(shape).copy()
 
 
 LIBRARY: dict[str, tuple[str, Callable[[Any], list[Any]], Callable[..., object]]] = {
-    "Decimal": ("decimal", lambda one: [str(one)], lambda text: _of("decimal", "Decimal")(str(text))),
+    "Decimal": ("decimal", lambda one: [str(one)], lambda text: _attribute("decimal", "Decimal")(str(text))),
     "Fraction": (
         "fractions",
         lambda one: [one.numerator, one.denominator],
-        lambda *both: _of("fractions", "Fraction")(*both[:2]),
+        lambda *both: _attribute("fractions", "Fraction")(*both[:2]),
     ),
     "timedelta": (
         "datetime",
         lambda one: [one.days, one.seconds, one.microseconds],
-        lambda *three: _of("datetime", "timedelta")(*three[:3]),
+        lambda *three: _attribute("datetime", "timedelta")(*three[:3]),
     ),
     **{
         name: (
             "datetime",
             lambda one: [one.isoformat()],
-            lambda text, name=name: _of("datetime", name).fromisoformat(text),
+            lambda text, name=name: _attribute("datetime", name).fromisoformat(text),
         )
         for name in ("datetime", "date", "time")
     },
-    "Counter": ("collections", lambda one: [dict(one)], lambda one: _of("collections", "Counter")(dict(one))),
-    "OrderedDict": ("collections", lambda one: [dict(one)], lambda one: _of("collections", "OrderedDict")(dict(one))),
+    "Counter": ("collections", lambda one: [dict(one)], lambda one: _attribute("collections", "Counter")(dict(one))),
+    "OrderedDict": (
+        "collections",
+        lambda one: [dict(one)],
+        lambda one: _attribute("collections", "OrderedDict")(dict(one)),
+    ),
     "deque": (
         "collections",
         lambda one: [list(one), one.maxlen],
-        lambda items, most: _of("collections", "deque")(list(items), most),
+        lambda items, most: _attribute("collections", "deque")(list(items), most),
     ),
     "array": (
         "array",
         lambda one: [one.typecode, one.tobytes()],
-        lambda code, items: _of("array", "array")(str(code), bytes(items)),
+        lambda code, items: _attribute("array", "array")(str(code), bytes(items)),
     ),
     "ndarray": ("numpy", _parts, _ndarray),
     "generic": ("numpy", _parts, lambda *parts: _ndarray(*parts)[()]),
@@ -134,7 +138,7 @@ def decode(data: Data, answers: Callable[[int], object]) -> object:
         return LIBRARY[kind][2](*(decode(item, answers) for item in as_list(inside)))
     if kind == "namedtuple":
         name, fields, items = (decode(item, answers) for item in as_list(inside))
-        return _of("collections", "namedtuple")(name, fields)(*items)  # pyright: ignore[reportGeneralTypeIssues]
+        return _attribute("collections", "namedtuple")(name, fields)(*items)  # pyright: ignore[reportGeneralTypeIssues]
     return PLAIN[kind](inside)
 
 

@@ -19,11 +19,6 @@ from streamppo.tasks.scorers.maths import Math
 Reader: TypeAlias = Callable[[Row], object]
 
 
-def reader_of(function: str) -> Reader | None:
-    """Return the reader of the scorer `function`; None if the form of its rows is unknown."""
-    return READERS.get(function)
-
-
 def _number(row: Row) -> object:
     return gold.number(row.get("answer"))
 
@@ -42,7 +37,7 @@ def _math() -> Math:
 
 
 def _tests(row: Row) -> object:
-    return code.usable(row.get("tests"))
+    return code.read_tests(row.get("tests"))
 
 
 def _problem(row: Row) -> object:
@@ -61,3 +56,4 @@ READERS: Mapping[str, Reader] = {
     "streamppo.tasks.library.arithmetic:score": _text,
     "streamppo.tasks.library.gym:score": _problem,
 }
+"""The reader of each scorer; rows of other scorers have an unknown form."""

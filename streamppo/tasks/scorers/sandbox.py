@@ -72,5 +72,5 @@ class Local:
             (Path(folder) / "program.py").write_bytes(program.encode(errors="replace"))
             launcher = [str(capture.LAUNCHER), self._around, str(os.getpid()), *started.arguments(limits)]
             env = {"PATH": os.environ.get("PATH", ""), "LANG": "C.UTF-8", "HOME": folder, "PYTHONHASHSEED": "0"}
-            place = capture.Place(env=env, folder=folder)
-            return capture.run([sys.executable, "-sP", *launcher], stdin, limits, started, place)
+            context = capture.CommandContext(env=env, folder=folder)
+            return capture.run([sys.executable, "-sP", *launcher], stdin, limits, started, context)

@@ -20,7 +20,7 @@ from streamppo.rollout.embedded.engine import EmbeddedEngine
 from streamppo.rollout.embedded.requests import EndTokens
 from streamppo.rollout.embedded.rows import REORDER
 from streamppo.rollout.embedded.sampling import LARGE, Draws, SampledTokens, sample
-from streamppo.rollout.embedded.spans import SHORT, Span, cost, leaders
+from streamppo.rollout.embedded.spans import SHORT, Span, cost, move_long_rows_first
 from streamppo.rollout.engine import Completion, Cuts, Sampling
 from streamppo.weights import content as content_module
 from streamppo.weights.content import hash_tensor
@@ -100,7 +100,7 @@ def test_long_completions_come_first_and_are_in_nobodys_way(long: set[int], monk
         seen.append(spans)
         assert [row for span in spans for row in range(span.first, span.end)] == list(range(len(at_B)))
         assert all((at_B[span.first : span.end] < span.longest).all() for span in spans)
-        _, cheapest = leaders(at_B.numpy() + 1, 128)
+        _, cheapest = move_long_rows_first(at_B.numpy() + 1, 128)
         assert cost(spans) <= REORDER * cost(cheapest), "long ones come first where that pays"
         return as_it_is(decoder, tokens_B, at_B, spans)
 
@@ -597,7 +597,7 @@ def test_every_token_names_its_candidates_beside_rows_that_are_not_cut() -> None
     samplings = [Sampling(9 + n % 7, 0.0 if n == 1 else 1.3, *knobs[n % 6]) for n in range(len(requests))]
     sizes: set[int] = set()
     for prompt, sampling, done in zip(requests, samplings, completions_of(model, requests, samplings), strict=True):
-        assert (done.candidates is not None) is sampling.cuts
+        assert (done.candidates is not None) is sampling.excludes_tokens
         if done.candidates is None:
             continue
         ids = torch.from_numpy(np.concatenate([prompt, done.tokens])).long()[None]

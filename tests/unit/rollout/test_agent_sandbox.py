@@ -23,7 +23,7 @@ from streamppo.errors import EnvironmentFailed, TaskError
 from streamppo.rollout.engine import Sampling
 from streamppo.rollout.episode import Episode, Player
 from streamppo.tasks import agent_sandbox
-from streamppo.tasks.agent_sandbox import AgentProgram, Walled
+from streamppo.tasks.agent_sandbox import AgentBubblewrap, AgentProgram
 from streamppo.tasks.scorers import bubblewrap
 from streamppo.tasks.scorers.capture import Ran
 from streamppo.tasks.tokenizer import Tokenizer
@@ -150,7 +150,7 @@ def test_a_program_that_takes_too_long_is_killed_with_all_of_its_sandbox(play: C
 
 @walled
 def test_a_program_that_cannot_be_started_is_named(tokenizer: Tokenizer) -> None:
-    ran = asyncio.run(Walled(SEEN).run(AgentProgram(("nothing",), {}, "http://127.0.0.1:49999", 5.0)))
+    ran = asyncio.run(AgentBubblewrap(SEEN).run(AgentProgram(("nothing",), {}, "http://127.0.0.1:49999", 5.0)))
     assert ran == Ran(1, "", "'nothing' cannot be started: [Errno 2] No such file or directory\n")
 
 

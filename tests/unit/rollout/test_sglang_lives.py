@@ -227,7 +227,7 @@ def test_a_version_that_names_no_candidates_is_refused_where_top_p_or_top_k_are_
         setup = SessionSetup(fake.start, fake.connect, "keep", CONFIG.vocab_size, start_s=20)
         life = {"version": 5, "tensors": pushed(1.0), "eos_ids": {1}, "max_total_tokens": 32}
         with pytest.raises(ModelError, match=r"SGLang must be 0.5.21 or newer, and is 0.5.20"):
-            await start(setup._replace(cuts=True), CONFIG, **life)
+            await start(setup._replace(excludes_tokens=True), CONFIG, **life)
         assert fake.stopped == 1
         await (await start(setup, CONFIG, **life)).stop()
 

@@ -164,7 +164,7 @@ def test_log_probs_are_those_among_the_candidates_that_sglang_names() -> None:
         "output_token_sampling_mask": [[12, 10], [11], [3, 12, 5]],
         "output_token_sampling_logprobs": [-0.1, 0, -2],
     }
-    done = wire.completion(answer(**named), oldest=1, cuts=True)
+    done = wire.completion(answer(**named), oldest=1, candidates=True)
     assert done.logprobs.tolist() == np.array([-0.1, 0, -2], np.float32).tolist()
     assert done.candidates is not None
     assert done.candidates.tokens.tolist() == [10, 12, 11, 3, 5, 12]
@@ -176,7 +176,7 @@ def test_log_probs_are_those_among_the_candidates_that_sglang_names() -> None:
 def test_a_completion_whose_candidates_sglang_does_not_name_is_refused(named: int) -> None:
     sets = {"output_token_sampling_mask": [[1]] * named, "output_token_sampling_logprobs": [0.0] * named}
     with pytest.raises(ModelError, match="does not name the tokens that top-p and top-k left"):
-        wire.completion(answer(**sets if named else {}), oldest=1, cuts=True)
+        wire.completion(answer(**sets if named else {}), oldest=1, candidates=True)
 
 
 @pytest.mark.parametrize("version", ["0.5.16", "0.4.9.post1"])

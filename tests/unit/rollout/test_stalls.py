@@ -55,7 +55,7 @@ async def inner() -> None:
 @pytest.fixture(autouse=True)
 def short(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stalls, "HELD_S", 0.1)
-    monkeypatch.setattr(stalls, "LOOK_S", 0.02)
+    monkeypatch.setattr(stalls, "CHECK_S", 0.02)
 
 
 def played(folder: Path, *said: str, timeout_s: float) -> tuple[Player, Sequence[object]]:

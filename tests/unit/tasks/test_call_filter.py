@@ -27,7 +27,7 @@ USED = {
 
 def answered(machine: str, arch: int, number: int) -> int:
     """Run the filter on a call as the kernel does (linux/filter.h)."""
-    code = launcher.hoards_filter(machine)
+    code = launcher.unaccounted_calls_filter(machine)
     program = list(struct.iter_unpack("HBBI", code))
     data = struct.pack("iIQ6Q", number if number < 2**31 else number - 2**32, arch, 0, *[0] * 6)
     place, accumulator = 0, 0
@@ -76,4 +76,4 @@ def test_no_call_passes_in_the_numbers_of_x32() -> None:
 
 
 def test_an_unknown_machine_has_no_filter() -> None:
-    assert launcher.hoards_filter("riscv64") == b""
+    assert launcher.unaccounted_calls_filter("riscv64") == b""

@@ -55,7 +55,7 @@ def test_a_group_is_made_where_both_controllers_are_handed_on_and_nowhere_else(
 ) -> None:
     tree(tmp_path, {"": "cpu memory pids", "a": "memory pids", "a/b": "memory", "a/b/c": ""})
     asked: list[Path] = []
-    monkeypatch.setattr(cgroup, "_works", lambda level: asked.append(level) or level == tmp_path / "a")
+    monkeypatch.setattr(cgroup, "_is_usable", lambda level: asked.append(level) or level == tmp_path / "a")
     found = where(f"{tmp_path}", "/a/b/c", tmp_path, monkeypatch)
     assert found == tmp_path / "a" and asked == [found]
     (tmp_path / "a" / "cgroup.subtree_control").write_text("")
@@ -64,10 +64,10 @@ def test_a_group_is_made_where_both_controllers_are_handed_on_and_nowhere_else(
 
 
 def where(point: str, own: str, aside: Path, monkeypatch: pytest.MonkeyPatch) -> Path | None:
-    for name, text in (("OWN", f"0::{own}\n"), ("MOUNTS", OTHERS + MOUNT.format(root="/", point=point))):
+    for name, text in (("OWN_GROUP", f"0::{own}\n"), ("MOUNTS", OTHERS + MOUNT.format(root="/", point=point))):
         (aside / name).write_text(text)
         monkeypatch.setattr(cgroup, name, aside / name)
-    return cgroup.place.__wrapped__()
+    return cgroup.parent_group.__wrapped__()
 
 
 @pytest.mark.parametrize("lacks", ["/proc/self/cgroup", "the mounts", "version 2"])
@@ -75,13 +75,13 @@ def test_without_a_cgroup_of_version_2_there_is_none(
     lacks: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tree(tmp_path, {"": "memory pids"})
-    monkeypatch.setattr(cgroup, "OWN", tmp_path / "own")
+    monkeypatch.setattr(cgroup, "OWN_GROUP", tmp_path / "own")
     monkeypatch.setattr(cgroup, "MOUNTS", tmp_path / "mounts")
     if lacks != "/proc/self/cgroup":
         (tmp_path / "own").write_text("4:memory:/x\n" if lacks == "version 2" else "0::/\n")
     if lacks != "the mounts":
         (tmp_path / "mounts").write_text(MOUNT.format(root="/", point=tmp_path))
-    assert cgroup.place.__wrapped__() is None
+    assert cgroup.parent_group.__wrapped__() is None
 
 
 def test_the_groups_limits_lie_above_what_a_program_may_have(tmp_path: Path) -> None:
@@ -110,13 +110,13 @@ def groups(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """The cgroup in which groups are made, without limits; skips where this process may make none."""
     monkeypatch.setattr(cgroup, "CONTROLLERS", frozenset[str]())
     monkeypatch.setattr(cgroup, "limits", lambda memory_mib: dict[str, str]())
-    cgroup.place.cache_clear()
-    level = cgroup.place()
+    cgroup.parent_group.cache_clear()
+    level = cgroup.parent_group()
     if level is None:
-        cgroup.place.cache_clear()
+        cgroup.parent_group.cache_clear()
         pytest.skip("this process may make no cgroup of version 2")
     yield level
-    cgroup.place.cache_clear()
+    cgroup.parent_group.cache_clear()
 
 
 def kept(groups: Path) -> list[Path]:
@@ -192,5 +192,5 @@ def test_a_program_runs_without_a_group_where(fault: str, groups: Path, monkeypa
 def test_groups_of_dead_processes_are_removed(groups: Path) -> None:
     left = groups / f"{cgroup.NAME}-{2**22 + 1}-0"
     left.mkdir()
-    cgroup.place.cache_clear()
-    assert cgroup.place() == groups and not left.exists()
+    cgroup.parent_group.cache_clear()
+    assert cgroup.parent_group() == groups and not left.exists()

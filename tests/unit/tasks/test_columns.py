@@ -131,7 +131,7 @@ def echo(tmp_path_factory: pytest.TempPathFactory) -> Any:
 def test_a_value_that_is_no_data_is_left_out_by_name(value: Any) -> None:
     plain = columns.plain_columns({"image": value, "answer": "1"})
     assert plain.columns == {"answer": "1"}
-    assert plain.left_out["image"].startswith("holds values of builtins.")
+    assert plain.omitted["image"].startswith("holds values of builtins.")
 
 
 # --- parquet -------------------------------------------------------------------------------------------------

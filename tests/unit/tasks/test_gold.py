@@ -87,7 +87,7 @@ def test_a_sum_given_as_a_number_is_its_text() -> None:
 @pytest.mark.parametrize("tests", [None, "", "[]", "null", "not json", "{}", [], [1], [{"input": "1"}], '["x", 1]', 7])
 def test_a_row_without_usable_tests_is_refused(tests: Any) -> None:
     with pytest.raises(TaskError, match="test"):
-        code.usable(tests)
+        code.read_tests(tests)
 
 
 def test_the_calculator_refuses_a_problem_without_an_answer() -> None:
@@ -115,9 +115,9 @@ def test_a_reader_refuses_what_its_scorer_refuses() -> None:
         for one in (maths.gsm8k, maths.numeric, maths.Math, code.CodeTests, arithmetic.score, gym.score)
     }
     for function in readers.READERS:
-        read = readers.reader_of(function)
+        read = readers.READERS.get(function)
         assert read is not None
         assert read(good)
         with pytest.raises(TaskError):
             read(bad)
-    assert readers.reader_of("mine.py:score") is None
+    assert readers.READERS.get("mine.py:score") is None

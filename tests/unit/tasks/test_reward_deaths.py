@@ -133,7 +133,7 @@ def refused(*_):
 os.pidfd_open = refused
 from streamppo.tasks.rewards.processes import reaper
 if os.fork() == 0:
-    reaper.stand()
+    reaper.fork_template()
     print(os.getpid(), os.getppid(), flush=True)
 time.sleep(600)
 """

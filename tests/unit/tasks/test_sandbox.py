@@ -457,6 +457,6 @@ def test_local_is_taken_only_by_name_and_warns(caplog: pytest.LogCaptureFixture)
 @walled
 def test_a_sandbox_that_cannot_start_is_an_error_and_no_failed_program(monkeypatch: pytest.MonkeyPatch) -> None:
     sandbox = Bubblewrap()
-    monkeypatch.setattr(bubblewrap, "_system", lambda _: ["--ro-bind", "/nowhere", "/nowhere"])
+    monkeypatch.setattr(bubblewrap, "_system_mounts", lambda _: ["--ro-bind", "/nowhere", "/nowhere"])
     with pytest.raises(TaskError, match="the sandbox did not start"):
         ran_in(sandbox, "print(1)")

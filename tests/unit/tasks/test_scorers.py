@@ -22,7 +22,7 @@ from streamppo.errors import TaskError
 from streamppo.tasks.rewards.scoring import Rewards
 from streamppo.tasks.scorers import answers, format_reward, maths
 from streamppo.tasks.scorers.capture import LAUNCHER
-from streamppo.tasks.scorers.code import CodeTests, program_of
+from streamppo.tasks.scorers.code import CodeTests, extract_program
 from streamppo.tasks.scorers.launcher import FILE_BYTES
 from streamppo.tasks.scorers.sandbox import Local, Ran, RunLimits
 from streamppo.types import Prompt, Reward, ScoredText
@@ -444,4 +444,4 @@ def test_rows_without_usable_tests_are_errors() -> None:
     ],
 )
 def test_the_last_block_of_python_is_the_program(completion: str, program: str) -> None:
-    assert program_of(completion) == program
+    assert extract_program(completion) == program

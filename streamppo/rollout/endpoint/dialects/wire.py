@@ -44,7 +44,7 @@ ABSENT = {
     **dict.fromkeys(("web_search_options", "mcp_servers", "container"), "tools are the program's: describe them"),
     "prompt": "nothing is stored outside this run: send the messages",
 }
-"""Parameters of any dialect or server that would change the answer, and the reason for which they are refused."""
+"""Parameters of any dialect or server that would change the answer, each with the reason of its refusal."""
 KNOWN = {
     *ABSENT,
     *SAMPLING,
@@ -71,7 +71,7 @@ class Stream(Protocol):
         ...
 
     def end(self, turn: Turn) -> bytes:
-        """The events of the rest, and of the end."""
+        """The events of the remaining text, and of the end."""
         ...
 
 
@@ -221,7 +221,7 @@ def most_tokens(body: Body, *names: str) -> int | None:
 
 
 def arguments_of(body: Body) -> Body:
-    """Return the arguments of the chat template that a request gives, as vLLM and SGLang take them."""
+    """Return a request's arguments of the chat template, as in vLLM and SGLang."""
     value = body.get("chat_template_kwargs") or {}
     if not isinstance(value, dict):
         raise malformed("chat_template_kwargs are arguments by name")

@@ -60,16 +60,16 @@ class Forks:
         await self._template.close()
 
     async def _fork(self) -> Process:
-        with contextlib.ExitStack() as on_failure, contextlib.ExitStack() as at_last:
-            mine, theirs = socket.socketpair()
-            on_failure.enter_context(mine)
-            at_last.enter_context(theirs)
+        with contextlib.ExitStack() as on_failure, contextlib.ExitStack() as at_end:
+            ours, theirs = socket.socketpair()
+            on_failure.enter_context(ours)
+            at_end.enter_context(theirs)
             memory = shared_page.create()
-            at_last.callback(os.close, memory)
+            at_end.callback(os.close, memory)
             pid = await self._template.fork(theirs, memory)
             theirs.close()
-            mine.setblocking(False)
-            process = Process(pid, *await asyncio.open_connection(sock=mine), SharedPage(memory))
+            ours.setblocking(False)
+            process = Process(pid, *await asyncio.open_connection(sock=ours), SharedPage(memory))
             on_failure.pop_all()
         self.keep(self._follow(process, self._template))
         return process

@@ -28,13 +28,13 @@ from streamppo.tasks.rewards.processes.wire import UNSENDABLE, Call
 from streamppo.tasks.rewards.signature import Columns, Texts
 
 HELD_SHARE, HELD_MIN_S, HELD_MAX_S = 0.1, 0.25, 2.0
-"""A step of an async reward holds its process if it takes longer than this share of the call's time, within bounds."""
-LOOKS = 4
+"""An async reward's step holds its process beyond this share of the call's time limit, within bounds."""
+CHECKS = 4
 """Checks of a process in that time."""
 HELD_AT_ONCE = 16
-"""Maximum processes held by a call; a step that holds one more also blocks the other calls of its process."""
+"""Maximum number of held processes; one more holding step also blocks the other calls of its process."""
 ALONE = 16
-"""Maximum calls in processes of their own at once, used when the call that ended a shared process is unknown."""
+"""Maximum number of calls in separate processes, after the end of a shared one by an unknown call."""
 LIVES = 3
 """Tries of a call when the template dies during it."""
 
@@ -184,21 +184,21 @@ class _SharedProcess(Pool):
         """Detect a call that holds the process, and move all other calls away."""
         seen, since_s = process.page.read(), time.monotonic()
         while not process.ended:
-            await asyncio.sleep(self._held_s / LOOKS)
+            await asyncio.sleep(self._held_s / CHECKS)
             step = process.page.read()
             if step != seen:
                 seen, since_s = step, time.monotonic()
                 continue
             held = time.monotonic() - since_s > self._held_s and self._num_held < HELD_AT_ONCE
             if held and step.call not in process.calls:
-                # The holding call has been given up, or the step belongs to no call: end the process.
+                # The holding call has ended for the actor, or the step belongs to no call: end the process.
                 if step.call:
                     process.leave_to(step.call)
                 return self._forks.end(process)
             if held and len(process.calls) > 1:
-                return await self._leave(process, step.call)
+                return await self._isolate(process, step.call)
 
-    async def _leave(self, process: Process, culprit: int) -> None:
+    async def _isolate(self, process: Process, culprit: int) -> None:
         if not self._warned:
             self._warned = True
             log.warning(

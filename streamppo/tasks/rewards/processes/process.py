@@ -11,7 +11,7 @@ Answers = asyncio.Future[tuple[Outcome, ...]]
 
 
 class CallLost(Exception):
-    """The process ended, or was given up, during this call. `innocent`: another call is known to be the cause."""
+    """The process ended, or was abandoned, during this call. `innocent`: another call is the known cause."""
 
     def __init__(self, *, innocent: bool) -> None:
         super().__init__()
@@ -58,7 +58,7 @@ class Process:
                 await asyncio.wait((answer,), timeout=grace_s)
             if answer.done():
                 return answer.result()
-            # Held if no step ran, because the call's timeout alone is a step; another call's step does not count.
+            # Without a step the process is held: the call's timeout alone is a step. Steps of other calls do not count.
             self.held |= self.page.read() == seen and seen.call in (0, call.number)
             return None
         finally:

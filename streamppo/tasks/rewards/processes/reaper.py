@@ -1,6 +1,6 @@
 """The parent of a reward's template: it kills all its descendants when the actor or the template has ended.
 
-    actor -> reaper -> template -> processes -> whatever a reward starts: forks, process pools, programs
+    actor -> reaper -> template -> processes -> their children: forks, process pools, programs
 
 Orphaned descendants become its children (PR_SET_CHILD_SUBREAPER), whatever their session and group; SIGKILL also ends
 stopped processes. A stopped reaper is continued when its actor ends. This needs Linux; elsewhere the template is the
@@ -19,7 +19,7 @@ from pathlib import Path
 from streamppo.process import die_with_parent
 
 PR_SET_CHILD_SUBREAPER = 36
-LOOK_MS = 500
+CHECK_MS = 500
 """Time between two checks for actor and template, if the kernel offers no pidfd."""
 ROUND_S, ROUNDS = 0.01, 500
 """Time between two rounds of kills, and the number of rounds: processes may fork while they are killed."""
@@ -31,8 +31,8 @@ def adopt_orphans() -> None:
         ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
 
 
-def stand() -> None:
-    """Fork: the child, the future template, returns; this process becomes its reaper and never returns."""
+def fork_template() -> None:
+    """Fork the template: it returns; this process becomes its reaper and never returns."""
     if sys.platform != "linux":
         return
     actor, reaper = os.getppid(), os.getpid()
@@ -63,7 +63,7 @@ def _wait(actor: int, template: int) -> None:
     watched = list[int]()
     with suppress(OSError):
         watched += [os.pidfd_open(pid) for pid in (actor, template)]
-    # Only the template may hold the socket and the output, because their end signals its end.
+    # Only the template may hold the socket and the output: their end signals its end.
     for name in os.listdir("/proc/self/fd"):
         if int(name) not in watched:
             with suppress(OSError):
@@ -71,11 +71,11 @@ def _wait(actor: int, template: int) -> None:
     poll = select.poll()
     for descriptor in watched:
         poll.register(descriptor, select.POLLIN)
-    while os.getppid() == actor and _lives(template) and not poll.poll(None if watched else LOOK_MS):
+    while os.getppid() == actor and _exists(template) and not poll.poll(None if watched else CHECK_MS):
         pass
 
 
-def _lives(pid: int) -> bool:
+def _exists(pid: int) -> bool:
     """True for a live or not yet collected process."""
     try:
         os.kill(pid, 0)
@@ -87,7 +87,7 @@ def _lives(pid: int) -> bool:
 def end_descendants() -> None:
     """Kill and collect all descendants of this process, the parent of its orphans, until none is left."""
     for _ in range(ROUNDS):
-        pids = _below(os.getpid())
+        pids = _descendants(os.getpid())
         if not pids:
             return
         for pid in pids:
@@ -99,7 +99,7 @@ def end_descendants() -> None:
         time.sleep(ROUND_S)
 
 
-def _below(pid: int) -> list[int]:
+def _descendants(pid: int) -> list[int]:
     """The descendants of `pid`."""
     if sys.platform != "linux":
         import psutil

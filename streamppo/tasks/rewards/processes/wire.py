@@ -15,7 +15,7 @@ from streamppo.types import WireStruct
 
 LENGTH = struct.Struct("<I")
 UNSENDABLE = (TypeError, ValueError, OverflowError, RecursionError)
-"""Raised for columns that cannot be sent: an object, too deeply nested lists, ..."""
+"""Errors for unsendable columns: an object, too deeply nested lists, ..."""
 T = TypeVar("T")
 
 

@@ -49,7 +49,7 @@ LOOK_S = 0.001
 
 def main(fd: int) -> None:
     """Run the template process. `fd` is its socket to the actor."""
-    reaper.stand()
+    reaper.fork_template()
     process.escape_unprintable()
     channel = socket.socket(fileno=fd)
     setup = receive(channel, LoadReward)
