@@ -132,6 +132,7 @@ def train(stages: Stages, record: RunRecord) -> Reports:
     # another way do not cause a redo: training never waits for telemetry.
     checkpoint = remote.newest(checkpoints, stages.address, record.complete_to, stages.history())
     newest = stages.begin(int(checkpoint.name) if checkpoint else 0)
+    record.drop_unpublished(newest)
     configfile.save(config, stages.folder)
     if newest < config.updates:
         _evaluate(stages, record, newest)

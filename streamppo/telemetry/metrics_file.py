@@ -280,6 +280,15 @@ def drop_truncated_line(folder: Path) -> None:
         os.truncate(path, len(_to_newline(durable.read(path))))
 
 
+def drop_after(folder: Path, version: int) -> None:
+    """Remove the lines of updates after `version`."""
+    path = folder / METRICS
+    texts = durable.read(path).splitlines(keepends=True)
+    lines = [(text, parse(text)) for text in texts]
+    later = [text for text, line in lines if line and max(recorded_versions([line]), default=0) > version]
+    durable.write(path, b"".join(text for text in texts if text not in later))
+
+
 def parse(text: bytes) -> Line | None:
     """Read one line; None if it is damaged."""
     try:

@@ -120,6 +120,18 @@ class RunRecord:
         self.version = max(self.version, version)
         self._lost = False
 
+    def drop_unpublished(self, newest: int) -> None:
+        """Remove the line of an update after `newest`, the journal's version: a kill came before its publication.
+
+        It is redone, perhaps under another configuration.
+        """
+        if self.version > newest:
+            with durable.naming(self.folder / metrics_file.METRICS, RunError):
+                self._file.close()
+                metrics_file.drop_after(self.folder, newest)
+                self._file = self._open()
+            self.version = newest
+
     def update(self, report: UpdateReport) -> bool:
         """Record an update. Returns False if it was a redo and already has a line."""
         if report.version <= self.version:

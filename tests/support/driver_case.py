@@ -106,6 +106,9 @@ class Recorded:
     def begin(self, version: int) -> None:
         """Ignore the version with which the learner begins."""
 
+    def drop_unpublished(self, newest: int) -> None:
+        """Keep what was recorded: all of it was published."""
+
     def restart(self, stage: str, reason: str) -> None:
         self.restarts.append((stage, reason))
 

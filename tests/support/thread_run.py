@@ -114,6 +114,7 @@ def _train(folder: Path, dies_at: int | None) -> None:
     newest = manifest.newest(checkpoints, record.complete_to, history.read_history(folder, config))
     queue = Actor(QueueActor, encoded, str(folder), model)
     made = queue.begin.remote(int(newest.name) if newest else 0).result()
+    record.drop_unpublished(made)
     configfile.save(config, folder)
     rank = Actor(Rank, encoded, 0, queue, 0)
     if config.model.path == BUILTIN:

@@ -188,6 +188,10 @@ class Records:
             counts[version] += 1
             if version in self._numbers and (name := _different(line, *self._numbers[version])):
                 self._add(METRICS, f"update {version} and its batch differ in {name}")
+        following, is_finished = self.newest + 1, bool(lines) and lines[-1].get("end") == FINISHED
+        if counts[following] == 1 and not is_finished:
+            self.notes.append(f"update {following} has a line, and was not published: a resume makes it again")
+            del counts[following]
         for version in (version for version, count in counts.items() if count > 1 or version not in self.published):
             self._add(METRICS, f"{counts[version]} lines of update {version}, which was made once or not at all")
         missing = [version for version in self.published if version and version not in counts]

@@ -89,6 +89,20 @@ def test_lines_that_a_driver_has_not_written_yet_are_a_note_and_older_ones_a_fau
     assert [fault.place for fault in verify.check(copy, 0).faults] == ["metrics.jsonl"] * 4
 
 
+def test_a_line_of_an_update_that_a_kill_kept_from_being_published_is_a_note(copy: Path) -> None:
+    path = copy / "metrics.jsonl"
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    (last,) = (line for line in lines if line.get("update") == 6)
+    (copy / "summary.json").unlink()
+    for ending, ahead, faults in ({}, 1, 0), ({"end": "RunError: full"}, 1, 0), ({}, 2, 1), ({"end": "finished"}, 1, 1):
+        kept = [line for line in lines if "end" not in line]
+        kept += [{**last, "update": 6 + ahead}, *([{**ending, "wall_s": 1e6}] if ending else [])]
+        kept.sort(key=lambda line: line["wall_s"])
+        path.write_text("".join(json.dumps(line) + "\n" for line in kept))
+        found = verify.check(copy, 0)
+        assert len(found.faults) == faults and len(found.notes) == 1 - faults
+
+
 def test_batches_that_are_not_kept_leave_the_chain_whole_and_are_a_note(copy: Path) -> None:
     found = archive.open(copy)
     with closing(Journal(copy / "journal.sqlite")) as journal:

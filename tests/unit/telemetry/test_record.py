@@ -130,6 +130,22 @@ def test_seconds_never_go_back_and_no_update_is_missing_or_there_twice(tmp_path:
     assert [line["update"] for line in lines.updates(tmp_path)] == list(range(1, 31))
 
 
+@pytest.mark.parametrize("newest", [2, 3, 5])
+def test_the_line_of_an_update_that_was_not_published_is_replaced(newest: int, tmp_path: Path) -> None:
+    """It may be made again under another configuration."""
+    killed = part(tmp_path)
+    updates(killed, 1, 3)
+    killed.close("killed", None, ())
+    record = part(tmp_path, lasting_s=5.0)
+    record.drop_unpublished(newest)
+    again = report(3)
+    assert record.update(structs.replace(again, metrics={**again.metrics, "entropy": 7.0})) is (newest < 3)
+    record.close("killed", None, ())
+    entropies = {line["update"]: line["entropy"] for line in lines.read(tmp_path) if "update" in line}  # pyright: ignore
+    assert entropies == {1: 1.0, 2: 1.0, 3: 7.0 if newest < 3 else 1.0}
+    assert sum("part" in line for line in lines.read(tmp_path)) == 2
+
+
 def test_every_kind_of_line_is_in_the_catalogue(tmp_path: Path) -> None:
     whole = in_three_parts(tmp_path)
     whole.remade(5, METRICS | {"reward": 1.0}, {0: 1})
