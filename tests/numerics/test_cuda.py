@@ -31,7 +31,7 @@ from streamppo.rollout.embedded.requests import EndTokens
 from streamppo.rollout.engine import Sampling
 from streamppo.types import Batch
 from streamppo.weights.buckets import Buckets
-from streamppo.weights.content import AT_ONCE_ON_A_GPU, BLOCK, hash_tensor
+from streamppo.weights.content import BLOCK, BLOCKS_AT_ONCE_ON_GPU, hash_tensor
 
 DEVICE = "cuda"
 # cuBLAS looks at it once, before the first product.
@@ -79,7 +79,7 @@ def test_the_engine_samples_on_cuda_with_the_log_probs_of_transformers(dtype: to
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_hash_of_weights_is_that_of_the_cpu_and_adds_up_over_shards(dtype: torch.dtype) -> None:
     generator = torch.Generator().manual_seed(0)
-    whole = torch.randn(3 * BLOCK * AT_ONCE_ON_A_GPU // 2 + 7, generator=generator).to(dtype)
+    whole = torch.randn(3 * BLOCK * BLOCKS_AT_ONCE_ON_GPU // 2 + 7, generator=generator).to(dtype)
     on_gpu, expected = whole.to(DEVICE), hash_tensor(whole)
     assert hash_tensor(on_gpu) == expected
     cut = len(whole) // 3 + 1

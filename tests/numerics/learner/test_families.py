@@ -99,6 +99,6 @@ def test_a_token_keeps_as_much_as_one_of_a_long_row(tmp_path: Path, family: str)
     settings = read_settings(tmp_path)
     with torch.device("meta"):
         made: Any = transformers.AutoModelForCausalLM.from_config(settings, dtype=torch.bfloat16)
-    of_long_row, _ = memory._in_rows(made.base_model, 1, 512)
+    of_long_row, _ = memory._activations_in_rows(made.base_model, "layers", 1, 512)
     sizes = memory.sizes(settings, case.config_of("model.dtype=bfloat16").model)
     assert sizes.activations_per_layer == pytest.approx(of_long_row, rel=0.3)

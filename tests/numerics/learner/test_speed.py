@@ -8,7 +8,7 @@ import learner_case as case
 import pytest
 import torch
 
-from streamppo.learner import throughput as module
+from streamppo.learner import update_metrics as module
 from streamppo.learner.batch.padded import pad
 from streamppo.learner.update_metrics import ModelSize, forward_flops, size_of, speed
 
