@@ -30,7 +30,7 @@ from streamppo.errors import RunError
 from streamppo.tasks.tokenizer import character_tokenizer
 from streamppo.telemetry import metrics_file
 from streamppo.telemetry.live.display import empty_state
-from streamppo.telemetry.live.view import last, view
+from streamppo.telemetry.live.view import final_rows, view
 from streamppo.telemetry.summary import queue_totals
 from streamppo.terminal import HARMFUL
 from streamppo.types import Failure, Trajectory
@@ -276,5 +276,5 @@ def test_the_view_on_a_terminal_obeys_no_word(
         state.add(line)
     state.warn(WORDS + HALF)
     state.doing = WORDS
-    for row in [*view(state, *size), *last(state, size[0])]:
+    for row in [*view(state, *size), *final_rows(state, size[0])]:
         assert is_harmless(row.plain) and "\n" not in row.plain
