@@ -101,7 +101,7 @@ async def start(
         await queue.map_rows.remote(encode(task.row_numbers()))
     rewards = Rewards(config.reward, reward_models)
     await rewards.start(task.sources(), every=True)
-    teacher_client = await teacher.connect(config.algorithm.teacher, tokenizer)
+    client = await teacher.connect(config.algorithm.teacher, tokenizer)
     puller = build.puller(config, name, queue, factory.ends(config).receiver())
     push, replica = await puller.newer(-1), puller.replica
     await asyncio.to_thread(check, replica.contents, replica.tensors.items())
@@ -114,15 +114,7 @@ async def start(
         await player.agents.start()
     follower = WeightSync(puller, engine, source)
     return Worker(
-        config,
-        name,
-        queue,
-        task,
-        player,
-        rewards,
-        follower=follower,
-        teacher=teacher_client,
-        shards=Shards.attach(config),
+        config, name, queue, task, player, rewards, follower=follower, teacher=client, shards=Shards.attach(config)
     )
 
 
@@ -328,9 +320,7 @@ class Worker:
         if self._config.queue.segments is None:
             return self.version
         oldest = [writer.cut_waiting(self.version) for writer in self._under_way]
-        return cut_for(
-            self.version, (version for version in oldest if version is not None), self._config.queue.flow_lag
-        )
+        return cut_for(self.version, (kept for kept in oldest if kept is not None), self._config.queue.flow_lag)
 
     # --- evaluation and counters -----------------------------------------------------------------------------
 

@@ -54,7 +54,7 @@ class _Extension(NamedTuple):
     mask: Tensor
 
 
-class _Step(NamedTuple):
+class _Decode(NamedTuple):
     """A step: each row's position, and the spans of rows for attention, with masks [b, 1, 1, T]."""
 
     at_B: Tensor
@@ -175,7 +175,7 @@ class Decoder:
 
         Returns the logits [B, V], float32.
         """
-        hidden_B1C = self._layers(tokens_B[:, None], _Step(at_B, spans, self._masks(at_B, spans)))
+        hidden_B1C = self._layers(tokens_B[:, None], _Decode(at_B, spans, self._masks(at_B, spans)))
         return self._logits(hidden_B1C[:, 0])
 
     @torch.inference_mode()
@@ -193,7 +193,7 @@ class Decoder:
         seen_BT = places_T <= at_B[:, None]
         return [seen_BT[span.first : span.end, None, None, : span.longest] for span in spans]
 
-    def _layers(self, tokens_BP: Tensor, work: _Prefill | _Extension | _Step) -> Tensor:
+    def _layers(self, tokens_BP: Tensor, work: _Prefill | _Extension | _Decode) -> Tensor:
         parameters, eps = self.parameters, self.config.rms_norm_eps
         B, P = tokens_BP.shape
         C = parameters.norm.shape
@@ -210,13 +210,13 @@ class Decoder:
             x_BPC = x_BPC + _linear(F.silu(gate) * up, layer.down)
         return F.rms_norm(x_BPC, C, parameters.norm, eps)
 
-    def _rotation_of(self, work: _Prefill | _Extension | _Step, P: int) -> Tensor:
+    def _rotation_of(self, work: _Prefill | _Extension | _Decode, P: int) -> Tensor:
         match work:
             case _Prefill():
                 return self.rotation_TD[:P, None]
             case _Extension(at_BP=at_BP):
                 return self.rotation_TD[at_BP][:, :, None]
-            case _Step(at_B=at_B):
+            case _Decode(at_B=at_B):
                 return self.rotation_TD[at_B, None, None]
 
     def _rotate(self, layer: Layer, qkv: Tensor, rotation: Tensor) -> None:
@@ -233,7 +233,7 @@ class Decoder:
             rotated = torch.view_as_complex(pairs.float().contiguous()) * rotation
             pairs.copy_(torch.view_as_real(rotated))
 
-    def _attend(self, qkv: Tensor, cache: Tensor, work: _Prefill | _Extension | _Step) -> Tensor:
+    def _attend(self, qkv: Tensor, cache: Tensor, work: _Prefill | _Extension | _Decode) -> Tensor:
         B, P = qkv.shape[:2]
         q, kv = qkv[:, :, : self.heads], qkv[:, :, self.heads :]
         if isinstance(work, _Prefill):
