@@ -116,6 +116,8 @@ class Rank:
 
         Raises `CheckpointError` if the last checkpoint could not be written.
         """
+        from streamppo.learner import device
+
         begin, learner = time.perf_counter(), self._learner()
         learner.saver.check()
         if (fetched := self._fetcher.result()) is None:
@@ -127,7 +129,8 @@ class Rank:
             self._fetcher.start(following, learner.rank_rows)
         scheduled = learner.follow_schedule(fetched.lags)
         batch, updater = fetched.batch.to(learner.updater.device), learner.updater
-        updated = updater.update(batch)
+        with device.naming_inexact_operation():
+            updated = updater.update(batch)
         metrics, learned = learner.metrics(updated), encode(updater.token_record(updated))
         metrics |= learner.adapt(updated, metrics, fetched.lags, scheduled) | learner.speed(updated, metrics)
         learner.version += 1

@@ -27,7 +27,7 @@ from streamppo.learner import batching
 from streamppo.learner.attention import attention
 from streamppo.learner.batch.padded import PaddedBatch
 from streamppo.learner.batching import STAND_IN, ActiveRows, Division, active_rows
-from streamppo.learner.device import add_up, naming_inexact_operation, to_device
+from streamppo.learner.device import add_up, to_device
 from streamppo.learner.model.frozen import NoReferenceWeights, follow
 from streamppo.learner.model.optimizer import clip, lower_policy
 from streamppo.learner.model.policy import Part, Policy, PolicyOutput, device_of, empty_output, release
@@ -136,12 +136,10 @@ class Updater:
         active, sizes = active_rows(self.config, batch), self.policy.sizes(batch.on_host)
         return self.division.rank_rows(sizes, batch.version, self.objective.epochs, active)
 
-    @naming_inexact_operation()
     def update(self, batch: PaddedBatch, epochs: Sequence[Epoch] | None = None) -> UpdateResult:
         """Train on `batch` for `epochs`, by default those of the objective.
 
-        Raises `UpdateError` for data that must not be trained on, for gradients that stay non-finite, and for an
-        operation of torch that is not exact where `learner.exact` asks for it.
+        Raises `UpdateError` for data that must not be trained on, and for gradients that stay non-finite.
         """
         start, objective = time.perf_counter(), self.objective
         if epochs is None and batch.version < self.config.algorithm.critic.warmup_updates:

@@ -113,7 +113,8 @@ def _update(bundle: Bundle, learner: Learner, rows: Sequence[int], model: str, *
     scheduled = learner.follow_schedule(lags)
     make_update = learner.updater.update
     on_device = batch.to(learner.updater.device)
-    updated = pdb.Pdb().runcall(make_update, on_device) if debug else make_update(on_device)
+    with device.naming_inexact_operation():
+        updated = pdb.Pdb().runcall(make_update, on_device) if debug else make_update(on_device)
     if updated is None:
         raise BundleError("its update was quit in the debugger")
     tokens = columns_of(learner.config, bundle.batch, updated, rows, model)

@@ -17,7 +17,7 @@ from streamppo.telemetry.report import page, plot, view
 from streamppo.telemetry.watch import pipeline, sections
 
 MADE_BY = {
-    "head": (sections, "_left"),
+    "head": (sections, "_time_left"),
     "headline": (view, "headline"),
     "curves": (page, "charts"),
     "pipeline": (pipeline, "_queue"),

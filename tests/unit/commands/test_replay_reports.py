@@ -88,7 +88,7 @@ def test_a_verdict_comes_without_a_report(
     assert "2 versions, all of them bit for bit as recorded" in said
     assert f"no report: {run / 'replays'}: cannot be written: " in said
     remade(monkeypatch, OTHERS)
-    with pytest.raises(Diverged, match="1 of 2 versions differ from the recorded weights, the first is 1"):
+    with pytest.raises(Diverged, match="1 of 2 versions differ from the recorded weights, first version 1"):
         replay.replay(run, None, ())
 
 
@@ -101,7 +101,7 @@ def test_what_if_shows_its_table_before_it_fails_to_write_its_report(
         replay.replay(run, None, ("learner.lr=1e-5",))
     shown = capsys.readouterr().out
     assert "entropy" in shown
-    assert "a fork moved as its replay did up to update 64 (entropy), 8 (proximal_kl), " in " ".join(shown.split())
+    assert "a fork moved as its replay up to update 64 (entropy), 8 (proximal_kl), " in " ".join(shown.split())
 
 
 def test_how_far_a_what_if_holds_is_what_was_measured() -> None:

@@ -109,7 +109,7 @@ def test_a_damaged_completion_is_not_called_the_same(
     (found,) = tried(capsys, run, *named(one), "--version", "4", "-n", "1")["versions"]
     assert (found["is_same"], found["differs"]) == (False, 1)
     cli.main(["try", str(run), *named(one), "--version", "4", "-n", "1"])
-    assert "another completion from token 1 on: the machine, the threads" in capsys.readouterr().out
+    assert "another completion from token 1 on: machine, threads" in capsys.readouterr().out
 
 
 def test_the_critic_of_the_version_says_what_the_learner_recorded(
@@ -181,9 +181,9 @@ def test_a_prompt_that_was_never_issued_is_sampled_from_its_beginning(
         (("--prompt", "4000", "--version", "2", "--at", "1"), "no such completion of prompt 4000 was trained on"),
         (("--prompt", "0", "--sample", "77", "--version", "2"), "no such completion of prompt 0"),
         (("--prompt", "0", "--version", "2", "--at", "50"), "--at 50: the completion has "),
-        (("--prompt", "1+1=", "--version", "2", "--at", "1"), "--at, --sample and --attempt are of an archived"),
+        (("--prompt", "1+1=", "--version", "2", "--at", "1"), "--at, --sample and --attempt belong to an archived"),
         (("--prompt", "0", "--version", "2", "2"), "a version is named twice"),
-        (("--prompt", "0", "--version"), "--version is the version that samples"),
+        (("--prompt", "0", "--version"), "--version is missing: the version that samples"),
         (("--prompt", "", "--version", "2"), "--prompt is the number of a prompt"),
         (("--prompt", "0", "--version", "2", "-n", "0"), "Must be >= 1"),
     ],

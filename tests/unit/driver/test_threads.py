@@ -167,7 +167,7 @@ def test_a_run_records_its_number_and_a_resume_begins_with_it(
         raise ConfigError("far enough")
 
     monkeypatch.setattr("streamppo.driver.preflight.verify", verify)
-    monkeypatch.setattr("streamppo.commands.run_argument.refuse", lambda _: None)
+    monkeypatch.setattr("streamppo.commands.checks.check.refuse", lambda _: None)
     monkeypatch.chdir(tmp_path)
     machine(2)
     assert main(["run", str(MATH), f"model.path={large}"]) == 2

@@ -90,7 +90,7 @@ def test_the_command_writes_a_file_that_a_reader_of_json_reads(
     run.mkdir()
     configfile.save(config, run)
     assert main(["trace", str(run), "--to", str(to)]) == 1
-    assert "nothing has happened yet" in capsys.readouterr().err
+    assert "metrics.jsonl has no line yet" in capsys.readouterr().err
     (run / METRICS).write_text("".join(json.dumps(line) + "\n" for line in LINES))
     assert main(["trace", str(run), "--to", str(to)]) == 0
     assert json.loads(to.read_text())["traceEvents"] == trace.events(LINES, "run")
