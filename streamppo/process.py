@@ -179,7 +179,7 @@ def log_to_stdout(who: str = "") -> None:
 
 @contextmanager
 def lasting_output(path: Path) -> Generator[None]:
-    """In the block, redirect standard output and standard error to the file `path` once their readers are gone.
+    """In the block, redirect standard output or standard error to the file `path` once its reader is gone.
 
     This includes everything that Python writes, also lines that Ray's threads print.
     """
@@ -254,7 +254,7 @@ class _Prints(io.TextIOWrapper):
 
 
 class _PrintedLines(io.RawIOBase):
-    """Hands lines on, each harmless and after `PRINTS`."""
+    """Writes each line, harmless and after `PRINTS`, to the stream `to`."""
 
     def __init__(self, to: TextIO) -> None:
         self._to, self._rest = to, b""
@@ -285,7 +285,7 @@ class _PrintedLines(io.RawIOBase):
 
 
 def _own_stream() -> TextIO:
-    """Return the present standard output, for our own lines."""
+    """Return the current standard output, for our own lines."""
     return sys.stdout.under if isinstance(sys.stdout, _Prints) else sys.stdout
 
 

@@ -113,8 +113,8 @@ def custom_advantage(
 def try_custom_advantage(function: CustomAdvantage) -> None:
     """Call an advantage function twice on a small trial batch, in which one group has equal scores.
 
-    Raises `ValueError` as `custom_advantage` does: such a run would fail at its first update, or at the first group
-    with equal scores. Raises it also for advantages that differ between the two calls.
+    Raises `ValueError` as `custom_advantage` does, before a run would fail at its first update or at its first group
+    with equal scores, and for advantages that differ between the two calls.
     """
     scores_B = torch.tensor(TRIAL_SCORES).flatten()
     group_ids_B = torch.arange(len(TRIAL_SCORES)).repeat_interleave(len(TRIAL_SCORES[0]))

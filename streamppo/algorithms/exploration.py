@@ -96,7 +96,7 @@ def penalise_tokens(loss_BT: Tensor, log_ratio_BT: Tensor, chosen_BT: Tensor, *,
 
     k3 of KL(proximal || current), unbiased in value and gradient. The authors' code
     (https://github.com/PRIME-RL/Entropy-Mechanism-of-RL) has abs(d): in an update's first step d is only a rounding
-    error, and the gradient is its sign. Here it is 0 there, so that the penalty acts from the second step on.
+    error, and the gradient is its sign. Here that gradient is 0: the penalty acts from the second step on.
     """
     distance_BT = fill(log_ratio_BT, chosen_BT).clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
     return loss_BT + coefficient * (distance_BT.expm1() - distance_BT).clamp(max=K3_BOUND)
@@ -113,14 +113,14 @@ def _mask_of(places_K2: Tensor, mask_BT: Tensor) -> Tensor:
 
 
 class Bonus(NamedTuple):
-    """The entropy bonus: the adaptive coefficient, and the weight in the next update, which may be 0."""
+    """The entropy bonus: its adaptive coefficient, and its weight in the next update, the coefficient or 0."""
 
     coefficient: float
     weight: float
 
 
 def next_bonus(coefficient: float, entropy: float, *, target: float, step: float, within: tuple[float, float]) -> Bonus:
-    """Adapt the entropy bonus: its coefficient grows while the entropy is too low, and only then it is applied.
+    """Adapt the entropy bonus: its coefficient grows while the entropy is too low, and applies only then.
 
         coefficient <- clamp(coefficient + step if entropy <= target else coefficient - step, *within)
         weight       = coefficient if entropy <= target else 0

@@ -16,8 +16,8 @@ learning rate is lowered if a smaller lag does not help, or does not help yet.
                                               min(1, (admitted + 1) / (lag + 1))
 
 The lag falls below the whole failing bucket (buckets double in width). It rises only if data at its bound are good, to
-at most twice its value and one more, so that it never goes far beyond what was measured. With all ESS above
-(1 + ess) / 2 it rises to its upper bound, if the data reach it, and stays there.
+at most twice its value and one more, so that it never goes far beyond what was measured. With every ESS at least
+(1 + ess) / 2 it rises to its upper bound and stays there, if data reach the admitted lag.
 """
 
 from collections.abc import Callable, Mapping
@@ -64,7 +64,7 @@ def next_lag(
 
 
 def extrapolate_lag(admitted: int, worst: float, least: float) -> int:
-    """The lag at which ESS would fall to `least`, if its lowest value up to lag `admitted` is `worst` >= `least`.
+    """Extrapolate the lag at which ESS falls to `least`, from `worst` >= `least`, its lowest value up to `admitted`.
 
     The variance of a policy's log-ratios grows with the square of the distance that the policy moves, which is at most
     proportional to the number of versions. So log(ESS) is assumed to fall with the square of lag + 1.

@@ -104,9 +104,9 @@ class Run:
         return archive.open(self.folder)
 
     def difference(self, other: "Run") -> "RunDifference | None":
-        """This run less the `other`, prompt by prompt, from the version at which they part; None without one.
+        """This run minus `other`, prompt by prompt, from the version at which they part; None if there is none.
 
-        `rows` has the difference over all updates since, then over parts of them, each with its error.
+        `rows` has differences with their errors: over all updates since, then over parts of them.
         """
         from streamppo.driver import report
 

@@ -26,13 +26,13 @@ class Mesh(Section, frozen=True):
     """
 
     replicate: Positive = 1
-    """Replicas of the sharded weights and moments; it divides `ranks`."""
+    """Replicas of the sharded weights and moments; a divisor of `ranks`."""
     context: Positive = 1
-    """Ranks that share a row's tokens; it divides a replica's ranks."""
+    """Ranks that share a row's tokens; a divisor of a replica's ranks."""
     tensor: Positive = 1
-    """Ranks that share layers' heads and units; it divides a replica's ranks."""
+    """Ranks that share layers' heads and units; a divisor of a replica's ranks."""
     expert: Positive = 1
-    """Ranks that share layers' experts; it divides a replica's ranks and the experts."""
+    """Ranks that share layers' experts; a divisor of a replica's ranks and of the experts."""
 
     def refuses(self, ranks: int, prefix: str, *, adapted: bool, compiled: bool) -> Iterator[str]:
         """Yield reasons against this mesh of `ranks`; `prefix` is queue.segments.prefix, the flags the model's."""

@@ -62,7 +62,7 @@ class Source(HeldOut, frozen=True, kw_only=True):
     answer: str = "answer"
     """Column that rewards get as `answer`; "" is none."""
     columns: dict[str, str] = msgspec.field(default_factory=dict[str, str])
-    """Further names of columns for rewards: `name = "column"`; `answer` here takes the place of that."""
+    """Further names of columns for rewards: `name = "column"`; `answer` here overrides the field."""
     chat: bool = False
     """Make a string prompt a user message of the chat template."""
     system: str = ""

@@ -115,7 +115,7 @@ def _filters_only_truncated(config: choices.Algorithm) -> bool:
 
 
 class PassCosts(NamedTuple):
-    """The cost of a pass besides its tokens, in tokens: their products in the layers cost as much.
+    """The fixed cost of a pass, in tokens whose products in the layers cost as much.
 
     `gradients`: the addition of a weight's gradient to that of the pass before. `launches`: the launches of its
     operations, times the squared width of the model.
@@ -172,7 +172,7 @@ class Division(NamedTuple):
         return by_rank[self.rank]
 
     def are_one_pass(self, sizes: RowSizes, pieces: Sequence[Tensor]) -> bool:
-        """True if the micro-batches `pieces` take no more memory than one of them may; on several ranks if it is one.
+        """True if `pieces` have no more tokens than one micro-batch may; on several ranks, if there is one piece.
 
         Rows of very different lengths are several micro-batches though they would fit into one.
         """
@@ -221,8 +221,8 @@ def micro_batches(
     Rows go longest first, each to the rank with the least work so far: padding is short, and loads differ by at most
     one row. A row longer than the budget is alone in its micro-batch. Short and long rows get separate micro-batches
     where that saves more padding than `overhead`, the work of another micro-batch in tokens, unless the samples of
-    `prompts` as one row each are less work. Of rows that are not padded, the samples of a prompt are in as few
-    micro-batches as possible, each of which computes those of `prompts` once.
+    `prompts` as one row each are less work. Without padding the samples of a prompt are in as few micro-batches as
+    possible, each of which computes the shared tokens of `prompts` once.
     """
     by_length = rows[torch.argsort(tokens_B[rows], descending=True, stable=True)]
     lines_B = torch.ones_like(tokens_B) if lines_B is None else lines_B
@@ -296,7 +296,7 @@ def _spans_of_similar(tokens: np.ndarray, lines: np.ndarray, overhead: float) ->
 
     Example: of rows with 40, 38, 4, 3 and 2 tokens a cut after 38 saves 3 * 36 tokens.
     """
-    # A row after the cut is padded to the first one there in place of the first of all.
+    # Rows after the cut are padded to the first of them, not to row 0.
     saved = (tokens[0] - tokens) * np.cumsum(lines[::-1])[::-1]
     cut = int(saved.argmax())
     if saved[cut] <= overhead:

@@ -28,7 +28,7 @@ MASTER, GRADIENT, MOMENTS = 4, 4, 8
 LOGITS = 3
 """Float32 tensors of logits in memory at one time, in the backward pass of the head."""
 BATCH = 160
-"""Bytes of each token of the whole batch on a rank between the passes: numbers, metrics and diagnostics."""
+"""Bytes of a rank for each token of the batch, between the passes: numbers, metrics and diagnostics."""
 BYTE = 256
 """The most experts whose numbers take one byte in a token's routes; with more, a number takes two."""
 PROBED, LONG_ROW = 64, 256
@@ -148,9 +148,9 @@ def _count(module: torch.nn.Module) -> int:
 
 
 def _activations(body: Any, name: str) -> tuple[int, int]:
-    """Bytes of one token kept for the backward pass by a layer of `body`, under its attribute `name`: all, the largest.
+    """(all bytes, bytes of the largest tensor) that a layer keeps of one token for the backward pass.
 
-    All are those of two layers minus those of one.
+    `name` is the attribute of `body` with its layers. The bytes are those of two layers minus those of one.
     """
     # A row of one token shows what attention keeps of each. Layers that carry a state fill every row up to a chunk,
     # and show it in a long row; some of them run on the meta device with only one of the two kinds of row.
@@ -205,13 +205,12 @@ def _pass(body: torch.nn.Module, rows: int, width: int) -> None:
 
 
 class Fused(TorchFunctionMode):
-    """Attention is counted as in flash-attn and SDPA's fused kernels; on the meta device torch uses the plain
-    formula."""
+    """Counts attention as in flash-attn and SDPA's fused kernels; on the meta device torch uses the plain formula."""
 
     def __torch_function__(
         self, func: Callable[..., Any], types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> object:
-        """Run `func`, or keep the inputs of attention."""
+        """Run `func`, or `_Kept` in place of SDPA."""
         if func is torch.nn.functional.scaled_dot_product_attention:
             return _Kept.apply(*args[:3])
         return func(*args, **(kwargs or {}))
@@ -254,7 +253,7 @@ def rank(config: Config, model: ModelSizes, longest: int) -> RankMemory:
     kept_of_layer = model.layer - model.by_tensor + model.by_tensor // mesh.tensor
     kept_of_layer -= model.by_expert - model.by_expert // mesh.expert
     gathered_parameters = model.rest + (model.layers if small else 2) * kept_of_layer
-    # Only trained parameters have gradients: their share of the whole.
+    # Only trained parameters have gradients: this is their share of all parameters.
     gradients = model.trained / model.parameters
     reduced = gradients * (gathered_parameters if small else max(model.rest, kept_of_layer))
     gathered = int((1 + gradients) * gathered_parameters * model.element + MASTER * reduced)

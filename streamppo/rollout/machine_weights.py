@@ -10,7 +10,7 @@
     unblocks     the next swap of `WeightSync`
 
 The name is a socket of Linux's abstract namespace: it ends with the leader, and the next actor without a leader becomes
-one. The memory ends with its last process. So no death leaves anything behind.
+one. The memory ends with its last process. So the death of a process leaves nothing behind.
 
 For N actors with a model of S bytes, the machine holds 3 S: the served version, the next, and the one being pulled. A
 late engine keeps an older version as well.
@@ -238,7 +238,7 @@ class Leading(NamedTuple):
 
 
 async def _pull_for_all(puller: Puller, leader: Leader) -> None:
-    """Pull every version, and publish it, without end.
+    """Pull and publish every version, in an endless loop.
 
     Raises `WeightsError` after `PULLS` damaged ones in a row, and if there is no room for one during `ROOM_S`.
     """
@@ -268,7 +268,7 @@ async def _pull_for_all(puller: Puller, leader: Leader) -> None:
 
 
 def _bind(address: str) -> socket.socket | None:
-    """Return a socket that listens at `address`; None if another process does. Raises `WeightsError` for no socket."""
+    """Return a socket that listens at `address`; None if another process does. Raises `WeightsError` if that fails."""
     try:
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 SENTINEL = "\N{WHITE STAR}streamppo\N{BLACK STAR}"
 """The assistant's text in a rendered test conversation; it occurs in no template."""
 SLACK = 4
-"""A string is searched in its number of bytes plus this many tokens: the first token may be half a character."""
+"""A stop string is searched in one token per byte and this many more: the first may be half a character."""
 
 log = logging.getLogger(__name__)
 
@@ -148,7 +148,7 @@ def _eos(
         # A model need not have one.
         return sources
     except REFUSALS:
-        # This transformers refuses one of the settings; the others are still read.
+        # The installed transformers refuses one of the settings; the others are still read.
         settings = generation.read_settings(model).config
     return [("generation config", settings.eos_token_id), *sources]
 

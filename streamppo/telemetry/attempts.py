@@ -10,8 +10,9 @@ is 0.5, and every advantage of the two is 0.25 larger.
 
 The length test compares the lengths of failed and trained completions: a difference means a biased training set. It is
 the rank test of van Elteren (1960) over windows of `WINDOW` versions, so that a drift of lengths or of the failure rate
-is no dependence. A prompt counts once on either side of a window, by its first attempt: a prompt that always fails is
-one failure. With q = P(failed longer) + P(equal) / 2 in a window of n failed and m trained prompts, N = n + m:
+does not count as dependence. A prompt counts once on either side of a window, by its first attempt: a prompt that
+always fails is one failure. With q = P(failed longer) + P(equal) / 2 in a window of n failed and m trained prompts,
+N = n + m:
 
     z = sum (U - n m / 2) / (N + 1)  /  sqrt(sum n m (N + 1 - ties) / 12 / (N + 1)^2)      U = q n m
 """
@@ -27,7 +28,7 @@ End: TypeAlias = Literal["trained", "failed", "dropped", "lost"]
 WINDOW = 20
 """Versions of a window of the length test."""
 LEAST_FAILED, LEAST_Z, LEAST_SHIFT = 20, 4.0, 0.1
-"""The sign fires from this many failed prompts, this |z|, and this distance of the probability from one half."""
+"""Thresholds of the sign: failed prompts, |z|, and the distance of the probability from one half."""
 FIRES = (
     f"failed completions are longer than trained ones in more than {0.5 + LEAST_SHIFT:.0%} of the pairs, or in less "
     f"than {0.5 - LEAST_SHIFT:.0%}, at a z beyond ±{LEAST_Z:g} (by chance in one run of 15,000), with {LEAST_FAILED} "

@@ -2,7 +2,7 @@
 
 A rule gets a run's `Evidence` and returns the numbers that made it fire, or None. No rule fires on a healthy default
 run. A nearly solved task is not a fault, although its entropy is low, its groups are equal and no variance is left to
-explain. Nor is low entropy of a policy that still improves, or a single evaluation below the previous one.
+explain. Low entropy of a policy that still improves is no fault, nor is a single evaluation below the previous one.
 """
 
 from collections.abc import Callable

@@ -4,7 +4,7 @@ whole, each tensor in one piece      the tensors are views of the buckets; nothi
 whole, in several pieces             copied into the replica's own memory, which is reused
 delta                                applied in place in the replica's own memory
 
-With memory that other processes share, a version that was given to them is never changed: the next one gets new memory,
+In shared memory a version that was given to other processes is never changed: the next one gets new memory,
 with a copy of its base for deltas.
 """
 
@@ -24,8 +24,8 @@ from streamppo.weights.shares import check_whole
 class Replica:
     """The version taken last: its `push`, and its `tensors` by Hugging Face name; None and empty before the first one.
 
-    Tensors are read-only for callers, and change with the next `take`. `memory`, if given, allocates shared memory for
-    tensors of these bytes: the tensors then do not change after `give`.
+    Tensors are read-only for callers, and change with the next `take`. With `memory`, which allocates shared memory for
+    tensors of these sizes in bytes, they no longer change after `give`.
     """
 
     def __init__(self, memory: Callable[[Sequence[int]], SharedTensors] | None = None) -> None:

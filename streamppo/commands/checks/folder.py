@@ -20,7 +20,7 @@ OWN_CRITICS = ("head", "policy", "scratch")
 EAGER = ("bloom", "gpt_neo", "mpt", "openai-gpt")
 """Values of model_type for which transformers has only eager attention."""
 CAP = "attn_logit_softcapping"
-"""The entry of config.json that bounds scores of attention."""
+"""The entry of config.json with the soft cap of attention logits."""
 NEUTRAL: Mapping[str, object] = {
     "temperature": 1.0,
     "top_p": 1.0,
@@ -195,7 +195,7 @@ def _equal(value: object, wanted: object) -> bool:
 
 
 def _generation_config(path: Path) -> Mapping[str, object]:
-    """Read the settings; no file has none. Raises OSError, ValueError or RecursionError for a damaged file."""
+    """Read the settings; empty without a file. Raises OSError, ValueError or RecursionError for a damaged file."""
     try:
         settings: object = json.loads(durable.read(path))
     except FileNotFoundError:

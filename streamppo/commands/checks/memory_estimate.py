@@ -14,7 +14,7 @@ from streamppo.learner.memory import MASTER, MOMENTS, ModelSizes, RankMemory, ro
 VERSIONS = 3
 """Versions of the weights in the object store: two in the ledger, one on its way there."""
 COPIES = 2
-"""Versions of the weights that an actor with SGLang holds in addition to the pulled one: the served and the next."""
+"""Versions of the weights in an actor with SGLang, besides the pulled one: the served one and the next."""
 IN_COMMON = 3
 """Versions that the actors of a machine have in common: the served one, the next, and the pulled one."""
 TOKEN_BYTES = 13

@@ -82,7 +82,7 @@ def workload(config: Config, basis: Basis) -> Workload:
 
 
 def predict(config: Config, basis: Basis, updates: int = 0, costs: StageCosts | None = None) -> Prediction:
-    """Simulate a run of `config` for `updates`, by default enough to compare proposals, with `costs` of its own."""
+    """Simulate `updates` of `config`, by default enough to compare proposals; `costs` replace those of `basis`."""
     count = updates or max(FEWEST, min(MOST, TRAJECTORIES // config.queue.batch_size))
     return simulate(workload(config, basis), costs or basis.price(config), count, MOST_S)
 

@@ -212,7 +212,7 @@ def _flash_refusal(name: str, config: "PretrainedConfig") -> str:
     model = varlen.model_class(text)
     if not getattr(model, "_supports_flash_attn", True):
         return f"transformers has no flash-attn for {text.model_type} models"
-    # In place of another one, transformers would load the first of these.
+    # Transformers would load the first of these in place of any other one.
     compatible = getattr(model, "_compatible_flash_implementations", None)
     if compatible is not None and name not in compatible:
         return f"{text.model_type} models are computed by {' or '.join(compatible)}, not by {name}"
@@ -266,7 +266,7 @@ def leak(transformer: "PreTrainedModel", together: Layout = joined) -> float:
 def has_full_attention(config: "PretrainedConfig", families: Sequence[str] = FAMILIES) -> bool:
     """True for a model of `families` without a sliding window, which would count tokens of other rows.
 
-    The only state of such a model is keys and values, and only masks hide them.
+    Such a model has no state but keys and values, and hides them only by masks.
     """
     return config.model_type in families and not getattr(config, "use_sliding_window", False)
 

@@ -44,7 +44,7 @@ def _count_writes(optimizer: torch.optim.Optimizer, *_: object) -> None:
 
 
 def configure(optimizer: torch.optim.Optimizer, config: Config) -> None:
-    """Set the configuration's values; a loaded checkpoint has those of the configuration that wrote it."""
+    """Set the values of `config`, which replace those of a loaded checkpoint."""
     learner = config.learner
     full_lrs = (learner.lr, config.algorithm.critic.lr or learner.lr)
     for group, full_lr in zip(optimizer.param_groups, full_lrs, strict=True):

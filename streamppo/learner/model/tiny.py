@@ -39,7 +39,7 @@ CHECK_EVERY = 2
 BATCH_SIZE = 256
 """Problems in a supervised step; fewer if they are long."""
 LONG = 32
-"""Tokens of a problem with its answer above which a step has fewer problems, to take about as long for any task."""
+"""Tokens of a problem with its answer above which a step has fewer problems: steps of all tasks take about as long."""
 LR = 5e-3
 """AdamW's learning rate in the supervised steps."""
 MOST_THREADS = 4
@@ -121,7 +121,7 @@ def _warm_up(
     config: Tiny,
     seed: int,
 ) -> None:
-    """Train on answers until greedy ones reach the target accuracy, or for `max_steps`; time has no influence."""
+    """Train on answers until greedy accuracy reaches the target, for at most `max_steps`, whatever time that takes."""
     generator, problems = np.random.default_rng((seed, 0x3A23)), _encode(tokenizer, lesson)
     # Fewer problems if they are long: memory and time do not grow with the length.
     part = min(1.0, LONG / lesson.longest)
@@ -154,7 +154,7 @@ def _warm_up(
 
 
 def _may_pass(step_accuracy: float, target: float) -> bool:
-    """True if a check, which costs as much as a step, may pass: the last step had half of the target accuracy."""
+    """True if the last step had half of the target accuracy: a check, which costs as much as a step, may pass."""
     return step_accuracy >= target / 2
 
 

@@ -25,7 +25,7 @@ from streamppo.weights.models.settings import settings
 
 log = logging.getLogger(__name__)
 LARGE = 1 << 26
-"""Bytes of a model in 16 bits below which reading on rank 0 is faster than an agreement of all ranks."""
+"""Bytes of a model, in 16 bits, below which rank 0 reads it faster than all ranks agree."""
 SAMPLED = 256
 """Tensors that are hashed to compare the models of all ranks."""
 FIRST = 2

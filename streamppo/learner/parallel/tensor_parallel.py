@@ -121,7 +121,7 @@ def cut_weights(transformer: Any, cut: TensorParallelSpec) -> None:
 
 
 def shard_fully(module: nn.Module, mesh: DeviceMesh, cut: TensorParallelSpec, fully_shard: Callable[..., Any]) -> None:
-    """Shard `module` over `mesh` by FSDP2's `fully_shard`; of a split weight every rank shards its part.
+    """Shard `module` over `mesh` by FSDP2's `fully_shard`; every rank shards its part of a split weight.
 
     Gradients are summed over ranks, not averaged: weights are sharded over different numbers of ranks.
     """

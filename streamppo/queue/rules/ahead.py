@@ -8,11 +8,11 @@ aims at a lag of its own, which begins at 1 and may change when a version is pub
     at least k >= 1 batches were complete and not taken
 
 The minimum left over is a standing queue, which makes its content older and nothing faster: CoDel measures the delay of
-a router in the same way (https://doi.org/10.1145/2209249.2209264). With k batches less the others still come in time.
-As lag + 1 batches are held, a unit is taken within as many versions; after a fall more are held, and until they are
-taken nothing is measured. Doubling until the first fall is TCP's slow start. After a rise, new slots have half of the
-lag in versions to arrive before the next rise. The patience begins at 1 and doubles, up to 8, with each rise after a
-fall: if the need is between two lags, the learner seldom waits.
+a router in the same way (https://doi.org/10.1145/2209249.2209264). With k batches fewer the others still arrive in
+time. As lag + 1 batches are held, a unit is taken within as many versions; after a fall more are held, and until they
+are taken nothing is measured. Doubling until the first fall is TCP's slow start. After a rise, new slots have half of
+the lag in versions to arrive before the next rise. The patience begins at 1 and doubles, up to 8, with each rise after
+a fall: if the needed lag is between two integers, the learner seldom waits.
 
 Example: the lag is 3, with 64 units in a batch. The learner has its next batch, and 150, 131, 140 and 170 more units
 are complete after versions 8, 9, 10 and 11. Two batches are always left over: the lag is 1 from version 11 on.

@@ -207,7 +207,7 @@ class RemoteObject:
         return iter(items) if isinstance(items, Iterable) else iter(())
 
     def reference(self) -> Data:
-        """Its reference for the program's side."""
+        """Return {"answer": n} for the value of operation n."""
         if self._place is None:
             raise Stopped
         return {"answer": self._place}

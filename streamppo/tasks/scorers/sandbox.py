@@ -24,7 +24,7 @@ log = logging.getLogger(__name__)
 
 
 class Sandbox(Protocol):
-    """Runs untrusted Python programs; a remote service is another class with this method."""
+    """Runs untrusted Python programs; a client of a remote service may implement it."""
 
     async def run(self, program: str, stdin: str, limits: RunLimits) -> Ran:
         """Run a program to its end or to a limit. Raises only if the sandbox itself fails."""

@@ -54,7 +54,7 @@ def check(folder: Path) -> Headers | None:
 
 
 def kind(folder: Path) -> Mapping[str, object]:
-    """Read config.json. Raises `ModelError` if it is missing or invalid, or of an adapter or of quantised weights."""
+    """Read config.json. Raises `ModelError` if it is missing or invalid, and for adapters and quantised weights."""
     adapter, path = folder / "adapter_config.json", folder / "config.json"
     if adapter.is_file():
         base = _base_of(adapter)
