@@ -167,12 +167,12 @@ NOTES = {
         "algorithm.correction.kind=off",
         "algorithm.kl.loss_beta=0.1",
     ],
-    "queue.admission is 'mean': queue.max_lag (8) bounds the mean age of completions, and no token's": [
+    "queue.admission is 'mean': queue.max_lag (8) bounds the mean lag of completions, not that of a token": [
         "queue.admission=mean",
         "queue.too_old=keep",
     ],
     "algorithm.correction.cap (0.5) is below 1": ["algorithm.correction.cap=0.5"],
-    "algorithm.policy_loss 'gspo' is about current / proximal, which is 1 where an update is one step": [
+    "algorithm.policy_loss 'gspo' depends on current / proximal, which is 1 if an update is one step": [
         "algorithm.policy_loss.kind=gspo",
         "algorithm.aggregation=sequence-mean-token-mean",
     ],
@@ -180,7 +180,7 @@ NOTES = {
         "algorithm.policy_loss.kind=reinforce",
         "learner.epochs=2",
     ],
-    "algorithm.policy_loss 'sequence_clip' is one loss for a response, and aggregation 'token-mean'": [
+    "algorithm.policy_loss 'sequence_clip' is one loss for a response; aggregation 'token-mean'": [
         "algorithm.policy_loss.kind=sequence_clip",
         "learner.epochs=2",
     ],
@@ -230,7 +230,7 @@ NOTES = {
     "algorithm.critic.warmup_updates (9) is the whole run": ["updates=9", "algorithm.critic.warmup_updates=9"],
     "rollout.in_flight (5) is below rollout.slots (512)": ["rollout.in_flight=5"],
     "learner ranks and rollout actors have 33 threads, and this machine": ["rollout.actors=32"],
-    "evaluation.prompts (9999) are more than the 8": ["evaluation.prompts=9999"],
+    "evaluation.prompts (9999) is more than the 8": ["evaluation.prompts=9999"],
 }
 
 

@@ -285,7 +285,7 @@ def test_a_special_token_beyond_the_models_embedding_is_an_error_only_if_it_can_
     tokenizer.save_pretrained(folder)
     assert main(["check", "mine.toml"]) == (0 if works else 1)
     said = " ".join(capsys.readouterr().out.split())
-    assert ("a prompt that spells one of them fails" in said) == works
+    assert ("a prompt with one of these fails" in said) == works
     assert (", and the model " in said) != works
 
 

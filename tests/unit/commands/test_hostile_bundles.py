@@ -350,9 +350,12 @@ REASONS = {
         "a teacher elsewhere": "names models outside the bundle",
     },
     **{"a loss of foreign code": "--trust", "a file of code": "a tensor 'files.modeling_x.py'"},
-    **{"a file that says where weights are": "not of a model or tokenizer", "a pickle of weights": "a tensor 'files."},
+    **{
+        "a file that says where weights are": "neither a model's nor a tokenizer's",
+        "a pickle of weights": "a tensor 'files.",
+    },
     **{"positions without end": "buffers are too large", "a width of another model": "by config.json"},
-    **{"tokens beyond the vocabulary": "a token 1000000", "other weights": "not those of version 3"},
+    **{"tokens beyond the vocabulary": "token 1000000", "other weights": "not those of version 3"},
 }
 """Words of our own bounds: without one, another error would hide that it is gone."""
 
