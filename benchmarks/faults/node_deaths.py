@@ -56,7 +56,7 @@ HEADS = ("head", DISK)
 """Deaths of the head; with `DISK` its disk is lost too."""
 CUT, STOPPED, PAIR = "~", "/", "-"
 """Separators: kind~seconds disconnects a node, kind/seconds stops it, kind-kind~seconds disconnects two nodes."""
-NODES, REPLACED_S, STARTED_S, ENDS_S, PORT = 3, 2.0, 60.0, 30.0, 6397
+NODES, REPLACED_S, STARTED_S, ENDS_S = 3, 2.0, 60.0, 30.0
 BORNE_S, UNHEARD_S = 10.0, 67.0
 """Ray tolerates a disconnection of `BORNE_S`. After `UNHEARD_S` it has declared a node dead: five health checks with a
 timeout of 10 s, 3 s apart, have failed."""
@@ -78,7 +78,7 @@ class Nodes:
 
     def __init__(self, hidden: Path | None = None, connected: Networks | None = None) -> None:
         self._hidden, self._networks = hidden, connected
-        head: dict[str, Any] = {"num_cpus": 0, "gcs_server_port": PORT, "include_dashboard": False}
+        head: dict[str, Any] = {"num_cpus": 0, "include_dashboard": False}
         if connected is not None:
             head |= {"gcs_server_port": connected.port, "node_ip_address": connected.head.address}
         self._cluster = Cluster(initialize_head=True, head_node_args=head, shutdown_at_exit=False)
