@@ -207,20 +207,6 @@ def test_a_value_after_the_last_token_that_is_not_finite_is_refused_wherever_it_
 
 
 @pytest.mark.usefixtures("alone")
-def test_an_operation_that_is_not_exact_ends_the_update_with_the_setting(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    updater = case.updater(case.config_of(), folder)
-    monkeypatch.setattr(Updater, "backward", lambda *_: torch.zeros(2).put_(torch.tensor([0]), torch.ones(1)))
-    torch.use_deterministic_algorithms(True)
-    try:
-        with pytest.raises(UpdateError, match=r"put_ .*set learner\.exact = false"):
-            updater.update(pad(case.batch()))
-    finally:
-        torch.use_deterministic_algorithms(False)
-
-
-@pytest.mark.usefixtures("alone")
 def test_the_controller_moves_beta_towards_its_target(folder: Path) -> None:
     updater = case.updater(
         case.config_of("algorithm.kl.reward_beta=0.1", "algorithm.kl.target=0.001", "learner.lr=0.01"), folder

@@ -1,6 +1,7 @@
 """A bundle is one update in a file: replayed alone it gives the run's next version, and its tokens' numbers."""
 
 import json
+import re
 import shutil
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -270,6 +271,18 @@ def test_the_debugger_stops_where_the_update_begins(
     assert cli.main(["replay", str(bundled), "--pdb"]) == 0
     told = capsys.readouterr().out
     assert "learner/update.py" in told and "\n16\n" in told and "bit for bit" in told
+
+
+def test_an_operation_that_is_not_exact_ends_the_update_with_the_setting(
+    bundled: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Updater, "backward", lambda *_: torch.zeros(2).put_(torch.tensor([0]), torch.ones(1)))
+    torch.use_deterministic_algorithms(True)
+    try:
+        assert cli.main(["replay", str(bundled)]) == 1
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert re.search(r"put_ has no .*set learner\.exact = false", capsys.readouterr().err)
 
 
 # --- the file ------------------------------------------------------------------------------------------------
