@@ -73,16 +73,17 @@ class Node(NamedTuple):
 class Nodes:
     """A head without CPUs, and `NODES` other nodes with one CPU each and a separate empty disk at `hidden`, if given.
 
-    With `connected` each node has its own network, otherwise this machine's.
+    With `connected` each node has its own network, otherwise this machine's and `port`; 0 is a free port.
     """
 
-    def __init__(self, hidden: Path | None = None, connected: Networks | None = None) -> None:
+    def __init__(self, hidden: Path | None = None, connected: Networks | None = None, port: int = 0) -> None:
         self._hidden, self._networks = hidden, connected
-        head: dict[str, Any] = {"num_cpus": 0, "include_dashboard": False}
+        head: dict[str, Any] = {"num_cpus": 0, "gcs_server_port": port, "include_dashboard": False}
         if connected is not None:
             head |= {"gcs_server_port": connected.port, "node_ip_address": connected.head.address}
         self._cluster = Cluster(initialize_head=True, head_node_args=head, shutdown_at_exit=False)
         self.address = str(self._cluster.address)
+        self.port = int(self.address.rpartition(":")[2])
         self._others: list[Node] = []
         for _ in range(NODES):
             self.add()
@@ -243,7 +244,7 @@ def trial(
                 victim.driver.kill()
                 nodes.end()
                 victim.driver.wait()
-                nodes = Nodes(hidden, connected)
+                nodes = Nodes(hidden, connected, nodes.port)
                 victim.resume(*(_lost(victim.run) if kind == DISK else ()))
             elif not nodes.strike(kind):
                 continue
