@@ -52,6 +52,12 @@ def check_repeatable(first: Tensor, again: Tensor, what: str) -> None:
         raise ValueError(f"{what} from call to call: a resume could not repeat an update")
 
 
+def _tensor(result: object, name: str) -> Tensor:
+    if not isinstance(result, Tensor):
+        raise ValueError(f"the {name} returned a {type(result).__name__}, not a tensor")
+    return result
+
+
 # --- advantage -----------------------------------------------------------------------------------------------------
 
 TRIAL_SCORES = ((1.0, 0.0, 0.5), (0.0, 0.0, 0.0))
@@ -99,9 +105,7 @@ def custom_advantage(
     rewards_BT = fill(rewards_BT, mask_BT)
     scores_B = sequence_sum(rewards_BT, mask_BT)
     inputs = AdvantageInputs(rewards_BT, scores_B, group_ids_B, mask_BT, lag_BT, truncated_B)
-    advantage = check_inputs_unchanged(function, "advantage")(inputs)
-    if not isinstance(advantage, Tensor):
-        raise ValueError(f"the advantage returned a {type(advantage).__name__}, not a tensor")
+    advantage = _tensor(check_inputs_unchanged(function, "advantage")(inputs), "advantage")
     if advantage.shape not in (mask_BT.shape, scores_B.shape):
         shapes = f"[B] = {tuple(scores_B.shape)} or [B, T] = {tuple(mask_BT.shape)}"
         raise ValueError(f"the advantage has shape {tuple(advantage.shape)}; it must be {shapes}")
@@ -181,9 +185,7 @@ def custom_correction(
         mask_BT=mask_BT,
         trained_BT=trained_BT,
     )
-    result_BT = check_inputs_unchanged(function, "correction")(inputs)
-    if not isinstance(result_BT, Tensor):
-        raise ValueError(f"the correction returned a {type(result_BT).__name__}, not a tensor")
+    result_BT = _tensor(check_inputs_unchanged(function, "correction")(inputs), "correction")
     if result_BT.shape != mask_BT.shape:
         raise ValueError(
             f"the weights have shape {tuple(result_BT.shape)}; they must be [B, T] = {tuple(mask_BT.shape)}"
@@ -267,9 +269,7 @@ def custom_loss(
     ratio_BT = bounded_exp(log_ratio_BT)
     constants = proximal_logprobs_BT.detach(), behavior_logprobs_BT.detach()
     inputs = LossInputs(logprobs_BT, *constants, log_ratio_BT, ratio_BT, advantages_BT, mask_BT)
-    loss_BT = function(inputs)
-    if not isinstance(loss_BT, Tensor):
-        raise ValueError(f"the loss returned a {type(loss_BT).__name__}, not a tensor")
+    loss_BT = _tensor(function(inputs), "loss")
     if loss_BT.shape != mask_BT.shape:
         raise ValueError(f"the loss has shape {tuple(loss_BT.shape)}; it must be [B, T] = {tuple(mask_BT.shape)}")
     return TokenLoss(fill(loss_BT, mask_BT), torch.zeros_like(mask_BT), ratio_BT.detach())

@@ -33,10 +33,18 @@ def gspo(
     `policy_losses.clipped`.
     """
     log_ratio_BT, advantages_BT = token_log_ratio(logprobs_BT, proximal_logprobs_BT, advantages_BT, mask_BT)
-    mean_B = sequence_mean(log_ratio_BT.detach(), mask_BT).clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
-    ratio_BT = spread(mean_B, mask_BT).exp() * (log_ratio_BT - log_ratio_BT.detach()).exp()
+    ratio_BT = _token_form(log_ratio_BT, mask_BT)
     loss_BT, clipped_BT = clip_surrogate(ratio_BT, advantages_BT, clip_low, clip_high)
     return TokenLoss(loss_BT.masked_fill(~mask_BT, 0.0), clipped_BT & mask_BT, ratio_BT.detach())
+
+
+def _token_form(log_ratio_BT: Tensor, mask_BT: Tensor) -> Tensor:
+    """The geometric mean of a response's ratios at each token: its value is the mean's, its gradient the token's own.
+
+    s_bt = stop(exp(mean_t(log_ratio_bt))) * exp(log_ratio_bt) / stop(exp(log_ratio_bt))
+    """
+    mean_B = sequence_mean(log_ratio_BT.detach(), mask_BT).clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
+    return spread(mean_B, mask_BT).exp() * (log_ratio_BT - log_ratio_BT.detach()).exp()
 
 
 def sequence_clipped(
@@ -93,8 +101,7 @@ def gmpo(
     above_BT = (advantages_BT > 0) & (log_ratio_BT > log_high)
     below_BT = (advantages_BT < 0) & (log_ratio_BT < -log_low)
     kept_BT = log_ratio_BT.masked_fill(above_BT, log_high).masked_fill(below_BT, -log_low)
-    mean_B = sequence_mean(kept_BT.detach(), mask_BT).clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
-    ratio_BT = spread(mean_B, mask_BT).exp() * (kept_BT - kept_BT.detach()).exp()
+    ratio_BT = _token_form(kept_BT, mask_BT)
     loss_BT = (-advantages_BT * ratio_BT).masked_fill(~mask_BT, 0.0)
     return TokenLoss(loss_BT, (above_BT | below_BT) & mask_BT, ratio_BT.detach())
 
