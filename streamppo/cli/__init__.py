@@ -187,8 +187,7 @@ def fork(
 
     A version without a checkpoint is replayed from the archive. The run itself is not changed.
     """
-    folder = configfile.existing(folder)
-    run_argument.ask(folder, trust=trust)
+    folder = run_argument.trusted_folder(folder, trust=trust)
     from streamppo.commands.start import fork as command
 
     return command.fork(folder, at, changes, name, runs.resolve(), as_json=json)

@@ -36,8 +36,7 @@ def bisect(
 
     question = Question(metric, above, below, test, tuple(changes))
     question.refuse()
-    folder = configfile.existing(folder)
-    run_argument.ask(folder, trust=trust)
+    folder = run_argument.trusted_folder(folder, trust=trust)
     return bisect.bisect(folder, question, as_json=json)
 
 
@@ -52,8 +51,7 @@ def verify(
     trust: Trust = False,
 ) -> int:
     """Compare the records of a run with each other, and replay some updates. Prints a digest of the whole run."""
-    folder = configfile.existing(folder)
-    run_argument.ask(folder, trust=trust)
+    folder = run_argument.trusted_folder(folder, trust=trust)
     from streamppo.commands.look import verify as command
 
     return command.verify(folder, updates, expect, as_json=json)

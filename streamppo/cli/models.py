@@ -80,8 +80,7 @@ def try_versions(
 
     question = TrialQuestion(tuple(versions), prompt, at, sample, attempt, n)
     question.refuse()
-    folder = configfile.existing(folder)
-    run_argument.ask(folder, trust=trust)
+    folder = run_argument.trusted_folder(folder, trust=trust)
     from streamppo.commands.models import continuations as command
 
     return command.try_versions(folder, question, as_json=json)
@@ -109,8 +108,7 @@ def replay(
     if place.is_dir() or not os.path.lexists(place):
         if rows or pdb or json:
             raise ConfigError("--rows, --pdb and --json are for the file of a bundle: `streamppo bundle` writes one")
-        folder = configfile.existing(place)
-        run_argument.ask(folder, trust=trust)
+        folder = run_argument.trusted_folder(place, trust=trust)
         from streamppo.commands import replay as of_run
 
         return of_run.replay(folder, to, changes)
@@ -135,8 +133,7 @@ def bundle(
 ) -> int:
     """Write one update to a file: batch, configuration, weights and optimizer. `replay FILE` replays it without the
     run."""
-    folder = configfile.existing(folder)
-    run_argument.ask(folder, trust=trust)
+    folder = run_argument.trusted_folder(folder, trust=trust)
     from streamppo.commands.bundle import make
 
     return make.bundle(folder, update, to, rows, adapter=adapter, as_json=json)

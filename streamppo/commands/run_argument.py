@@ -5,8 +5,6 @@ from collections.abc import Sequence
 from contextlib import closing, suppress
 from pathlib import Path
 
-import msgspec
-
 from streamppo.config import consent, diff
 from streamppo.config import file as configfile
 from streamppo.config.sections import Config
@@ -40,18 +38,26 @@ def runs_and_replays(command: str, paths: Sequence[Path]) -> list[Path]:
     return [path.resolve() if path.is_file() else configfile.existing(path) for path in paths]
 
 
+def trusted_folder(run: Path, *, trust: bool) -> Path:
+    """Return the absolute folder of an existing run, after `ask`. Raises as `configfile.existing` and `ask`."""
+    folder = configfile.existing(run)
+    ask(folder, trust=trust)
+    return folder
+
+
 def ask(run: Path, present: Config | None = None, *, trust: bool = False) -> None:
     """Refuse a run whose present or earlier configurations name code without consent. Raises `ConfigError`.
 
     `present` is the configuration to continue with, by default the run's: paths of earlier ones may have moved with it.
     """
+    from streamppo.queue import resume_checks
     from streamppo.queue.store.journal import Journal
 
     run_config = configfile.load(run / configfile.CONFIG)
     configs = [run_config]
     # A run that never began has no journal; an unreadable journal is reported by its users.
     with suppress(JournalError, *UNREADABLE), closing(Journal.open_run(run)) as journal:
-        recorded = [msgspec.msgpack.decode(content, type=Config) for content in journal.configs().values()]
+        recorded = resume_checks.configs(journal).values()
         configs += [diff.as_present(config, present or run_config) for config in recorded]
     consent.require(run, configs, trust=trust)
 
