@@ -282,11 +282,14 @@ def drop_truncated_line(folder: Path) -> None:
 
 def drop_after(folder: Path, version: int) -> None:
     """Remove the lines of updates after `version`."""
+
+    def is_later(text: bytes) -> bool:
+        line = parse(text)
+        return line is not None and max(recorded_versions([line]), default=0) > version
+
     path = folder / METRICS
     texts = durable.read(path).splitlines(keepends=True)
-    lines = [(text, parse(text)) for text in texts]
-    later = [text for text, line in lines if line and max(recorded_versions([line]), default=0) > version]
-    durable.write(path, b"".join(text for text in texts if text not in later))
+    durable.write(path, b"".join(text for text in texts if not is_later(text)))
 
 
 def parse(text: bytes) -> Line | None:
