@@ -47,7 +47,7 @@ from benchmarks.lib import plots
 from benchmarks.lib.runs import Goal, machine, told
 from streamppo.learner.model import policy
 from streamppo.learner.model.snapshot import snapshot
-from streamppo.rollout.embedded.decoder import Decoder
+from streamppo.rollout.embedded.fused_decoder import FusedDecoder
 from streamppo.weights.buckets import Buckets
 from streamppo.weights.replica import Replica
 
@@ -105,7 +105,7 @@ class Way:
             snapshot(self.learner, filled.tensors)
         self.memory = (_resident() - before) / self.bytes
         self.replica, self.store = Replica(), store
-        self.decoder: Decoder | None = None
+        self.decoder: FusedDecoder | None = None
         self.version = 0
 
     @classmethod
@@ -186,10 +186,12 @@ class Way:
         if not self.serves:
             return step
         if self.decoder is None:
-            self.decoder = Decoder(self.config, tensors, rows=1, dtype=torch.bfloat16, float32_head=True, device="cpu")
+            self.decoder = FusedDecoder(
+                self.config, tensors, rows=1, dtype=torch.bfloat16, float32_head=True, device="cpu"
+            )
         decoder = self.decoder
-        parameters = step("copy", lambda: decoder.fuse(tensors, contents))
-        step(PAUSED, lambda: decoder.adopt(parameters))
+        step("copy", lambda: decoder.stage(tensors, contents))
+        step(PAUSED, decoder.adopt)
         return step
 
 

@@ -12,7 +12,7 @@ from msgspec import Meta, field, structs
 from streamppo.config.base import Count, Kind, Machine, Positive, PositiveFloat, Processes, Seconds
 
 FAMILIES = ("llama", "qwen2", "qwen3")
-"""Values of model_type supported by the embedded engine."""
+"""Values of model_type for which the embedded engine has a forward pass of its own, and the learner its own layers."""
 MOST_CANDIDATES = 4096
 """Maximum candidates of a token that SGLang returns."""
 Argument: TypeAlias = bool | int | float | str
@@ -28,7 +28,7 @@ class EngineKind(Kind, frozen=True):
 
 
 class EmbeddedEngine(EngineKind, frozen=True, tag="embedded"):
-    """Our own torch engine: any device, small models."""
+    """Our own torch engine: any device, small models. Its own forward pass is the faster one."""
 
     @property
     def spare_weights(self) -> int:

@@ -17,6 +17,7 @@ from streamppo.config.rollout import EmbeddedEngine, SGLangEngine
 from streamppo.config.sections import Config, longest_row
 from streamppo.errors import ModelError, TaskError
 from streamppo.rollout import positions
+from streamppo.rollout.embedded import decoder
 from streamppo.rollout.embedded import engine as embedded
 from streamppo.rollout.embedded.requests import EndTokens
 from streamppo.rollout.engine import Engine, Sampling
@@ -97,7 +98,7 @@ async def engine(
                 tensors,
                 version=version,
                 slots=config.rollout.slots,
-                max_total_tokens=positions.embedded_limit(model.hf_config, model.room),
+                max_total_tokens=decoder.row_limit(model.hf_config, model.room),
                 ends=EndTokens(model.stop.ids, model.completes, model.unknown),
                 seed=seed,
                 kv=kv,

@@ -3,7 +3,7 @@
 default, linear, llama3, yarn   equal at every position
 dynamic                         equal within max_position_embeddings; SGLang scales at every length
 longrope                        equal within original_max_position_embeddings; beyond, one long row changes the others
-sliding window                  equal within the window: there a row attends to all of its tokens
+sliding window                  equal within the window; beyond, SGLang has no window for some models
 """
 
 import math
@@ -48,22 +48,6 @@ def window(hf_config: "PreTrainedConfig") -> int | None:
     slides = "sliding_attention" in layers if layers is not None else text_config.model_type not in FULL
     width = getattr(text_config, "sliding_window", None) if slides else None
     return None if width is None or width >= longest(hf_config, width) else width
-
-
-def embedded_limit(hf_config: "PreTrainedConfig", longest_row: int) -> int:
-    """The most tokens of a row in the embedded engine, which attends to whole rows: at most the sliding window.
-
-    Raises `ModelError` if a sliding window is shorter than the configuration's `longest_row`.
-    """
-    context, width = longest(hf_config, longest_row), window(hf_config)
-    if width is None:
-        return context
-    if width < min(context, longest_row):
-        raise ModelError(
-            f"layers look back on {width} tokens, and the embedded engine on all of up to {longest_row}: keep prompt "
-            f"and completion within {width}, or use another rollout.engine"
-        )
-    return min(context, width)
 
 
 def refusal(hf_config: "PreTrainedConfig", longest_row: int) -> str:

@@ -61,7 +61,6 @@ def of(family: str, **changes: object) -> draws.Draw:
         tied=usual.tied,
         rows="messages" if talks else "text",
         turns=2 if talks else 1,
-        engine="embedded" if family in draws.EMBEDDED else "sglang",
     )
     return replace(made, **changes)
 

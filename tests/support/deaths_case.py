@@ -14,8 +14,8 @@ from push_case import Rank, Remote, Tensors
 from transformers import Qwen2Config
 
 from streamppo.rollout.adapters import WholeModel
-from streamppo.rollout.embedded import decoder
 from streamppo.rollout.embedded.engine import EmbeddedEngine
+from streamppo.rollout.embedded.fused_decoder import FusedDecoder
 from streamppo.rollout.embedded.requests import EndTokens
 from streamppo.rollout.puller import Puller
 from streamppo.rollout.weight_sync import WeightSync
@@ -90,9 +90,9 @@ def rank(path: str, number: int, version: int, tensors: Carried, pipe: Connectio
 ACTOR_DIES: dict[str, Callable[[], None]] = {
     "in the middle of a fetch": lambda: dying(folder, "_read", 2),
     "in the middle of unpacking": lambda: dying(Replica, "_use", 7),
-    "ahead of the copy": lambda: dying(decoder.Decoder, "fuse", 1),
+    "ahead of the copy": lambda: dying(FusedDecoder, "stage", 1),
     "in the middle of the comparison": lambda: dying(content, "hash_tensor", 5),
-    "in the swap itself": lambda: dying(decoder.Decoder, "adopt", 1),
+    "in the swap itself": lambda: dying(FusedDecoder, "adopt", 1),
     "after the swap, which nobody knows of": lambda: dying(Actor, "_told", 1),
 }
 

@@ -10,8 +10,8 @@ import model_folders
 import tokenizer_kinds
 
 Expected = Literal["passes", "refused", "either"]
-EMBEDDED = ("llama3", "qwen2", "qwen3")
-"""Families that the embedded engine runs."""
+FUSED = ("llama3", "qwen2", "qwen3")
+"""Families with a forward pass of their own in the embedded engine; transformers' modules compute the others."""
 FAULTY = 0.3
 """Fraction of draws with a fault."""
 FAULTY_RUNS = 0.1
@@ -94,8 +94,6 @@ class Draw:
         found = list[str]()
         if self.template is None and (self.turns > 1 or self.rows not in folder_rows.TEXTS):
             found.append("template")
-        if self.engine == "embedded" and self.family not in EMBEDDED:
-            found.append("engine")
         return found
 
     @property
@@ -118,7 +116,7 @@ class Draw:
 def draw(seed: int, number: int, *, whole: bool = False) -> Draw:
     """Make draw number `number` of a campaign."""
     chance = random.Random(f"{seed}/{number}")
-    family = chance.choice(EMBEDDED if whole else model_folders.FAMILIES)
+    family = chance.choice(model_folders.FAMILIES)
     usual = model_folders.usual(family)
     foreign = chance.random() < 0.5
     tokenizer = chance.choice(model_folders.TOKENIZERS) if foreign else usual.tokenizer
@@ -145,7 +143,7 @@ def draw(seed: int, number: int, *, whole: bool = False) -> Draw:
         reward=chance.choice(("trajectory", "trl", "verl")) if rows == "verl" else chance.choice(("trajectory", "trl")),
         turns=1 if texts else chance.choice((1, 2, 2)),
         words=" " + chance.choice(folder_rows.CONTROL) if chance.random() < 0.1 else "",
-        engine="embedded" if family in EMBEDDED or chance.random() < 0.1 else "sglang",
+        engine="embedded" if family in FUSED or whole or chance.random() < 0.6 else "sglang",
         compute="bfloat16" if chance.random() < 0.1 else "float32",
         whole=whole,
     )
@@ -158,12 +156,11 @@ def _with_fault(made: Draw, chance: random.Random) -> Draw:
     changes: dict[str, object] = {"layout": "single" if made.layout != "extras" else "extras", "spare": 0}
     changes |= {"rows": "text" if made.template is None else "messages", "words": "", "reward": "trajectory"}
     changes |= {"turns": 1 if made.template is None else made.turns}
-    changes |= {"engine": "embedded" if made.family in EMBEDDED else "sglang"}
     kind = chance.random()
     if kind < 0.7:
         changes["fault"] = chance.choice(sorted(folder_faults.FAULTS))
         changes["tied"] = made.tied and changes["fault"] != "missing_head"
-        if changes["fault"] in ("fp8", "awq", "more_layers", "fewer_layers") and made.family not in EMBEDDED:
+        if changes["fault"] in ("fp8", "awq", "more_layers", "fewer_layers") and made.family not in FUSED:
             changes |= {"family": "qwen3", "engine": "embedded"}
     elif kind < 0.8:
         changes |= {"fault": "different_head", "tied": True}

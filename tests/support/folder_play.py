@@ -20,7 +20,7 @@ import model_folders
 import numpy as np
 import tomli_w
 import torch
-from folder_draw import EMBEDDED, Draw, turn_end
+from folder_draw import Draw, turn_end
 from torch.distributed.device_mesh import init_device_mesh
 
 from streamppo.algorithms.groups import zero_variance
@@ -334,7 +334,7 @@ class _Played:
 
     async def _engine(self, trained: policy.Policy) -> Any:
         tensors = policy.gather_weights(trained, self._made.compute)
-        if self._made.family in EMBEDDED:
+        if self._made.engine == "embedded":
             return await build.engine(self._config, "draw", str(self._model), 0, tensors)
         lm = oracle.load(self._model).lm.to(getattr(torch, self._made.compute))
         # The learner's weights, as in a push.

@@ -20,7 +20,7 @@ TIMEOUT_S = 240
 
 
 def run(made: Draw, folder: Path) -> play.Outcome:
-    """Play a draw in `folder` with the commands; its family must be one of the embedded engine."""
+    """Play a draw in `folder` with the commands; its engine must be the embedded one."""
     begin = time.perf_counter()
     found = play.Outcome(made.number, str(made), made.expected)
     path, _ = play.write(made, folder)

@@ -8,7 +8,6 @@ from streamppo import durable
 from streamppo.commands.checks.finding import Finding, Findings, contacted_later, first_line
 from streamppo.config.algorithm import Critic
 from streamppo.config.model import BUILTIN
-from streamppo.config.rollout import FAMILIES, EmbeddedEngine
 from streamppo.config.sections import Config
 from streamppo.config.teacher import Teacher
 from streamppo.errors import JournalError, ModelError
@@ -95,10 +94,7 @@ def _content(folder: Path, config: Config) -> Findings:
         yield Finding("model", "error", str(error))
         return
     kind = content.get("model_type")
-    if isinstance(config.rollout.engine, EmbeddedEngine) and kind not in FAMILIES:
-        text = f"{folder} is a {kind}; the embedded engine runs {', '.join(FAMILIES)}: use another rollout.engine"
-        yield Finding("model", "error", text)
-    elif kind in EAGER and config.model.attention not in ("auto", "eager"):
+    if kind in EAGER and config.model.attention not in ("auto", "eager"):
         text = f"{folder} is a {kind}, which transformers computes only with eager attention: "
         yield Finding("model", "error", f'{text}model.attention = "auto" or "eager"')
     elif content.get(CAP) and config.model.attention == "sdpa":

@@ -11,7 +11,7 @@ from transformers import PretrainedConfig
 from streamppo.commands.checks.finding import Finding, Findings, first_line
 from streamppo.commands.checks.folder import OWN_CRITICS, find
 from streamppo.config.model import BUILTIN
-from streamppo.config.rollout import FAMILIES, EmbeddedEngine, SGLangEngine
+from streamppo.config.rollout import EmbeddedEngine, SGLangEngine
 from streamppo.config.sections import Config, longest_row
 from streamppo.errors import ModelError, TaskError
 from streamppo.learner.model import hf_files, tiny
@@ -125,10 +125,6 @@ def rows(config: Config, hf_config: PretrainedConfig) -> Findings:
     """Check that the engine computes the longest rows as transformers does."""
     longest = longest_row(config)
     if isinstance(config.rollout.engine, EmbeddedEngine):
-        try:
-            positions.embedded_limit(hf_config, longest)
-        except ModelError as error:
-            yield Finding("model", "error", str(error))
         return
     if refusal := positions.refusal(hf_config, min(longest, positions.longest(hf_config, longest))):
         yield Finding("model", "error", refusal)
@@ -160,13 +156,16 @@ def files(config: Config) -> Findings:
         if is_readable and isinstance(config.rollout.engine, SGLangEngine):
             yield from _names(folder)
         if is_readable and isinstance(config.rollout.engine, EmbeddedEngine):
-            yield from _embedded(folder)
+            yield from _embedded(folder, longest_row(config))
 
 
-def _embedded(folder: str) -> Findings:
+def _embedded(folder: str, longest: int) -> Findings:
     hf_config = settings(folder)
-    if hf_config.model_type in FAMILIES and (reason := decoder.refusal(hf_config)):
+    if reason := decoder.refusal(hf_config, longest):
         yield Finding("engine", "error", f"{folder}: {reason}")
+    elif not decoder.is_fused(hf_config, longest):
+        text = f"transformers' modules compute this {hf_config.model_type}: slower than our own llama, qwen2 and qwen3"
+        yield Finding("engine", "note", text)
 
 
 def _models(config: Config) -> Iterator[NamedModel]:

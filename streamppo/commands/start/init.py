@@ -22,7 +22,6 @@ from streamppo.commands.console import console, echo
 from streamppo.commands.start.project import policy, rows, sizes, text
 from streamppo.config import file as configfile
 from streamppo.config.reward import FunctionScorer
-from streamppo.config.rollout import FAMILIES
 from streamppo.errors import ConfigError, RunError
 from streamppo.tasks import plugins
 from streamppo.terminal import harmless, wrap
@@ -93,11 +92,6 @@ def write_configuration(file: Path, inputs: UserInputs) -> int:
         raise ConfigError(f"{file}: already exists; choose another name")
     plugins.export_path()
     model = policy.read(inputs.model)
-    if not inputs.gpus and model.family and model.family not in FAMILIES:
-        raise ConfigError(
-            f"{inputs.model} is a {model.family}; without a GPU the embedded engine runs {', '.join(FAMILIES)}: choose "
-            "such a model, or --gpu 1, where SGLang runs it"
-        )
     scorer = FunctionScorer(function=inputs.reward)
     with process.naming_prints():
         rows_read = rows.read(inputs.data, scorer, (inputs.prompt, inputs.answer), model.view())

@@ -22,8 +22,8 @@ from typing import TYPE_CHECKING, Literal, TypeVar, TypeVarTuple
 import torch
 from torch import Tensor
 
-from streamppo.rollout import positions, random_numbers
-from streamppo.rollout.embedded.decoder import Decoder, Parameters
+from streamppo.rollout import random_numbers
+from streamppo.rollout.embedded import decoder as decoders
 from streamppo.rollout.embedded.requests import EndTokens, RunningRequest
 from streamppo.rollout.embedded.rows import DecodingRows
 from streamppo.rollout.engine import Completion, Cuts, Sampling, Usage
@@ -66,10 +66,10 @@ class EmbeddedEngine:
         float32_head: bool = True,
         device: str = "cpu",
     ) -> None:
-        positions.embedded_limit(hf_config, max_total_tokens)
-        self._decoder = Decoder(
+        self._decoder = decoders.build(
             hf_config,
             tensors,
+            longest_row=max_total_tokens,
             rows=slots,
             dtype=dtype,
             float32_head=float32_head,
@@ -79,15 +79,14 @@ class EmbeddedEngine:
         self._rows = DecodingRows(self._decoder, ends, max_total_tokens)
         self._boundaries_held = 0
         self._seed, self._unseeded = seed, itertools.count(1)
-        # Attributes of transformers' configurations are slow.
-        self._vocabulary = hf_config.vocab_size
+        self._vocabulary = self._decoder.vocabulary
         self._checked_prompt: Ints | None = None
         self._version = version
         self._slots = slots
         self._kv = kv
         self._waiting: deque[RunningRequest] = deque()
         self._pending: set[asyncio.Future[Completion] | asyncio.Future[None]] = set()
-        self._swap: tuple[int, Parameters, asyncio.Future[None]] | None = None
+        self._swap: tuple[int, asyncio.Future[None]] | None = None
         self._swap_lock = asyncio.Lock()
         self._has_work = asyncio.Event()
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="decode")
@@ -138,10 +137,10 @@ class EmbeddedEngine:
         async with self._swap_lock:
             loop = asyncio.get_running_loop()
             self._wake()
-            parameters = await loop.run_in_executor(self._copies, self._decoder.fuse, tensors, contents)
+            await loop.run_in_executor(self._copies, self._decoder.stage, tensors, contents)
             swapped: asyncio.Future[None] = loop.create_future()
             self._wake()
-            self._swap = (version, parameters, swapped)
+            self._swap = (version, swapped)
             self._pending.add(swapped)
             try:
                 await swapped
@@ -218,11 +217,11 @@ class EmbeddedEngine:
                 admitted.append(request)
         return admitted
 
-    async def _apply_swap(self, version: int, parameters: Parameters, swapped: asyncio.Future[None]) -> None:
+    async def _apply_swap(self, version: int, swapped: asyncio.Future[None]) -> None:
         begin = time.perf_counter()
         self._rows.cut_before(version)
         self._rows.hand_over()
-        self._decoder.adopt(parameters)
+        self._decoder.adopt()
         self._version = version
         if self._kv == "recompute":
             await self._run_in_thread(self._rows.recompute, version)

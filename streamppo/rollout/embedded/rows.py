@@ -41,9 +41,9 @@ class DecodingRows:
     """
 
     def __init__(self, decoder: Decoder, ends: EndTokens, max_tokens: int) -> None:
-        capacity, width = decoder.cache.shape[1], decoder.room
+        capacity, width = decoder.rows, decoder.room
         self._decoder, self._max_tokens = decoder, max_tokens
-        self._ends = np.zeros(decoder.config.vocab_size, np.bool_)
+        self._ends = np.zeros(decoder.vocabulary, np.bool_)
         # Models without an end token may have -1, or an id beyond the vocabulary, in their settings.
         self._ends[[token for token in sorted(ends.ids) if 0 <= token < len(self._ends)]] = True
         self._completes = ends.completes
@@ -101,9 +101,8 @@ class DecodingRows:
         self._limit[rows] = [request.limit for request in requests]
         self._next_cut[rows] = [request.next_cut() for request in requests]
         self._seeds[rows] = [request.sampling.seed or 0 for request in requests]
-        self._sampling[rows] = [
-            (request.sampling.temperature, request.sampling.top_p, request.sampling.top_k) for request in requests
-        ]
+        samplings = [request.sampling for request in requests]
+        self._sampling[rows] = np.array([(s.temperature, s.top_p, s.top_k) for s in samplings], np.float32)
         prompts, new = [request.prompt for request in requests], int((starts == 0).sum())
         logits = [self._prefill(prompts[:new], first)] if new else []
         logits += self._extend(prompts[new:], starts[new:], first + new)

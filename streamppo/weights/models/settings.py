@@ -119,7 +119,7 @@ def as_pushed(config: "PretrainedConfig", names: Iterable[str]) -> "PretrainedCo
 
 def pairs(config: "PretrainedConfig") -> Iterator[tuple[str, str]]:
     """(head, embedding) names of each pair that a causal LM can tie."""
-    tied: object = getattr(_causal(config), "_tied_weights_keys", None)
+    tied: object = getattr(causal_class(config), "_tied_weights_keys", None)
     if isinstance(tied, Mapping):
         yield from ((str(head), str(embedding)) for head, embedding in tied.items())
 
@@ -132,7 +132,7 @@ def heads_differ(path: str | Path, config: "PretrainedConfig") -> bool:
     local = local_folder(path)
     if local is None:
         return False
-    prefix: str = getattr(_causal(config), "base_model_prefix", "")
+    prefix: str = getattr(causal_class(config), "base_model_prefix", "")
     try:
         stored = headers.folder_headers(local)
     except ModelError:
@@ -165,7 +165,8 @@ def local_folder(path: str | Path) -> Path | None:
         return None
 
 
-def _causal(config: "PretrainedConfig") -> "type[PreTrainedModel] | None":
+def causal_class(config: "PretrainedConfig") -> "type[PreTrainedModel] | None":
+    """transformers' class of the causal LM of `config`; None if it has none."""
     from transformers import AutoModelForCausalLM
 
     mapping: Mapping[type, type[PreTrainedModel]] = AutoModelForCausalLM._model_mapping  # pyright: ignore

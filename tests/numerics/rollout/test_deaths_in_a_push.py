@@ -22,7 +22,7 @@ from push_case import Rank, Remote, Tensors
 from transformers import Qwen2ForCausalLM
 
 from streamppo.rollout.adapters import WholeModel
-from streamppo.rollout.embedded import decoder, parameters
+from streamppo.rollout.embedded import fused_decoder, parameters
 from streamppo.rollout.embedded.engine import EmbeddedEngine
 from streamppo.rollout.embedded.requests import EndTokens
 from streamppo.rollout.puller import Puller
@@ -185,7 +185,7 @@ def received_anything(pipe: Any) -> bool:
 def test_a_swap_that_sleeps_while_beats_go_on_and_versions_pass_by_ends_at_the_newest(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    slept, beats, compared = Counter[str](), threading.Semaphore(0), decoder.compare
+    slept, beats, compared = Counter[str](), threading.Semaphore(0), fused_decoder.compare
 
     def sleepy(expected: Any, held: Any) -> None:
         # Far beyond a heartbeat: ten of them come while the engine stands in its swap, or none ever would.
@@ -198,7 +198,7 @@ def test_a_swap_that_sleeps_while_beats_go_on_and_versions_pass_by_ends_at_the_n
         learner.train()
         learner.publish()
         follower = await follower_of(learner)
-        monkeypatch.setattr(decoder, "compare", sleepy)
+        monkeypatch.setattr(fused_decoder, "compare", sleepy)
 
         async def beat() -> None:
             while True:

@@ -17,7 +17,8 @@ from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCau
 from streamppo.config import file as configfile
 from streamppo.errors import ModelError
 from streamppo.rollout import build, positions
-from streamppo.rollout.embedded.decoder import Decoder
+from streamppo.rollout.embedded import decoder
+from streamppo.rollout.embedded.fused_decoder import FusedDecoder
 from streamppo.rollout.engine import Completion, Sampling
 from streamppo.tasks.tokenizer import Tokenizer, character_tokenizer
 
@@ -159,13 +160,13 @@ def test_the_cache_has_room_for_the_configurations_rows_and_grows_for_a_longer_p
 ) -> None:
     """A context of 4,096: the configuration has 5 tokens behind prompts of 256 at most, and one has 300."""
     model, rooms = folder_of(tmp_path), list[int]()
-    reserve = Decoder.reserve
+    reserve = FusedDecoder.reserve
 
-    def reserved(decoder: Decoder, room: int) -> None:
+    def reserved(decoder: FusedDecoder, room: int) -> None:
         rooms.append(room)
         reserve(decoder, room)
 
-    monkeypatch.setattr(Decoder, "reserve", reserved)
+    monkeypatch.setattr(FusedDecoder, "reserve", reserved)
     config = configfile.load(MATH, [f"model.path={tmp_path}", "rollout.slots=4"])
     requests = [prompt(n, length) for n, length in enumerate([5, 300, 7, 2, 9, 300, 250])]
 
@@ -260,19 +261,19 @@ def test_places_up_to_the_last_that_a_model_has_are_those_of_transformers(make: 
         np.testing.assert_allclose(done.logprobs, expected, atol=3e-5, rtol=0)
 
 
-def test_windows_that_are_shorter_than_rows_are_refused_by_the_engine_that_does_not_compute_them() -> None:
+def test_windows_that_are_shorter_than_rows_are_refused_for_sglang_and_computed_by_the_embedded_engine() -> None:
     sliding = Qwen2Config(**PLACES, use_sliding_window=True, sliding_window=8, max_window_layers=1)
     assert positions.window(sliding) == 8
     assert "qwen2 look back on 8 tokens, and in SGLang on all of up to 20" in positions.refusal(sliding, 20)
     assert not positions.refusal(sliding, 8)
-    with pytest.raises(ModelError, match="8 tokens, and the embedded engine on all of up to 9: keep prompt and comp"):
-        positions.embedded_limit(sliding, 9)
-    assert [positions.embedded_limit(sliding, room) for room in (1, 8)] == [8, 8]
+    assert [decoder.is_fused(sliding, room) for room in (1, 8, 9)] == [True, True, False]
+    assert [decoder.row_limit(sliding, room) for room in (1, 8, 9)] == [8, 8, PLACES["max_position_embeddings"]]
+    assert not decoder.refusal(sliding, 9)
     dynamic = LlamaConfig(**PLACES, rope_scaling={"rope_type": "dynamic", "factor": 4.0})
     assert "'dynamic', which SGLang scales" in positions.refusal(dynamic, 8)
 
 
-def test_a_window_that_the_configurations_rows_fit_into_is_computed_up_to_its_last_token(tmp_path: Path) -> None:
+def test_rows_within_a_window_end_with_it_and_longer_rows_of_the_configuration_pass_it(tmp_path: Path) -> None:
     """Rows of 256 + 5 tokens by the configuration, a window of 300 in a context of 4,096, and requests of up to 360."""
     window = {"use_sliding_window": True, "sliding_window": 300, "max_window_layers": 1}
     model = folder_of(tmp_path, **window)
@@ -281,8 +282,11 @@ def test_a_window_that_the_configurations_rows_fit_into_is_computed_up_to_its_la
     for number, done in enumerate(kept):
         expected = logprobs(model, prompt(number), done.tokens, range(27))
         np.testing.assert_allclose(done.logprobs, expected, atol=3e-5, rtol=0)
-    with pytest.raises(ModelError, match="look back on 300 tokens, and the embedded engine on all of up to 316: keep"):
-        completions(tmp_path, 1, "rollout.max_tokens=60")
+    beyond = completions(tmp_path, 2, "rollout.max_tokens=60", length=360)
+    assert {len(done.tokens) for done in beyond} == {360}
+    for number, done in enumerate(beyond):
+        expected = logprobs(model, prompt(number), done.tokens, range(27))
+        np.testing.assert_allclose(done.logprobs, expected, atol=3e-5, rtol=0)
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from transformers import Qwen2ForCausalLM
 
 from streamppo.rollout import puller
 from streamppo.rollout.adapters import WholeModel
-from streamppo.rollout.embedded import decoder, parameters
+from streamppo.rollout.embedded import fused_decoder, parameters
 from streamppo.rollout.embedded.engine import EmbeddedEngine
 from streamppo.rollout.embedded.requests import EndTokens
 from streamppo.rollout.weight_sync import WeightSync
@@ -217,7 +217,7 @@ def test_many_faults_and_no_wrong_weight_is_ever_served(faults: int, monkeypatch
     torch.manual_seed(3)
     model = Qwen2ForCausalLM(SETTINGS).to(torch.bfloat16)
     learner = Learner({name: tensor.detach().clone() for name, tensor in model.named_parameters()})
-    engines, written = list[EmbeddedEngine](), decoder.write
+    engines, written = list[EmbeddedEngine](), fused_decoder.write
 
     def swallowing(into: torch.Tensor, values: torch.Tensor) -> int:
         """A tensor that the engine does not write: what it decodes with is still there."""
@@ -227,7 +227,7 @@ def test_many_faults_and_no_wrong_weight_is_ever_served(faults: int, monkeypatch
                 return written(into, of(engines[0])[learner.swallowed].to(values.dtype))
         return written(into, values)
 
-    monkeypatch.setattr(decoder, "write", swallowing)
+    monkeypatch.setattr(fused_decoder, "write", swallowing)
 
     async def story() -> int:
         learner.train()

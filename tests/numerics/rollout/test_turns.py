@@ -12,8 +12,8 @@ from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCau
 
 from streamppo.rollout.embedded import prefixes
 from streamppo.rollout.embedded import rows as rows_module
-from streamppo.rollout.embedded.decoder import Decoder
 from streamppo.rollout.embedded.engine import EmbeddedEngine
+from streamppo.rollout.embedded.fused_decoder import FusedDecoder
 from streamppo.rollout.embedded.requests import EndTokens
 from streamppo.rollout.engine import Completion, Sampling
 from streamppo.types import Ints
@@ -325,7 +325,7 @@ def test_without_turns_nothing_is_kept_and_nothing_is_looked_for(monkeypatch: py
     def refuse(*arguments: object) -> None:
         raise AssertionError("the default path extends no row")
 
-    monkeypatch.setattr(Decoder, "extend", refuse)
+    monkeypatch.setattr(FusedDecoder, "extend", refuse)
     model = make()
 
     async def scenario() -> None:

@@ -242,8 +242,7 @@ WRONG = {
         "model.path=bin",
         "rollout.engine.kind=sglang",
     ],
-    "mixtral is a mixtral; the embedded engine runs llama, qwen2, qwen3": ["model.path=mixtral"],
-    "engine does not run activation 'gelu' or a bias in the MLP: use another rollout.engine": ["model.path=gelu"],
+    "does not run model_type 'bloom', whose attention transformers does not let others replace": ["model.path=bloom"],
     "light: no weights": ["model.path=light"],
     "parts: model-2.safetensors of the 2 parts are missing": ["model.path=parts"],
     "young: no config.json": ["model.path=young"],
@@ -276,7 +275,7 @@ def test_an_error_is_a_sentence_and_the_exit_code(
     row = '{"prompt": "hello", "answer": "a"}\n'
     (tmp_path / "broken-late.jsonl").write_text(row * 100 + "{\n" + row)
     bloom = BloomConfig(hidden_size=32, n_layer=2, n_head=4)
-    for other in (bloom, MixtralConfig(**SMALL, vocab_size=200), Gemma2Config(**SMALL, vocab_size=200)):
+    for other in (bloom, Gemma2Config(**SMALL, vocab_size=200)):
         model_folder(tmp_path / other.model_type, **SMALL)
         hollow_weights.write(tmp_path / other.model_type, other)
     (model_folder(tmp_path / "light", **SMALL) / "model.safetensors").unlink()
@@ -285,10 +284,6 @@ def test_an_error_is_a_sentence_and_the_exit_code(
     index = {"weight_map": {"a": "model-1.safetensors", "b": "model-2.safetensors"}}
     (parts / "model.safetensors.index.json").write_text(json.dumps(index))
     model_folder(tmp_path / "model", **SMALL)
-    model_folder(tmp_path / "gelu", **SMALL)
-    entries = json.loads((tmp_path / "gelu" / "config.json").read_text())
-    entries |= {"hidden_act": "gelu", "mlp_bias": True}
-    (tmp_path / "gelu" / "config.json").write_text(json.dumps(entries))
     model_folder(tmp_path / "plain", template=None, **SMALL)
     model_folder(tmp_path / "small", **SMALL, vocab_size=50)
     whole = model_folder(tmp_path / "bin", **SMALL) / "model.safetensors"
@@ -299,6 +294,17 @@ def test_an_error_is_a_sentence_and_the_exit_code(
     code, output = checked(MATH, *WRONG[sentence])
     assert code == 1
     assert sentence in output, output
+
+
+def test_a_model_that_transformers_modules_compute_is_noted(
+    checked: Callable[..., tuple[int, str]], tmp_path: Path
+) -> None:
+    for other in (MixtralConfig(**SMALL, vocab_size=200), Qwen2Config(**SMALL, vocab_size=200, hidden_act="gelu")):
+        folder = model_folder(tmp_path / other.model_type, **SMALL)
+        hollow_weights.write(folder, other)
+        code, output = checked(MATH, f"model.path={folder}")
+        assert code == 0, output
+        assert f"transformers' modules compute this {other.model_type}: slower than our own llama" in output
 
 
 ELSEWHERE = "rollout.engine={kind='sglang', urls=['http://h:1'], transport='group'}"

@@ -7,6 +7,7 @@ Ray (thread_run.py); with Ray and more kinds of deaths: tests/integration/test_r
 import json
 from pathlib import Path
 
+import model_folders
 import msgspec
 import pytest
 import replay_case
@@ -81,3 +82,17 @@ def test_a_run_that_died_is_resumed_and_replayed(tmp_path: Path, overrides: tupl
     assert trial.replayed, "the weights are not those that the archive gives"
     if STEERED[0] in overrides:
         assert len(replay_case.decisions(run)) > 1, "nothing was steered"
+
+
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize("family", ["gemma3", "gpt2", "qwen3_moe"])
+def test_a_run_of_transformers_modules_that_died_is_resumed_and_replayed(tmp_path: Path, family: str) -> None:
+    """Windows, learned positions, experts: the embedded engine samples by the modules of the model."""
+    usual = model_folders.usual(family)
+    model = model_folders.make(tmp_path / "model", family=family, tokenizer=usual.tokenizer, template=usual.template)
+    run = thread_run.trained(tmp_path / "runs", *SHORT, f"model.path={model}", "rollout.max_tokens=24", dies_at=5)
+    resumed = thread_run.train(run)
+    assert resumed.returncode == 0, resumed.stdout
+    trial = chaos.account(run, [], replay_case.succeeds)
+    assert (trial.lost, trial.twice, trial.consumed) == (0, 0, 8 * 32)
+    assert trial.replayed, "the weights are not those that the archive gives"
