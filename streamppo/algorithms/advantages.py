@@ -1,8 +1,7 @@
 """Advantages and returns from a critic: GAE and its special cases, and the sequence-level form.
 
-B sequences, T response tokens (padded). `values_BT[:, t]` is the critic's estimate before token t is taken;
-`bootstrap_B` is its estimate after the last token: 0 if the response is finished. A reward must be on an unmasked token
-(`masked.on_last_token`).
+B sequences, T response tokens (padded). `values_BT[:, t]` is the critic's estimate before token t. `bootstrap_B` is its
+estimate after the last token, 0 for a finished response. Rewards must be on unmasked tokens (`masked.on_last_token`).
 """
 
 from typing import NamedTuple
@@ -23,7 +22,7 @@ from streamppo.algorithms.scan import group_sums, next_unmasked, reverse_scan
 from streamppo.algorithms.value_losses import explained_variance
 
 VARIANCE_FLOOR = 1e-8
-"""Added to the variance before whitening divides by its root, so that a batch of equal values becomes zero, not NaN."""
+"""Added to the variance in `whiten`, so that a batch of equal values becomes zero instead of NaN."""
 
 
 class AdvantageEstimate(NamedTuple):
@@ -34,7 +33,7 @@ class AdvantageEstimate(NamedTuple):
 
 
 def check_fraction(**numbers: float | Tensor) -> None:
-    """Refuse discounts and lambdas outside [0, 1] (ValueError); NaN is outside."""
+    """Raise ValueError for a discount or a lambda that is NaN or outside [0, 1]."""
     for name, number in numbers.items():
         inside = (number >= 0) & (number <= 1)
         if not bool(torch.as_tensor(inside).all()):
@@ -42,7 +41,7 @@ def check_fraction(**numbers: float | Tensor) -> None:
 
 
 def column(number: float | Tensor, like_BT: Tensor) -> Tensor:
-    """Make one number, or one number per sequence [B], broadcast over [B, T]."""
+    """Reshape a number, or a [B] tensor of one number per sequence, so that it broadcasts over [B, T]."""
     tensor = torch.as_tensor(number, dtype=like_BT.dtype, device=like_BT.device)
     return tensor[:, None] if tensor.dim() == 1 else tensor
 
@@ -99,13 +98,13 @@ def gae_actor_critic(
 
 
 def adaptive_lambda(lengths_B: Tensor, alpha: float) -> Tensor:
-    """[B] lambdas: a longer response needs a longer horizon.
+    """[B], a lambda for each response; a longer response has a longer horizon.
 
         lam = clamp(1 - 1 / (alpha * length), 0, 1)
 
     VAPO, https://arxiv.org/abs/2504.05118 (alpha = 0.05). The weights lam^k sum to alpha * length, so a final
-    reward reaches the same FRACTION of every response. As alpha * length grows this is Monte Carlo (lam = 1).
-    Raises ValueError where alpha is not positive.
+    reward reaches the same FRACTION of every response. As alpha * length grows, lam approaches 1 (Monte Carlo).
+    Raises ValueError if alpha is not positive.
     """
     if alpha <= 0:
         raise ValueError(f"alpha must be positive, got {alpha}")
@@ -116,13 +115,13 @@ def adaptive_lambda(lengths_B: Tensor, alpha: float) -> Tensor:
 def outcomes_explained(
     rewards_BT: Tensor, values_BT: Tensor, mask_BT: Tensor, known_B: Tensor, *, gamma: float
 ) -> float:
-    """The share of the variance of known outcomes that the critic explains; 0 without known outcomes.
+    """The share of the outcomes' variance that the critic explains, over sequences of known outcome; 0 without any.
 
         explained  = 1 - Var(outcomes - values) / Var(outcomes)
         outcomes_t = rewards_t + gamma * outcomes_{t+1}
 
-    Variances are over the tokens of the sequences known_B [B], which have all their rewards. An advantage before a cut
-    is the difference of two values: it is noise if these explain nothing.
+    `known_B` [B] is True for sequences that have all their rewards; the variances are over their tokens. The advantages
+    of a segment without its final reward rest on the critic's values: they are noise if the values explain nothing.
     """
     check_sequences(mask_BT, known_B=known_B)
     known_BT, bootstrap_B = mask_BT & known_B[:, None], torch.zeros_like(values_BT[:, 0])
@@ -137,8 +136,8 @@ def sequence_level(scores_B: Tensor, baseline_B: Tensor, mask_BT: Tensor) -> Adv
         returns_t    = score
 
     REINFORCE with a baseline (Williams 1992, https://doi.org/10.1007/BF00992696). baseline_B is the critic's
-    value of the prompt, or any number that does not depend on the response. Goes with a sequence-level ratio.
-    On responses of one token this is `gae` with any lam.
+    value of the prompt, or any number that does not depend on the response. Use it with a sequence-level ratio.
+    For responses of one token this is `gae` with any lam.
     """
     check_tokens(mask_BT)
     check_sequences(mask_BT, scores_B=scores_B, baseline_B=baseline_B)
@@ -147,7 +146,7 @@ def sequence_level(scores_B: Tensor, baseline_B: Tensor, mask_BT: Tensor) -> Adv
 
 
 class Moments(NamedTuple):
-    """Token count, sum and sum of squares, float64: scalars over a batch, or [B] of each sequence's group."""
+    """Token count, sum and sum of squares, float64: scalars for a batch, or [B] with each sequence's group's sums."""
 
     tokens: Tensor
     total: Tensor
@@ -155,7 +154,7 @@ class Moments(NamedTuple):
 
 
 def moments(x_BT: Tensor, mask_BT: Tensor, group_ids_B: Tensor | None) -> Moments:
-    """The sums that `whiten` needs, over the batch or, with group_ids_B, over each sequence's group."""
+    """The `Moments` of x over the batch or, with group_ids_B, over each sequence's group."""
     check_tokens(mask_BT, x_BT=x_BT)
     values_BT = fill(x_BT, mask_BT).double()
     sums_3B = torch.stack(
@@ -179,15 +178,15 @@ def whiten(
     unbiased: bool = False,
     group_ids_B: Tensor | None = None,
 ) -> Tensor:
-    """[B, T]: advantages of unit variance make one learning rate fit all reward scales; masked tokens stay zero.
+    """[B, T]: scale x to unit variance, so that one learning rate fits all reward scales; masked tokens stay zero.
 
         y = (x - mean) / sqrt(var + VARIANCE_FLOOR)             shift_mean
         y = (x - mean) / sqrt(var + VARIANCE_FLOOR) + mean      not shift_mean
 
-    Mean and variance are over the unmasked tokens of the batch, or of each group of sequences (group_ids_B); the
-    variance divides by their number n, or by n - 1 if `unbiased`.
-    Detail 7 of https://iclr-blog-track.github.io/2022/03/25/ppo-implementation-details/.
-    Whitened twice is whitened once; a batch of equal values becomes zero.
+    Mean and variance are over the unmasked tokens of the batch or, with group_ids_B, of each group of sequences. The
+    variance divides by their number n, or by n - 1 if `unbiased`. This is detail 7 of
+    https://iclr-blog-track.github.io/2022/03/25/ppo-implementation-details/.
+    Whitening again changes nothing. A batch of equal values becomes zero.
     """
     sums = moments(x_BT, mask_BT, group_ids_B)
     mean = sums.total / sums.tokens.clamp(min=1)

@@ -1,8 +1,8 @@
-"""From one loss per token to one number; the numbers of any split of the batch add up to that of the whole batch.
+"""One loss from many token losses. The results of any split of a batch add up to the result of the whole batch.
 
-B sequences, T response tokens (padded). The denominators are counted once, from the full minibatch over all ranks and
-before any filtering; then every micro-batch on every rank divides by them and the results are ADDED. An average of
-micro-batch means instead would give tokens of smaller micro-batches more weight.
+B sequences, T response tokens (padded). The denominators are counted once, over the full minibatch on all ranks and
+before any filtering. Every micro-batch on every rank divides by them, and the results are ADDED. A mean of micro-batch
+means would give the tokens of smaller micro-batches more weight.
 """
 
 from typing import Literal, NamedTuple
@@ -24,9 +24,9 @@ Aggregation = Literal["token-mean", "sequence-mean-token-mean", "sequence-mean-t
 
 
 class Prompts(NamedTuple):
-    """`num_prompts`: a minibatch's prompts with tokens. `prompt_B`: the prompt of each sequence, sorted.
+    """`num_prompts`: the number of prompts in a minibatch that have unmasked tokens.
 
-    `tokens_B`: the tokens of that prompt, in the same order.
+    `prompt_B`: the prompt of each sequence, sorted. `tokens_B`: the token count of that prompt, in the same order.
     """
 
     num_prompts: float
@@ -37,7 +37,7 @@ class Prompts(NamedTuple):
 class Denominators(NamedTuple):
     """The counts by which a minibatch's losses are divided; `constant` is a fixed length, not a count.
 
-    `right` are the tokens of right answers, for `policy_losses.positive_nll`.
+    `right` is the number of tokens of right answers, for `policy_losses.positive_nll`.
     """
 
     tokens: float
@@ -48,10 +48,10 @@ class Denominators(NamedTuple):
 
 
 def denominators(mask_BT: Tensor, *, constant: float = 1.0, prompt_B: Tensor | None = None) -> Denominators:
-    """Count the unmasked tokens of a full minibatch, and its sequences and prompts with at least one.
+    """Count a full minibatch's unmasked tokens, and its sequences and prompts with at least one unmasked token.
 
-    `constant` is the divisor of the "constant" aggregation: any fixed length, such as the longest allowed one.
-    `prompt_B` is each sequence's prompt, for "prompt-mean". Raises ValueError if `constant` is not positive.
+    `constant` is the divisor of the "constant" aggregation: any fixed length, such as the longest allowed response.
+    `prompt_B` is the prompt of each sequence, for "prompt-mean". Raises ValueError if `constant` is not positive.
     """
     check_tokens(mask_BT)
     if constant <= 0:
@@ -83,14 +83,13 @@ def aggregate(
         prompt-mean                 sum_b(sum_t(loss_bt) / tokens of b's prompt) / prompts
         constant                    sum_bt(loss_bt) / (sequences * constant)
 
-    In this order: DAPO, https://arxiv.org/abs/2503.14476; GRPO, https://arxiv.org/abs/2402.03300; the sequence's
-    log-likelihood; prime-rl's `loss_aggregation`, which weights all prompts equally and a prompt's long responses more;
-    Dr. GRPO, https://arxiv.org/abs/2503.20783.
-    `mask_BT` selects the tokens that contribute. `lengths_B` is each sequence's own unmasked count BEFORE
-    filtering; `prompt_B` its prompt, only for "prompt-mean". With equal lengths and equally many sequences of every
-    prompt, the five differ only by a factor; with one sequence of each prompt, "prompt-mean" is
-    "sequence-mean-token-mean".
-    Raises ValueError if the minibatch has no token: an all-masked update must not be taken.
+    Sources, in this order: DAPO, https://arxiv.org/abs/2503.14476; GRPO, https://arxiv.org/abs/2402.03300; the
+    log-likelihood of a sequence; prime-rl's `loss_aggregation`, which weights all prompts equally and, within a prompt,
+    long responses more; Dr. GRPO, https://arxiv.org/abs/2503.20783.
+    `mask_BT` selects the tokens that contribute. `lengths_B` is each sequence's unmasked count BEFORE filtering.
+    `prompt_B` is each sequence's prompt, needed only for "prompt-mean". If all lengths are equal and every prompt has
+    equally many sequences, the five kinds differ only by a factor. With one sequence per prompt, "prompt-mean" equals
+    "sequence-mean-token-mean". Raises ValueError if the minibatch has no unmasked token.
     """
     check_tokens(mask_BT, loss_BT=loss_BT)
     check_sequences(mask_BT, lengths_B=lengths_B)

@@ -1,4 +1,4 @@
-"""The candidates left by top-p and top-k; log-probs are of the distribution over the candidates.
+"""The candidate tokens left by top-p and top-k sampling; log-probs are of the distribution over the candidates.
 
 N tokens, V vocabulary, M candidates of all tokens together.
 """
@@ -14,9 +14,9 @@ class Candidates(NamedTuple):
 
         candidates of token n = tokens_M[starts[n] : starts[n] + counts[n]]
 
-    A count of 0 means the whole vocabulary. The candidates are recorded by the engine, not recomputed: on the learner's
-    logits top-p would give another set ("Keep Sampling Mask", DeepSeek-V3.2, https://arxiv.org/abs/2512.02556). A
-    selection shares `tokens_M` with the whole.
+    A count of 0 means the whole vocabulary. The engine records the candidates: top-p on the learner's logits would
+    give other candidates ("Keep Sampling Mask", DeepSeek-V3.2, https://arxiv.org/abs/2512.02556). The results of `at`
+    share `tokens_M`.
     """
 
     tokens_M: Tensor
@@ -24,15 +24,15 @@ class Candidates(NamedTuple):
     counts: Tensor
 
     def at(self, places: Tensor | slice | tuple[Tensor, Tensor | slice]) -> "Candidates":
-        """The candidates of the tokens at `places`, which index `starts` and `counts`."""
+        """The candidates of a selection of tokens; `places` indexes `starts` and `counts`."""
         return self._replace(starts=self.starts[places], counts=self.counts[places])
 
     def to(self, device: torch.device) -> "Candidates":
-        """The same on `device`."""
+        """The same candidates on `device`."""
         return Candidates(*(column.to(device) for column in self))
 
     def outside(self, vocabulary: int) -> Tensor:
-        """[N, V]: True for the tokens that could not be sampled. `starts` and `counts` must be [N]."""
+        """[N, V]: True for vocabulary entries that are not candidates. `starts` and `counts` must be [N]."""
         rows_M = torch.repeat_interleave(self.counts)
         first_N = self.counts.cumsum(0) - self.counts
         number_M = torch.arange(len(rows_M), device=rows_M.device) - first_N[rows_M]

@@ -1,8 +1,8 @@
-"""Log-probs and entropy from hidden states; the whole [N, V] logits never exist, forward or backward.
+"""Log-probs and entropy from hidden states, forward and backward, without holding the [N, V] logits.
 
-N tokens, D hidden size, V vocabulary, C tokens in one chunk. The forward pass keeps two numbers per token
-(the log-normaliser and the entropy); the backward pass recomputes each chunk's logits. Peak extra memory is a
-few [C, V] float32 tensors, plus the weight's own gradient.
+N tokens, D hidden size, V vocabulary, C tokens in one chunk. The forward pass keeps two numbers per token, the
+log-normaliser and the entropy. The backward pass recomputes each chunk's logits. The peak of extra memory is a few
+[C, V] float32 tensors and the gradient of the weight.
 """
 
 import logging
@@ -20,10 +20,10 @@ log = logging.getLogger(__name__)
 
 
 class Products(NamedTuple):
-    """The head's matrix products; their factors have the weight's dtype.
+    """The matrix products of the head; both factors have the weight's dtype.
 
-    A gradient of logits enters them as a sum of `parts` numbers of that dtype: two bfloat16 numbers keep 16 of its 24
-    bits, one keeps 8.
+    The float32 gradient of the logits enters a product as a sum of `parts` numbers of the weight's dtype. Two bfloat16
+    numbers keep 16 of its 24 bits, one keeps 8.
     """
 
     multiply: Callable[[Tensor, Tensor], Tensor]
@@ -33,13 +33,13 @@ class Products(NamedTuple):
 PLAIN = Products(torch.matmul, parts=1)
 """Products in the dtype of their factors."""
 WIDE = Products(partial(torch.mm, out_dtype=torch.float32), parts=2)
-"""Products of 16-bit factors, summed and returned in float32, as by a GPU's tensor cores; not available on a CPU."""
+"""Products of 16-bit factors, summed and returned in float32, as GPU tensor cores do; not available on a CPU."""
 
 
 class LogitShape(NamedTuple):
-    """The map from a head's products (with bias) to logits: soft_cap * tanh(scale * product / soft_cap).
+    """The map from products (with bias) to logits: soft_cap * tanh(scale * product / soft_cap).
 
-    Gemma has a cap, Granite and Cohere have a scale. A cap of 0 means no cap.
+    Gemma has a soft cap; Granite and Cohere have a scale. A soft_cap of 0 means no cap.
     """
 
     scale: float = 1.0
@@ -47,13 +47,13 @@ class LogitShape(NamedTuple):
 
 
 IDENTITY = LogitShape()
-"""Products are logits."""
+"""The products are the logits."""
 PIECE = 3 * 2**26
-"""Logits that exist at one time in a GPU's head; with their gradients they take 1.5 GiB."""
+"""The number of logits that `FusedHead` holds at one time; with their gradients they take 1.5 GiB."""
 
 
 class Extent(NamedTuple):
-    """The number of tokens whose logits exist at one time, their candidates, and how logits are computed."""
+    """How a head computes logits: the number of tokens in one chunk, the tokens' candidates, products and shape."""
 
     chunk: int
     candidates: Candidates | None
@@ -62,7 +62,7 @@ class Extent(NamedTuple):
 
 
 class HeadContext(FunctionCtx):
-    """Carries tensors from the forward pass of a head to its backward pass."""
+    """Carries tensors from a head's forward pass to its backward pass."""
 
     saved_tensors: tuple[Tensor, ...]
     needs_input_grad: tuple[bool, ...]
@@ -70,7 +70,7 @@ class HeadContext(FunctionCtx):
 
 
 class ChunkedHead(torch.autograd.Function):
-    """(logprobs_N, entropy_N) of the tokens' logits z, one chunk of tokens at a time.
+    """(logprobs_N, entropy_N), computed from the tokens' logits z, one chunk of tokens at a time.
 
         y        = scale * (hidden @ weight.T + bias)
         z        = soft_cap * tanh(y / soft_cap) * inverse_temperature
@@ -82,8 +82,8 @@ class ChunkedHead(torch.autograd.Function):
         d entropy / d z_k = -p_k * (log_p_k + entropy)
         d z_k / d y_k     = (1 - tanh(y_k / soft_cap)^2) * inverse_temperature
 
-    With candidates, z_k is -inf for all other tokens, so that p_k and its gradient are 0 there. A token that is its
-    only candidate has log-prob 0 and no gradient. Autocast is disabled inside: it would round the logits to bfloat16.
+    With candidates, z_k is -inf for all other tokens, so p_k and its gradient are 0 there. A token that is its only
+    candidate has log-prob 0 and no gradient. Autocast is disabled, because it would round the logits to bfloat16.
     """
 
     @staticmethod
@@ -160,14 +160,14 @@ class ChunkedHead(torch.autograd.Function):
 
 
 class FusedHead(torch.autograd.Function):
-    """`ChunkedHead` on a GPU, with one pass over logits instead of one per operation (head_kernels.py).
+    """`ChunkedHead` on a GPU, with one pass over the logits instead of one pass per operation (head_kernels.py).
 
-    P vocabulary tokens in one piece, for all N tokens; Q = parts * N.
+    P vocabulary entries in one piece, for all N tokens; Q = parts * N.
 
         forward    logits_NP = hidden_ND @ weight_PD.T  -> read    maximum, sums and target's logit so far
         backward   logits_NP = hidden_ND @ weight_PD.T  -> write   gradient_QP -> its products, and the next piece
 
-    A piece has all tokens, so that each row of the weight's gradient is written once. The softmax is computed online,
+    A piece covers all tokens, so each row of the weight's gradient is written once. The softmax is computed online,
     piece by piece: https://arxiv.org/abs/1805.02867.
     """
 
@@ -210,7 +210,7 @@ class FusedHead(torch.autograd.Function):
         extent, (multiply, parts) = ctx.extent, ctx.extent.products
         tokens = head_kernels.tokens(extent.shape, bias_V, targets_N, inverse_temperature_N, extent.candidates)
         scores = (normaliser_N, entropy_N, grad_logprobs_N.contiguous(), grad_entropy_N.contiguous())
-        # Sums over pieces and over tokens are in float32.
+        # Sums over pieces and sums over tokens are in float32.
         add = WIDE.multiply if weight_VD.dtype.itemsize == 2 else multiply
         rows = pieces(len(hidden_ND), len(weight_VD))
         gradient_QP = weight_VD.new_empty((parts * len(hidden_ND), -(-rows[0].stop // 128) * 128))
@@ -235,7 +235,7 @@ class FusedHead(torch.autograd.Function):
 
 
 def mask_logits(logits_CV: Tensor, candidates: Candidates | None, part: slice) -> Tensor | None:
-    """Set the logits of the tokens `part` to -inf outside of their candidates, in place. Returns the mask, [C, V]."""
+    """Set the logits outside of each token's candidates to -inf, in place, and return their mask, [C, V], or None."""
     if candidates is None:
         return None
     outside_CV = candidates.at(part).outside(logits_CV.shape[1])
@@ -244,7 +244,7 @@ def mask_logits(logits_CV: Tensor, candidates: Candidates | None, part: slice) -
 
 
 def split(gradient_CV: Tensor, dtype: torch.dtype, parts: int) -> list[Tensor]:
-    """`parts` tensors of `dtype` whose sum is `gradient_CV`, each the rounded remainder; overwrites the input."""
+    """Return `parts` tensors of `dtype` whose sum is `gradient_CV`, rounding the remainder each time; overwrites it."""
     terms = [gradient_CV.to(dtype)]
     for _ in range(1, parts):
         terms.append(gradient_CV.sub_(terms[-1]).to(dtype))
@@ -252,7 +252,7 @@ def split(gradient_CV: Tensor, dtype: torch.dtype, parts: int) -> list[Tensor]:
 
 
 def sum_products(products: Products, factors: list[Tensor], right_VD: Tensor) -> Tensor:
-    """(sum of `factors`) @ right."""
+    """Return (sum of `factors`) @ right."""
     total_CD = products.multiply(factors[0], right_VD)
     for factor_CV in factors[1:]:
         total_CD += products.multiply(factor_CV, right_VD)
@@ -260,7 +260,7 @@ def sum_products(products: Products, factors: list[Tensor], right_VD: Tensor) ->
 
 
 def add_products(total_VD: Tensor, factors: list[Tensor], right_CD: Tensor, products: Products) -> None:
-    """total += (sum of `factors`, each [C, V]).T @ right, summed in total's dtype; in place if the dtypes agree."""
+    """Compute total += (sum of `factors`, each [C, V]).T @ right in total's dtype; in place if the dtypes agree."""
     for factor_CV in factors:
         if total_VD.dtype == factor_CV.dtype:
             total_VD.addmm_(factor_CV.T, right_CD)
@@ -269,26 +269,26 @@ def add_products(total_VD: Tensor, factors: list[Tensor], right_CD: Tensor, prod
 
 
 def slices(total: int, chunk: int) -> list[slice]:
-    """Split range(total) into runs of at most `chunk`; one empty run if total is 0."""
+    """Split range(total) into runs of at most `chunk`; if total is 0, one empty run."""
     return [slice(start, min(start + chunk, total)) for start in range(0, max(total, 1), chunk)]
 
 
 def pieces(tokens: int, vocabulary: int) -> list[slice]:
-    """Split the vocabulary into runs for which all `tokens` together have about `PIECE` logits.
+    """Split the vocabulary into runs so that one run has about `PIECE` logits over all `tokens`.
 
-    All runs but the last have one width, a multiple of 128, for which matrix products are fast.
+    All runs except the last have the same width, a multiple of 128, for which matrix products are fast.
     """
     count = -(-tokens * vocabulary // PIECE)
     return slices(vocabulary, -(-vocabulary // (max(count, 1) * 128)) * 128)
 
 
 def at(inverse_temperature_N: Tensor | None, part: slice) -> Tensor | None:
-    """The inverse temperatures of the tokens `part`; None if all are 1."""
+    """The inverse temperatures of the tokens in `part`; None if all temperatures are 1."""
     return None if inverse_temperature_N is None else inverse_temperature_N[part]
 
 
 def chunk_logits(hidden_CD: Tensor, weight_VD: Tensor, bias_V: Tensor | None, extent: Extent) -> Tensor:
-    """[C, V] logits at temperature 1, in float32 (float64 stays); the products are those of `extent`."""
+    """[C, V] logits at temperature 1, computed with `extent.products`, in float32 or, for a float64 weight, float64."""
     logits_CV = extent.products.multiply(hidden_CD.to(weight_VD.dtype), weight_VD.T)
     logits_CV = logits_CV if logits_CV.dtype == torch.float64 else logits_CV.float()
     if bias_V is not None:
@@ -307,7 +307,7 @@ def tempered(logits_CV: Tensor, inverse_temperature_C: Tensor | None) -> Tensor:
 
 @cache
 def has_kernels(device: torch.device, dtype: torch.dtype) -> bool:
-    """True if the Triton kernels run on `device` for a head of `dtype`. If not on a GPU, logs the reason once."""
+    """True if the Triton kernels run on `device` for a head of `dtype`. On a GPU, logs once why they do not."""
     if device.type != "cuda":
         return False
     if dtype not in (torch.float32, torch.bfloat16, torch.float16):
@@ -325,7 +325,7 @@ def has_kernels(device: torch.device, dtype: torch.dtype) -> bool:
 
 
 def has_wide_products(hidden: Tensor, weight: Tensor) -> bool:
-    """True if both have one 16-bit dtype and are on a GPU, whose tensor cores sum their products in float32."""
+    """True if both are on a GPU and have the same 16-bit dtype: tensor cores sum such products in float32."""
     return hidden.is_cuda and hidden.dtype == weight.dtype and weight.dtype in (torch.bfloat16, torch.float16)
 
 
@@ -345,18 +345,18 @@ def chunked_logprobs_entropy(
 
         logprobs = log_softmax(shape(hidden @ weight.T + bias) / temperature)[target]
 
-    Entropy is that of the full distribution. With `candidates` [N], log-probs and entropy are of the distribution
-    over the candidates, and every target must be one of its candidates. `temperature` is the sampling temperature, a
-    number or [N]. Autocast has no effect inside. Every target, masked or not, must be a token id in [0, V). Raises
-    ValueError on shapes that do not fit. Memory as in Cut Cross-Entropy, https://arxiv.org/abs/2411.09009. With
-    chunk >= N this is the plain formula.
+    Entropy is of the full distribution. With `candidates` [N], log-probs and entropy are of the distribution over the
+    candidates, and every target must be one of its candidates. `temperature` is the sampling temperature, a number or
+    [N]. Autocast has no effect inside. Every target, masked or not, must be a token id in [0, V). Raises ValueError on
+    shapes that do not fit. Memory is saved as in Cut Cross-Entropy, https://arxiv.org/abs/2411.09009. With chunk >= N
+    this is the plain formula.
 
-    Without float32_matmul, products are in the weight's dtype. With it, they have float32 precision, which agrees best
-    with an engine: hidden and weight are cast first (one copy of the weight) or, if they are 16-bit on a GPU,
-    multiplied as they are and summed in float32. A product of two bfloat16 numbers fits into float32, so that only the
-    order of sums differs. Backward, the float32 gradient of logits is multiplied as the sum of two 16-bit numbers
-    (relative error 2^-17). One is not enough: a token's gradients cancel on the common mean of the weight's rows, but
-    rounding errors of 2^-9 do not.
+    Without float32_matmul, products are in the weight's dtype. With it, they have float32 precision and agree best with
+    an engine: hidden and weight are cast to float32 first (one copy of the weight). 16-bit tensors on a GPU are instead
+    multiplied as they are and summed in float32. A product of two bfloat16 numbers fits into float32, so only the order
+    of the sums differs. In the backward pass, the float32 gradient of the logits is multiplied as a sum of two 16-bit
+    numbers (relative error 2^-17). One number is not enough: a token's gradients cancel on the common mean of the
+    weight's rows, and rounding errors of 2^-9 do not cancel.
     """
     N, D = hidden_ND.shape
     if weight_VD.dim() != 2 or weight_VD.shape[1] != D or targets_N.shape != (N,):

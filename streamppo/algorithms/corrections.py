@@ -1,11 +1,11 @@
 """Correction for data older than the proximal policy: weights = proximal / behavior, truncated, masked or off.
 
-At the end: proximal log-probs without a separate forward pass. Rules that reject tokens or responses in addition to a
-weight are in `rejections`.
+The file ends with proximal log-probs that need no separate forward pass. `rejections` has further rules, which reject
+tokens or responses.
 
-B sequences, T response tokens (padded), M unmasked tokens. A correction has detached `weights`, which multiply the
-per-token loss. A dropped token has weight 0 and still counts in the denominators
-(`aggregate`), so dropping shrinks the step and never inflates the other tokens.
+B sequences, T response tokens (padded), M unmasked tokens. A correction's `weights` are detached and multiply the
+per-token loss. A dropped token has weight 0 and still counts in the denominators (`aggregate`). Dropping therefore
+shrinks the step and leaves the other tokens' weights unchanged.
 """
 
 import math
@@ -28,7 +28,7 @@ NOTHING: Mapping[str, Tensor] = MappingProxyType({})
 class Correction(NamedTuple):
     """[B, T] each: `weights` multiply the loss; `keep` is True where an unmasked token is kept.
 
-    `dropped` has, by the name of each rule, the unmasked tokens that the rule drops, whatever the other rules do.
+    `dropped` maps the name of each rule to the unmasked tokens that this rule drops, whatever the other rules do.
     """
 
     weights: Tensor
@@ -43,8 +43,8 @@ def log_weights(proximal_logprobs_BT: Tensor, behavior_logprobs_BT: Tensor, mask
         log_W_b  = sum_t(log_w_bt)                                    sequence
         log_W_b  = mean_t(log_w_bt)                                   geometric
 
-    Masked tokens are 0 and enter no sum. Not clamped, because diagnostics also use it. On responses of one token the
-    three levels are the same. Raises ValueError on shapes that do not fit and unknown levels.
+    Masked tokens are 0 and enter no sum. The result is not clamped, because diagnostics use it too. For responses of
+    one token the three levels are equal. Raises ValueError on shapes that do not fit and unknown levels.
     """
     check_tokens(mask_BT, proximal_logprobs_BT=proximal_logprobs_BT, behavior_logprobs_BT=behavior_logprobs_BT)
     log_w_BT = fill(proximal_logprobs_BT.detach(), mask_BT) - fill(behavior_logprobs_BT.detach(), mask_BT)
@@ -73,14 +73,14 @@ def importance_weights(
 
         truncate   weights = max(floor, min(w, cap))           bounded variance, some bias
         mask       weights = w if lo <= w <= hi else 0         outliers are noise: drop them
-        off        weights = 1                                 biased by as much as the policies differ
+        off        weights = 1                                 biased if the policies differ
 
-    Truncation: Ionides 2008 (https://doi.org/10.1198/106186008X320456), for engine mismatch in LLM training
-    TIS (https://fengyao.notion.site/off-policy-rl), with a floor in TRL, slime and NeMo-RL; floor = 0 is without.
+    Truncation: Ionides 2008 (https://doi.org/10.1198/106186008X320456); in LLM training TIS, for engine mismatch
+    (https://fengyao.notion.site/off-policy-rl). TRL, slime and NeMo-RL have a floor; floor = 0 means no floor.
     Masking: IcePop, https://arxiv.org/abs/2510.18855.
-    Decoupled from the clipped ratio as in https://arxiv.org/abs/2110.00641. With proximal == behavior all modes give 1
-    if the floor is at most 1. Raises ValueError on shapes that do not fit, unknown modes, an empty band, and a cap that
-    is not above a floor of at least 0.
+    The weight is separate from the clipped ratio, as in https://arxiv.org/abs/2110.00641. With proximal == behavior all
+    weights are 1 if the floor is at most 1. Raises ValueError on shapes that do not fit, unknown modes, an empty band,
+    and unless 0 <= floor < cap.
     """
     log_w_BT = log_weights(proximal_logprobs_BT, behavior_logprobs_BT, mask_BT, level=level)
     if mode == "off":
@@ -97,9 +97,9 @@ def importance_weights(
 
 
 def in_band(log_w_BT: Tensor, lo: float, hi: float) -> Tensor:
-    """[B, T] bool: lo <= exp(log_w) <= hi, compared in log space so that nothing overflows.
+    """[B, T] bool: lo <= exp(log_w) <= hi, compared in log space, which avoids overflow.
 
-    NaN is in every band: it must lead to a bad step, not to a token dropped in silence.
+    NaN counts as inside, so that it leads to a bad step instead of a silently dropped token.
     """
     if not 0 <= lo < hi:
         raise ValueError(f"the band needs 0 <= lo < hi, got lo={lo}, hi={hi}")
@@ -110,14 +110,14 @@ def in_band(log_w_BT: Tensor, lo: float, hi: float) -> Tensor:
 def topr(
     proximal_logprobs_BT: Tensor, behavior_logprobs_BT: Tensor, advantages_BT: Tensor, mask_BT: Tensor
 ) -> Correction:
-    """TOPR: negative responses are weighted down as they become unlikely; positive ones count in full at any age.
+    """TOPR: negative responses lose weight as they become unlikely; positive responses have weight 1 at any age.
 
         W_b     = exp(sum_t(proximal_logprobs_bt - behavior_logprobs_bt))
         weights = min(W_b, 1) if A < 0 else 1
 
-    https://arxiv.org/abs/2503.14286; there the numerator is the current policy, and A is a reward of 1 or -1. W is that
-    of the whole response, so that all its tokens with a negative advantage have the same weight; if advantages differ
-    by token, each token's own sign decides. With proximal == behavior all weights are 1.
+    https://arxiv.org/abs/2503.14286, where the numerator is the current policy and A is a reward of 1 or -1. W is the
+    ratio of the whole response, so all its tokens with a negative advantage have the same weight. If advantages differ
+    by token, the sign of each token's advantage decides. With proximal == behavior all weights are 1.
 
     Example: a response of two tokens with ratios 0.5 and 0.8 and advantages 2 and -1 has the weights 1 and 0.4.
     """
@@ -131,12 +131,12 @@ def topr(
 
 
 def by_sign(loss_BT: Tensor, advantages_BT: Tensor, *, negative: float) -> Tensor:
-    """[B, T], the losses of tokens with a negative advantage times `negative`, a number in [0, 1].
+    """[B, T], the losses; those of tokens with a negative advantage are multiplied by `negative`, a number in [0, 1].
 
         loss = negative * loss if A < 0 else loss
 
-    With 0 only positive advantages contribute, which narrows the policy: https://arxiv.org/abs/2506.01347, whose
-    W-REINFORCE scales the positive ones instead. With 1 the losses are unchanged. Raises ValueError outside [0, 1].
+    With 0 only positive advantages contribute, which narrows the policy (https://arxiv.org/abs/2506.01347; the paper's
+    W-REINFORCE scales the positive advantages instead). With 1 nothing changes. Raises ValueError outside [0, 1].
     """
     if not 0 <= negative <= 1:
         raise ValueError(f"the weight of negative advantages must lie between 0 and 1, got {negative}")
@@ -146,14 +146,14 @@ def by_sign(loss_BT: Tensor, advantages_BT: Tensor, *, negative: float) -> Tenso
 def second_moment_mask(
     proximal_logprobs_BT: Tensor, behavior_logprobs_BT: Tensor, mask_BT: Tensor, *, threshold: float = 0.04
 ) -> Correction:
-    """M2PO: drop as few tokens as possible, largest |log w| first, until the others have a small second moment.
+    """M2PO: drop as few tokens as possible, those of largest |log w|, until the others have a small second moment.
 
         weights = w if kept else 0
         mean over kept of (log w)^2 <= threshold
 
-    https://arxiv.org/abs/2510.01161. The second moment cannot cancel as a mean log-ratio does, and it bounds
-    the chi-squared of the weights. The mean is over the tokens given: a bound that holds on each rank holds
-    on all. Without outliers nothing is dropped and the weights are the plain ratio.
+    https://arxiv.org/abs/2510.01161. The terms of a second moment, unlike those of a mean log-ratio, cannot cancel, and
+    it bounds the chi-squared of the weights. The mean is over the given tokens: a bound that holds on each rank holds
+    on all together. Without outliers nothing is dropped and the weights are the plain ratio.
     """
     if threshold < 0:
         raise ValueError(f"threshold must not be negative, got {threshold}")
@@ -173,20 +173,20 @@ def second_moment_mask(
 
 
 def current_as_proximal(behavior_logprobs_BT: Tensor, logprobs_BT: Tensor, lag_BT: Tensor, mask_BT: Tensor) -> Tensor:
-    """[B, T]: in an update of one step the proximal policy is the current one, detached."""
+    """[B, T]: the current log-probs, detached; in an update of one step they are the proximal ones."""
     check_tokens(mask_BT, behavior_logprobs_BT=behavior_logprobs_BT, logprobs_BT=logprobs_BT, lag_BT=lag_BT)
     return fill(logprobs_BT.detach(), mask_BT)
 
 
 def loglinear_proximal(behavior_logprobs_BT: Tensor, logprobs_BT: Tensor, lag_BT: Tensor, mask_BT: Tensor) -> Tensor:
-    """[B, T]: interpolate the proximal policy between behavior and current; it is one version before current.
+    """[B, T]: interpolate between behavior and current log-probs; the proximal policy is one version before current.
 
         weight_t   = 1 / (lag_t + 1)
         proximal_t = weight_t * behavior_logprobs_t + (1 - weight_t) * logprobs_t        (detached)
 
-    A-3PO, https://arxiv.org/abs/2512.06547: the weight of behavior is 1 / d with d = lag + 1, the number of versions
-    from the token's to the one being made. At lag 0 the behavior policy is the proximal one; for large lag the result
-    approaches the current policy and the ratio 1.
+    A-3PO, https://arxiv.org/abs/2512.06547: the weight of behavior is 1 / d. d = lag + 1 is the number of versions
+    between the token's version and the version that this update makes. At lag 0 the proximal policy is the behavior
+    policy. For large lag the result approaches the current policy, and the ratio approaches 1.
     """
     check_tokens(mask_BT, behavior_logprobs_BT=behavior_logprobs_BT, logprobs_BT=logprobs_BT, lag_BT=lag_BT)
     behavior_BT, current_BT = fill(behavior_logprobs_BT.detach(), mask_BT), fill(logprobs_BT.detach(), mask_BT)
@@ -195,12 +195,12 @@ def loglinear_proximal(behavior_logprobs_BT: Tensor, logprobs_BT: Tensor, lag_BT
 
 
 def behavior_as_proximal(behavior_logprobs_BT: Tensor, logprobs_BT: Tensor, lag_BT: Tensor, mask_BT: Tensor) -> Tensor:
-    """[B, T]: the behavior policy as anchor, so that one ratio covers both lag and the update's movement.
+    """[B, T]: behavior log-probs as proximal ones, so that one ratio covers both lag and the movement of the update.
 
         ratio_t = exp(logprobs_t - behavior_logprobs_t)
 
-    Plain PPO, https://arxiv.org/abs/1707.06347; DPPO's anchor, https://arxiv.org/abs/2602.04879.
-    At lag 0 and with an exact engine this is the learner's policy before the first step.
+    Plain PPO, https://arxiv.org/abs/1707.06347; DPPO's anchor, https://arxiv.org/abs/2602.04879. At lag 0 and with an
+    exact engine, these are the learner's log-probs before the update's first step.
     """
     check_tokens(mask_BT, behavior_logprobs_BT=behavior_logprobs_BT, logprobs_BT=logprobs_BT, lag_BT=lag_BT)
     return fill(behavior_logprobs_BT.detach(), mask_BT)

@@ -1,13 +1,13 @@
-"""A user's functions: an advantage, a correction, a policy loss. Each with its inputs, its call and a trial call.
+"""A user's functions: an advantage, a correction, a policy loss; for each its inputs, its call and a trial call.
 
     function            inputs                        B
     `advantage`         `AdvantageInputs`             trajectories of a whole batch, the same on every rank
     `correction`        `CorrectionInputs`            trajectories of a batch
     `loss`              `LossInputs`                  rows of a micro-batch
 
-T completion tokens (padded). A function has to be pure: it leaves its inputs unchanged, because they are the learner's
-tensors, and equal inputs give equal results, because a resume or a replay repeats updates. The trial comes before the
-first update: a run with a wrong function fails at its start.
+T completion tokens (padded). A function must leave its inputs unchanged, because they are the learner's tensors. Equal
+inputs must give equal results, because a resume or a replay repeats updates. The trial call is made before the first
+update, so that a run with a wrong function fails at its start.
 """
 
 from collections.abc import Callable
@@ -33,7 +33,7 @@ Inputs = TypeVar("Inputs", bound=tuple[Tensor, ...])
 
 
 def check_inputs_unchanged(function: Callable[[Inputs], object], name: str) -> Callable[[Inputs], object]:
-    """Wrap a function of a NamedTuple of tensors; a call that changes one of them raises `ValueError`."""
+    """Wrap a function of a NamedTuple of tensors so that it raises `ValueError` if it changes one of them."""
 
     def checked(inputs: Inputs) -> object:
         before = [column.detach().clone() for column in inputs]
@@ -47,7 +47,7 @@ def check_inputs_unchanged(function: Callable[[Inputs], object], name: str) -> C
 
 
 def check_repeatable(first: Tensor, again: Tensor, what: str) -> None:
-    """Raise `ValueError` if two results for the same inputs differ; the message begins with `what`."""
+    """Raise `ValueError` if two results for the same inputs differ; `what` begins the message."""
     if not torch.allclose(first, again, rtol=1e-4, atol=1e-6):
         raise ValueError(f"{what} from call to call: a resume could not repeat an update")
 
@@ -67,11 +67,12 @@ TRIAL_TOKENS = 5
 
 
 class AdvantageInputs(NamedTuple):
-    """A batch, in tensors [B] and [B, T]. An update's batch has whole groups if the advantage compares samples.
+    """A batch, in tensors [B] and [B, T]. If the advantage compares samples, the batch has whole groups.
 
     `mask_BT` is True for tokens that the policy sampled. `rewards_BT` is 0 at all other tokens; a KL penalty in the
-    reward is already subtracted. `scores_B` are its sums. `group_ids_B` are equal for the trajectories of one prompt.
-    `lag_BT` is the age of a token in versions, `truncated_B` is True for truncated completions. There is no critic.
+    reward is already subtracted. `scores_B` is the sum of each trajectory's rewards. Trajectories of one prompt have
+    the same number in `group_ids_B`. `lag_BT` is a token's lag in versions. `truncated_B` is True for truncated
+    completions. There are no critic's values.
     """
 
     rewards_BT: Tensor
@@ -83,8 +84,8 @@ class AdvantageInputs(NamedTuple):
 
 
 CustomAdvantage: TypeAlias = Callable[[AdvantageInputs], object]
-"""inputs -> [B], an advantage for each trajectory, or [B, T], one for each token. It is a user's code, so its result is
-checked."""
+"""Returns the advantages: one per trajectory, [B], or one per token, [B, T]. The result is checked, because the
+function is a user's code."""
 
 
 def custom_advantage(
@@ -96,11 +97,11 @@ def custom_advantage(
     *,
     function: CustomAdvantage,
 ) -> Tensor:
-    """[B, T], the advantages returned by `function`, detached; masked tokens get 0 whatever it returns for them.
+    """[B, T], the advantages returned by `function`, detached; 0 at masked tokens, whatever the function returns there.
 
     With `function = groups.rloo(scores_B, group_ids_B)` this is RLOO. Raises `ValueError` for a result that is not a
     tensor of [B] or [B, T], for advantages of unmasked tokens that are not finite, and for a function that changes its
-    inputs, which belong to the learner.
+    inputs.
     """
     rewards_BT = fill(rewards_BT, mask_BT)
     scores_B = sequence_sum(rewards_BT, mask_BT)
@@ -117,8 +118,8 @@ def custom_advantage(
 def try_custom_advantage(function: CustomAdvantage) -> None:
     """Call an advantage function twice on a small trial batch, in which one group has equal scores.
 
-    Raises `ValueError` as `custom_advantage` does, before a run would fail at its first update or at its first group
-    with equal scores, and for advantages that differ between the two calls.
+    Raises `ValueError` as `custom_advantage` does, and for advantages that differ between the two calls. Without the
+    trial, a run would fail at its first update or at its first group with equal scores.
     """
     scores_B = torch.tensor(TRIAL_SCORES).flatten()
     group_ids_B = torch.arange(len(TRIAL_SCORES)).repeat_interleave(len(TRIAL_SCORES[0]))
@@ -138,10 +139,10 @@ TRIAL_BATCH = (4, 6)
 
 
 class CorrectionInputs(NamedTuple):
-    """The columns of a whole batch, [B, T] each, all constants.
+    """The columns of a whole batch, [B, T] each, without gradients.
 
-    `mask_BT` is True for tokens that the policy sampled, `trained_BT` for those of them that enter the loss. `lag_BT`
-    is the age of a token in versions. At masked tokens all other columns are 0.
+    `mask_BT` is True for tokens that the policy sampled. `trained_BT` is True for sampled tokens that enter the loss.
+    `lag_BT` is a token's lag in versions. At masked tokens all other columns are 0.
 
         ratio = exp(log_ratio) = exp(proximal_logprobs - behavior_logprobs)
     """
@@ -156,7 +157,7 @@ class CorrectionInputs(NamedTuple):
 
 
 CustomCorrection: TypeAlias = Callable[[CorrectionInputs], object]
-"""inputs -> one weight for each token, a [B, T] tensor. It is a user's code, so its result is checked."""
+"""Returns one weight per token, [B, T]. The result is checked, because the function is a user's code."""
 
 
 def custom_correction(
@@ -168,11 +169,11 @@ def custom_correction(
     *,
     function: CustomCorrection,
 ) -> Correction:
-    """The weights returned by `function`, detached; masked tokens get 0 whatever it returns for them.
+    """The weights returned by `function`, detached; 0 at masked tokens, whatever the function returns there.
 
     With `function = ratio_BT.clamp(max=cap)` this is truncation (`corrections.importance_weights`). A sampled token of
     weight 0 counts as dropped. Raises `ValueError` for a result that is not a [B, T] tensor of finite weights >= 0, and
-    for a function that changes its inputs, which belong to the learner.
+    for a function that changes its inputs.
     """
     check_tokens(mask_BT, lag_BT=lag_BT, trained_BT=trained_BT)
     log_ratio_BT = log_weights(proximal_logprobs_BT, behavior_logprobs_BT, mask_BT, level="token")
@@ -228,13 +229,13 @@ TRIAL_MICRO_BATCH = (3, 5)
 class LossInputs(NamedTuple):
     """The columns of a micro-batch, [B, T] each. Only `logprobs_BT` and `ratio_BT` are differentiable.
 
-    `mask_BT` is True for tokens that are trained on; at all others `log_ratio_BT` and `advantages_BT` are 0.
-    `behavior_logprobs_BT` are the engine's, of the policy that sampled the token.
+    `mask_BT` is True for tokens that are trained on; `log_ratio_BT` and `advantages_BT` are 0 at all others.
+    `behavior_logprobs_BT` are from the engine: the log-probs of the policy that sampled the token.
 
         ratio = exp(log_ratio) = exp(logprobs - proximal_logprobs)
 
-    The weight proximal / behavior of `algorithm.correction` multiplies the loss afterwards: a loss that itself corrects
-    for the age of the data needs a correction that is "off".
+    The learner multiplies the returned loss by the weights of `algorithm.correction`. A loss that itself corrects for
+    lag needs the correction "off".
     """
 
     logprobs_BT: Tensor
@@ -247,7 +248,7 @@ class LossInputs(NamedTuple):
 
 
 CustomLoss: TypeAlias = Callable[[LossInputs], object]
-"""inputs -> one loss for each token, a [B, T] tensor. It is a user's code, so its result is checked."""
+"""Returns one loss per token, [B, T]. The result is checked, because the function is a user's code."""
 
 
 def custom_loss(
@@ -259,7 +260,7 @@ def custom_loss(
     *,
     function: CustomLoss,
 ) -> TokenLoss:
-    """The loss returned by `function`; masked tokens get 0 whatever it returns for them.
+    """The loss returned by `function`; 0 at masked tokens, whatever the function returns there.
 
     With `function = -advantages_BT * ratio_BT` this is `policy_losses.importance_weighted`. Raises `ValueError` for a
     result that is not a [B, T] tensor.
@@ -278,9 +279,8 @@ def custom_loss(
 def try_custom_loss(function: CustomLoss) -> None:
     """Call a loss function twice on a small trial micro-batch, forward and backward.
 
-    Raises `ValueError` for another shape, for a loss or gradient that is not finite, and if no gradient reaches the
-    log-probs: such a run would not train, or fail at its first update. Raises it also for losses that differ between
-    the two calls, and for a function that changes its inputs, which belong to the learner.
+    Raises `ValueError` for a result of another shape, for a loss or gradient that is not finite, if no gradient reaches
+    the log-probs, for losses that differ between the two calls, and for a function that changes its inputs.
     """
     generator = torch.Generator().manual_seed(0)
     proximal_BT = -torch.rand(TRIAL_MICRO_BATCH, generator=generator) - 0.1

@@ -1,8 +1,9 @@
 """Distances between the three policies, before any truncation.
 
 B sequences, T response tokens (padded), K lag buckets, S sums.
-All are computed from sums. For numbers over all ranks: `off_policy_sums` on each rank, SUM all-reduce, then
-`off_policy_of`. Truncated weights would hide a collapse: after min(w, cap) the effective sample size looks healthy.
+All distances are computed from sums. For numbers over all ranks, call `off_policy_sums` on each rank, add the results
+by a SUM all-reduce, then call `off_policy_of`. Truncated weights would hide a collapse: after min(w, cap) the effective
+sample size looks healthy.
 """
 
 from typing import NamedTuple
@@ -18,13 +19,13 @@ LAST_LAG_OF_BUCKET = (0, 1, 2, 4, 8, 16, 32, 64)
 HIGH, LOW = 2.0, 0.5
 """A weight above HIGH counts as high, below LOW as low."""
 BLOCK_TOKENS = 2**18
-"""Maximum tokens in one block of rows; a longer row is a block by itself."""
+"""The maximum of tokens in one block of rows; a longer row is a block by itself."""
 QUANTILES = (0.01, 0.5, 0.99)
-"""Quantiles of an update's ratios: both tails and the median."""
+"""The quantiles of an update's ratios that are reported: both tails and the median."""
 
 
 class Divergence(NamedTuple):
-    """Proximal against behavior over a set of tokens; w = proximal / behavior of a token, W of a response.
+    """How far proximal is from behavior over a set of tokens; w = proximal / behavior of a token, W of a response.
 
         ess       = sum(w)^2 / (n * sum(w^2))
         chi2      = mean(w^2) - 1
@@ -33,7 +34,7 @@ class Divergence(NamedTuple):
         log_ppl   = -mean(logprobs)
         fraction  = mean(w > HIGH), mean(w < LOW)
 
-    ess is the effective share of tokens in the weighted gradient, chi2 the variance that the weights add. k1 and k3
+    ess is the effective share of tokens in the weighted gradient. chi2 is the variance that the weights add. k1 and k3
     estimate KL(behavior || proximal). log_ppl is computed from the engine's and from the learner's log-probs.
     """
 
@@ -53,7 +54,7 @@ class Divergence(NamedTuple):
 
 
 class OffPolicy(NamedTuple):
-    """`numerics` is over tokens of lag 0, for which engine and learner have equal weights; None without any."""
+    """`numerics` is the divergence over tokens of lag 0, sampled with the learner's own weights; None without any."""
 
     overall: Divergence
     by_lag: dict[str, Divergence]
@@ -61,7 +62,7 @@ class OffPolicy(NamedTuple):
 
 
 def in_buckets(lag: Tensor, member: Tensor) -> Tensor:
-    """[K, *] float64 one-hot of the lag bucket, for lags of any shape; all zero where `member` is False."""
+    """[K, *] float64, the lag bucket as a one-hot vector, for lags of any shape; all zero where `member` is False."""
     edges = torch.tensor(LAST_LAG_OF_BUCKET, device=lag.device, dtype=lag.dtype)
     bucket = torch.bucketize(lag, edges)
     number = torch.arange(len(LAG_BUCKETS), device=lag.device).view(-1, *(1 for _ in lag.shape))
@@ -71,11 +72,11 @@ def in_buckets(lag: Tensor, member: Tensor) -> Tensor:
 def off_policy_sums(
     proximal_logprobs_BT: Tensor, behavior_logprobs_BT: Tensor, mask_BT: Tensor, lag_BT: Tensor
 ) -> Tensor:
-    """[K, S] float64 sums by lag bucket; add over micro-batches and ranks, then `off_policy_of`.
+    """[K, S] float64 sums by lag bucket: add them over micro-batches and ranks, then call `off_policy_of`.
 
     `lag_BT` is the lag of each token (int). A response counts in the bucket of its oldest unmasked token.
-    Log-ratios are clamped to +-20 only where they are exponentiated. Rows are processed in blocks of
-    `BLOCK_TOKENS`: a token takes 260 bytes while its block is summed.
+    Log-ratios are clamped to +-20 only before they are exponentiated. Rows are processed in blocks of
+    `BLOCK_TOKENS`, because a token takes 260 bytes while its block is summed.
     """
     check_tokens(mask_BT, proximal=proximal_logprobs_BT, behavior=behavior_logprobs_BT, lag=lag_BT)
     rows = max(1, BLOCK_TOKENS // max(1, mask_BT.shape[1]))
@@ -104,12 +105,12 @@ def _block_sums(proximal_logprobs_BT: Tensor, behavior_logprobs_BT: Tensor, mask
 
 
 def numbers(sums_S: Tensor) -> list[float]:
-    """The entries of a vector as floats, read back from the device at once."""
+    """The entries of a vector as floats, copied from the device in one transfer."""
     return [float(x) for x in sums_S.cpu()]
 
 
 def divergence_of(sums_S: list[float]) -> Divergence:
-    """The means from one row of `off_policy_sums`, or from a sum of rows; zeros if nothing was counted."""
+    """The means computed from one row of `off_policy_sums` or from a sum of rows; zeros if no token was counted."""
     n, w, ww, log_w, k3, absolute, engine, learner, high, low, m, W, WW = sums_S
     per_token, per_sequence = 1 / max(n, 1.0), 1 / max(m, 1.0)
     return Divergence(
@@ -130,7 +131,7 @@ def divergence_of(sums_S: list[float]) -> Divergence:
 
 
 def off_policy_of(sums_KS: Tensor) -> OffPolicy:
-    """The table of `off_policy_sums` as numbers; lag buckets without tokens are left out."""
+    """The divergences computed from `off_policy_sums`; lag buckets without tokens are left out."""
     rows = {name: numbers(row_S) for name, row_S in zip(LAG_BUCKETS, sums_KS.cpu(), strict=True)}
     by_lag = {name: divergence_of(row) for name, row in rows.items() if row[0] > 0}
     return OffPolicy(divergence_of(numbers(sums_KS.sum(0))), by_lag, by_lag.get("0"))
@@ -139,17 +140,17 @@ def off_policy_of(sums_KS: Tensor) -> OffPolicy:
 def off_policy(
     proximal_logprobs_BT: Tensor, behavior_logprobs_BT: Tensor, mask_BT: Tensor, lag_BT: Tensor
 ) -> OffPolicy:
-    """ESS, chi-squared, KL and perplexities of proximal against behavior: how much the correction has to correct.
+    """ESS, chi-squared, KL and perplexities of proximal against behavior, before any correction.
 
-    Overall, by lag, and for lag 0 only (engine numerics); the equations are at `Divergence`. ESS: Kong's measure,
-    https://arxiv.org/abs/1602.03572; k1 and k3: http://joschu.net/blog/kl-approx.html.
+    Computed overall, by lag, and for lag 0 alone (engine numerics), with the equations of `Divergence`. ESS is Kong's
+    measure, https://arxiv.org/abs/1602.03572; k1 and k3 are from http://joschu.net/blog/kl-approx.html.
     With proximal == behavior ess is 1 and chi2, k1 and k3 are 0.
     """
     return off_policy_of(off_policy_sums(proximal_logprobs_BT, behavior_logprobs_BT, mask_BT, lag_BT))
 
 
 class UpdateStatistics(NamedTuple):
-    """Current against proximal: KL(proximal || current), and the share clipped on each side."""
+    """KL(proximal || current) by two estimators, and the share of tokens clipped on each side."""
 
     tokens: float
     k1: float
@@ -159,7 +160,7 @@ class UpdateStatistics(NamedTuple):
 
 
 def update_sums(logprobs_BT: Tensor, proximal_logprobs_BT: Tensor, mask_BT: Tensor, clipped_BT: Tensor) -> Tensor:
-    """[5] float64 sums for `update_statistics_of`: add them over micro-batches and ranks."""
+    """[5] float64 sums: add them over micro-batches and ranks, then call `update_statistics_of`."""
     check_tokens(mask_BT, clipped_BT=clipped_BT)
     log_r_BT = log_weights(logprobs_BT, proximal_logprobs_BT, mask_BT, level="token").double()
     r_BT = bounded_exp(log_r_BT)
@@ -171,13 +172,13 @@ def update_sums(logprobs_BT: Tensor, proximal_logprobs_BT: Tensor, mask_BT: Tens
 
 
 def update_statistics_of(sums_S: Tensor) -> UpdateStatistics:
-    """Means from `update_sums`; k3 is the approximate KL for `kl.stop_early`."""
+    """The means computed from `update_sums`; k3 is the approximate KL that `kl.stop_early` takes."""
     tokens, *totals = numbers(sums_S)
     return UpdateStatistics(tokens, *(total / max(tokens, 1.0) for total in totals))
 
 
 def ratio_quantiles(ratio_BT: Tensor, mask_BT: Tensor) -> tuple[float, ...]:
-    """The QUANTILES of the unmasked ratios (nearest rank); zeros if all tokens are masked."""
+    """The `QUANTILES` of the unmasked ratios, by nearest rank; zeros if all tokens are masked."""
     ordered = ratio_BT.detach()[mask_BT].sort().values
     if ordered.numel() == 0:
         return tuple(0.0 for _ in QUANTILES)

@@ -1,7 +1,7 @@
-"""Entropy control: a selection of a batch's tokens, whose loss is changed, and an adaptive entropy bonus.
+"""Entropy control: changed losses for a selection of a batch's tokens, and an adaptive entropy bonus.
 
-B trajectories of a whole batch, T response tokens (padded). Tokens are selected once per batch, before its first step:
-the selection does not depend on micro-batches and ranks. `mask_BT` are the tokens that are trained on.
+B trajectories of a whole batch, T response tokens (padded). Tokens are selected once per batch, before its first step,
+so that the selection does not depend on micro-batches and ranks. `mask_BT` is True for tokens that are trained on.
 """
 
 import math
@@ -16,13 +16,13 @@ from streamppo.algorithms.masked import LOG_RATIO_BOUND, check_tokens, fill
 
 
 def high_entropy_mask(entropy_BT: Tensor, mask_BT: Tensor, *, share: float) -> Tensor:
-    """[B, T] bool: the `share` of the tokens at which the policy's entropy is highest.
+    """[B, T] bool: True at the `share` of the tokens with the highest entropy of the policy.
 
         threshold = the ceil(share * n)-th largest entropy of the n unmasked tokens
         True where entropy >= threshold
 
-    Beyond the 80/20 rule, https://arxiv.org/abs/2506.01939 (share = 0.2): training on the forking tokens of a chain of
-    thought is enough. With share = 1 these are all tokens. All tokens at the threshold are among them.
+    Beyond the 80/20 rule, https://arxiv.org/abs/2506.01939 (share = 0.2): it is enough to train on the forking tokens
+    of a chain of thought. With share = 1 all tokens are selected. All tokens at the threshold are selected.
     """
     check_tokens(mask_BT, entropy_BT=entropy_BT)
     entropy_N = entropy_BT[mask_BT]
@@ -33,12 +33,12 @@ def high_entropy_mask(entropy_BT: Tensor, mask_BT: Tensor, *, share: float) -> T
 
 
 def covariance(logprobs_BT: Tensor, advantages_BT: Tensor, mask_BT: Tensor) -> Tensor:
-    """[B, T] float64, 0 where masked: each token's part of the covariance of advantage and log-prob.
+    """[B, T] float64: each token's term in the covariance of advantage and log-prob; 0 where masked.
 
         covariance_t = (A_t - mean(A)) * (logprobs_t - mean(logprobs))        means over unmasked tokens
 
-    https://arxiv.org/abs/2505.22617: under policy gradient the entropy falls in proportion to its mean, and a few
-    tokens make up most of it.
+    https://arxiv.org/abs/2505.22617: under policy gradient, the entropy falls in proportion to the mean of these terms,
+    and a few tokens make up most of the mean.
     """
     check_tokens(mask_BT, logprobs_BT=logprobs_BT, advantages_BT=advantages_BT)
     count = mask_BT.sum().clamp(min=1)
@@ -59,8 +59,8 @@ def clip_cov(
 ) -> Tensor:
     """[B, T] bool, Clip-Cov: max(1, floor(share * n)) tokens, drawn from those with band[0] < covariance < band[1].
 
-    https://arxiv.org/abs/2505.22617 (share = 2e-4, band = [1, 5]), where their gradient is stopped. `order(k)` is a
-    permutation of k; its first entries are drawn. An empty band chooses no token.
+    https://arxiv.org/abs/2505.22617 (share = 2e-4, band = [1, 5]), which stops the gradient of the drawn tokens.
+    `order(k)` is a permutation of range(k); its first entries are drawn. An empty band selects no token.
     """
     inside_BT = mask_BT & (covariance_BT > band[0]) & (covariance_BT < band[1])
     places_K2 = inside_BT.nonzero()
@@ -69,9 +69,10 @@ def clip_cov(
 
 
 def kl_cov(covariance_BT: Tensor, mask_BT: Tensor, *, share: float) -> Tensor:
-    """[B, T] bool, KL-Cov: the max(1, floor(share * n)) tokens of the highest covariance.
+    """[B, T] bool, KL-Cov: the max(1, floor(share * n)) tokens with the highest covariance.
 
-    https://arxiv.org/abs/2505.22617 (share = 2e-3 for 7B, 2e-4 for 32B). Among equal covariances the first are taken.
+    https://arxiv.org/abs/2505.22617 (share = 2e-3 for 7B, 2e-4 for 32B). Among equal covariances, earlier tokens are
+    selected.
     """
     places_N2 = mask_BT.nonzero()
     highest = covariance_BT[mask_BT].sort(descending=True, stable=True).indices[: _count(mask_BT, share)]
@@ -79,24 +80,25 @@ def kl_cov(covariance_BT: Tensor, mask_BT: Tensor, *, share: float) -> Tensor:
 
 
 def keep_tokens(loss_BT: Tensor, log_ratio_BT: Tensor, chosen_BT: Tensor) -> Tensor:
-    """[B, T], the loss with 0 at all but the chosen tokens; all count in the denominator."""
+    """[B, T], the loss, set to 0 at all tokens that are not chosen; these still count in the denominator."""
     return loss_BT.masked_fill(~chosen_BT, 0.0)
 
 
 def drop_tokens(loss_BT: Tensor, log_ratio_BT: Tensor, chosen_BT: Tensor) -> Tensor:
-    """[B, T], the loss with 0 at the chosen tokens, which still count in the denominator."""
+    """[B, T], the loss, set to 0 at the chosen tokens; these still count in the denominator."""
     return loss_BT.masked_fill(chosen_BT, 0.0)
 
 
 def penalise_tokens(loss_BT: Tensor, log_ratio_BT: Tensor, chosen_BT: Tensor, *, coefficient: float) -> Tensor:
-    """[B, T], the loss plus a penalty on the chosen tokens' KL to the proximal policy, at most K3_BOUND * coefficient.
+    """[B, T], the loss plus a KL penalty at the chosen tokens, at most K3_BOUND * coefficient.
 
         d    = logprobs - proximal_logprobs
         loss + coefficient * (exp(d) - 1 - d)
 
-    k3 of KL(proximal || current), unbiased in value and gradient. The authors' code
-    (https://github.com/PRIME-RL/Entropy-Mechanism-of-RL) has abs(d): in an update's first step d is only a rounding
-    error, and the gradient is its sign. Here that gradient is 0: the penalty acts from the second step on.
+    The penalty is k3 of KL(proximal || current), unbiased in value and gradient. The authors' code
+    (https://github.com/PRIME-RL/Entropy-Mechanism-of-RL) uses abs(d). In an update's first step d is only a rounding
+    error, so the gradient of abs(d) is that error's sign. The gradient of k3 is 0 there: the penalty acts from the
+    second step on.
     """
     distance_BT = fill(log_ratio_BT, chosen_BT).clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
     return loss_BT + coefficient * (distance_BT.expm1() - distance_BT).clamp(max=K3_BOUND)
@@ -113,20 +115,20 @@ def _mask_of(places_K2: Tensor, mask_BT: Tensor) -> Tensor:
 
 
 class Bonus(NamedTuple):
-    """The entropy bonus: its adaptive coefficient, and its weight in the next update, the coefficient or 0."""
+    """The entropy bonus: its adaptive coefficient, and its weight in the next update, either the coefficient or 0."""
 
     coefficient: float
     weight: float
 
 
 def next_bonus(coefficient: float, entropy: float, *, target: float, step: float, within: tuple[float, float]) -> Bonus:
-    """Adapt the entropy bonus: its coefficient grows while the entropy is too low, and applies only then.
+    """Adapt the entropy bonus: its coefficient grows while the entropy is too low. The bonus applies only then.
 
         coefficient <- clamp(coefficient + step if entropy <= target else coefficient - step, *within)
         weight       = coefficient if entropy <= target else 0
 
-    Adaptive entropy control of Skywork-OR1, https://arxiv.org/abs/2505.22312. `entropy` is that of the previous update,
-    in nats per token. If the entropy never exceeds the target, the weight rises to within[1] and stays there.
+    Adaptive entropy control of Skywork-OR1, https://arxiv.org/abs/2505.22312. `entropy` is the entropy in the previous
+    update, in nats per token. If the entropy never exceeds the target, the weight rises to within[1] and stays there.
     """
     low = entropy <= target
     moved = min(max(coefficient + (step if low else -step), within[0]), within[1])

@@ -1,11 +1,11 @@
-"""Advantages without a critic: a trajectory is compared with the others of its prompt.
+"""Advantages without a critic: a trajectory is compared with the other trajectories of its prompt.
 
-B sequences, T response tokens (padded). `scores_B` is one score per trajectory, `group_ids_B` any integers that are
-equal within a group. All but the REINFORCE++ forms return one advantage per trajectory [B]; `masked.spread` puts it on
-the tokens. A trajectory alone in its group gets 0, before any whitening. A group must not be split: compute these
-before the batch is divided over ranks.
+B sequences, T response tokens (padded). `scores_B` is one score per trajectory. `group_ids_B` are any integers that are
+equal within a group. All functions except the REINFORCE++ forms return one advantage per trajectory, [B];
+`masked.spread` puts it on the tokens. A trajectory alone in its group gets 0, before any whitening. A group must not be
+split: compute these advantages before the batch is divided over ranks.
 
-In the formulas, mean and std are those of the scores in the trajectory's group, n is the group's size.
+In the formulas, mean and std are over the scores of the trajectory's group, and n is the group's size.
 """
 
 from collections.abc import Mapping
@@ -19,11 +19,11 @@ from streamppo.algorithms.masked import at_least_float32, check_tokens, fill, sp
 from streamppo.algorithms.scan import group_sums, leaders, reverse_scan
 
 STD_FLOOR = 1e-6
-"""Added to a group's standard deviation before `grpo` divides by it, so that a group of equal scores gets 0."""
+"""Added to a group's standard deviation in `grpo`, so that a group of equal scores gets 0 instead of NaN."""
 
 
 class GroupStats(NamedTuple):
-    """[B] each, float64: a trajectory's score minus its group's mean, that mean, and the group's size."""
+    """[B] each, float64: a trajectory's score minus its group's mean, the group's mean, and the group's size."""
 
     centred: Tensor
     mean: Tensor
@@ -31,7 +31,7 @@ class GroupStats(NamedTuple):
 
 
 def check_scores(scores_B: Tensor, group_ids_B: Tensor) -> None:
-    """Refuse anything but one finite score and one group per trajectory (ValueError)."""
+    """Raise ValueError unless each trajectory has one finite score and one group."""
     if scores_B.dim() != 1 or scores_B.shape != group_ids_B.shape:
         raise ValueError(f"scores {tuple(scores_B.shape)} and group_ids {tuple(group_ids_B.shape)} must both be [B]")
     if not bool(scores_B.isfinite().all()):
@@ -48,9 +48,9 @@ def compare(scores_B: Tensor, group_ids_B: Tensor) -> GroupStats:
 
 
 def zero_variance(scores_B: Tensor, group_ids_B: Tensor) -> Tensor:
-    """[B] bool: True if all scores of the trajectory's group are equal, so that the group has no learning signal.
+    """[B] bool: True if all scores of the trajectory's group are equal, so the group has no learning signal.
 
-    DAPO replaces such prompts by others (https://arxiv.org/abs/2503.14476).
+    DAPO replaces the prompts of such groups (https://arxiv.org/abs/2503.14476).
     """
     check_scores(scores_B, group_ids_B)
     differs_B = scores_B != scores_B[leaders(group_ids_B)]
@@ -58,12 +58,13 @@ def zero_variance(scores_B: Tensor, group_ids_B: Tensor) -> Tensor:
 
 
 def grpo(scores_B: Tensor, group_ids_B: Tensor, *, unbiased: bool = True) -> Tensor:
-    """[B], GRPO: the score's distance from its group's mean, in standard deviations of the group.
+    """[B], GRPO: a score's distance from the mean of its group, in standard deviations of the group.
 
         advantages = (score - mean) / (std + STD_FLOOR)
 
-    https://arxiv.org/abs/2402.03300. `unbiased` divides the variance by n - 1, as torch.std does in the
-    published trainers. Dividing by std gives easy and hard prompts more weight; without it this is `dr_grpo`.
+    https://arxiv.org/abs/2402.03300. With `unbiased` the variance is divided by n - 1, as torch.std does and as the
+    published trainers do. Dividing by std gives easy and hard prompts more weight; without the division this is
+    `dr_grpo`.
     """
     centred_B, _, size_B = compare(scores_B, group_ids_B)
     divisor_B = (size_B - 1).clamp(min=1) if unbiased else size_B
@@ -79,9 +80,9 @@ def gdpo(
         sum        = sum_k(weights_k * grpo(components_k))
         advantages = (sum - mean(sum)) / (std(sum) + STD_FLOOR)        mean and std over the batch
 
-    https://arxiv.org/abs/2601.05242: normalised after adding, answers with different components can have the same sum,
-    and the component with the largest spread dominates. With one component this is GRPO, normalised over the batch.
-    `unbiased` as in `grpo`. Raises ValueError if a trajectory or the whole batch lacks a component.
+    https://arxiv.org/abs/2601.05242. If the sum were normalised instead, answers with different components could have
+    equal sums, and the component with the largest spread would dominate. With one component this is GRPO, normalised
+    over the batch. `unbiased` is as in `grpo`. Raises ValueError if a trajectory or the whole batch lacks a component.
     """
     total_B = torch.zeros(group_ids_B.shape, dtype=torch.float64, device=group_ids_B.device)
     for name, weight in weights.items():
@@ -98,13 +99,13 @@ def gdpo(
 
 
 def dr_grpo(scores_B: Tensor, group_ids_B: Tensor, *, baseline_shift: float = 0.0) -> Tensor:
-    """[B], Dr. GRPO: no division by std, so that nearly solved questions are not favoured.
+    """[B], Dr. GRPO: GRPO without the division by std, which favours nearly solved questions.
 
         advantages = score - (mean + baseline_shift)
 
-    https://arxiv.org/abs/2503.20783; its loss is aggregated with "constant". n / (n - 1) times this is `rloo`.
-    With a shift below 0 it is asymmetric REINFORCE, https://arxiv.org/abs/2506.20520: old data with high scores weigh
-    more than those with low scores, and groups with equal scores have a signal too.
+    https://arxiv.org/abs/2503.20783, where the loss is aggregated with "constant". This times n / (n - 1) is `rloo`.
+    With a shift below 0 it is asymmetric REINFORCE, https://arxiv.org/abs/2506.20520: old data with high scores then
+    weigh more than old data with low scores, and groups with equal scores have a signal too.
     """
     centred_B = compare(scores_B, group_ids_B).centred
     shifted_B = centred_B - baseline_shift if baseline_shift else centred_B
@@ -112,7 +113,7 @@ def dr_grpo(scores_B: Tensor, group_ids_B: Tensor, *, baseline_shift: float = 0.
 
 
 def rloo(scores_B: Tensor, group_ids_B: Tensor) -> Tensor:
-    """[B], RLOO: the baseline is the mean of the OTHERS, which does not depend on the trajectory.
+    """[B], RLOO: the baseline is the mean of the OTHER scores, which does not depend on the trajectory.
 
         advantages = score - (n * mean - score) / (n - 1)
                    = (score - mean) * n / (n - 1)
@@ -128,8 +129,8 @@ def maxrl(scores_B: Tensor, group_ids_B: Tensor) -> Tensor:
 
         advantages = (score - mean) / mean        0 where mean = 0
 
-    https://arxiv.org/abs/2602.02710: for 0/1 scores the gradient is that of log pass rate up to order n, so
-    hard prompts weigh 1 / pass rate. A group that always succeeds gets 0, as in `dr_grpo`.
+    https://arxiv.org/abs/2602.02710: for 0/1 scores, the gradient is that of the log pass rate up to order n, so a hard
+    prompt weighs 1 / pass rate. A group that always succeeds gets 0, as in `dr_grpo`.
     Raises ValueError on negative scores.
     """
     if bool((scores_B < 0).any()):
@@ -140,7 +141,7 @@ def maxrl(scores_B: Tensor, group_ids_B: Tensor) -> Tensor:
 
 
 def returns_to_go(rewards_BT: Tensor, mask_BT: Tensor, *, gamma: float) -> Tensor:
-    """[B, T], the discounted sum of the rewards from token t on, over unmasked tokens.
+    """[B, T], the discounted sum of the rewards at token t and later unmasked tokens.
 
     returns_t = rewards_t + gamma * returns_{t+1}
     """
@@ -154,8 +155,8 @@ def reinforce_plus_plus(rewards_BT: Tensor, mask_BT: Tensor, *, gamma: float) ->
 
         advantages = whiten(returns_to_go(rewards))
 
-    Hu et al. 2025, https://arxiv.org/abs/2501.03262; put the KL penalty in the rewards (`kl.kl_reward`).
-    With gamma = 1 and a final reward every token has its trajectory's whitened score.
+    Hu et al. 2025, https://arxiv.org/abs/2501.03262. A KL penalty belongs into the rewards (`kl.kl_reward`).
+    With gamma = 1 and only a final reward, every token has its trajectory's whitened score.
     """
     return whiten(returns_to_go(rewards_BT, mask_BT, gamma=gamma), mask_BT)
 
@@ -165,7 +166,7 @@ def reinforce_plus_plus_baseline(scores_B: Tensor, group_ids_B: Tensor, mask_BT:
 
         advantages = whiten(score - mean)
 
-    https://arxiv.org/abs/2501.03262. The std of a group of two answers is noisy, that of a batch of hundreds is not.
-    Without the whitening this is `dr_grpo`.
+    https://arxiv.org/abs/2501.03262. The std of a group of two answers is noisy; the std of a batch of hundreds is not.
+    Without whitening this is `dr_grpo`.
     """
     return whiten(spread(dr_grpo(scores_B, group_ids_B), mask_BT), mask_BT)

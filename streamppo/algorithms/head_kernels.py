@@ -1,11 +1,11 @@
-"""Two kernels of the head on a GPU: one reads logits once, one writes their gradient in the dtype of the products.
+"""Two kernels of the head on a GPU: one reads logits once, the other writes their gradient in the dtype of the
+products.
 
-N tokens, P tokens of the vocabulary in one piece, M candidates of all tokens together, parts * N rows of a gradient
-that is a sum of `parts` numbers. Each program handles one token and sums in a fixed order, so that the same tensors
-give the same bits.
+N tokens, P vocabulary entries in one piece, M candidates of all tokens together. A gradient has parts * N rows, because
+it is a sum of `parts` numbers. Each program handles one token and sums in a fixed order: equal tensors give equal bits.
 """
 
-# Triton's kernel language has no types for strict checks.
+# Triton's kernel language has no types, so strict checks are off.
 # pyright: basic, reportCallIssue=false, reportGeneralTypeIssues=false
 
 from subprocess import SubprocessError
@@ -20,13 +20,13 @@ from triton.errors import TritonError
 from streamppo.algorithms.candidates import Candidates
 
 BLOCK, WARPS = 1024, 4
-"""Logits in a program's registers, one per lane; and the number of its warps of 32 threads."""
+"""BLOCK logits are in a program's registers, one per lane; a program has WARPS warps of 32 threads."""
 LOWEST = tl.constexpr(torch.finfo(torch.float32).min)
-"""The maximum before any logit: finite, so that differences to it are finite."""
+"""The maximum before the first logit. It is finite, so that differences from it are finite."""
 
 
 class TokenInputs(NamedTuple):
-    """All inputs that determine a token's log-prob, besides its products; see `chunked_head` and `Candidates`."""
+    """All inputs except the products that determine a token's log-prob; see `chunked_head` and `Candidates`."""
 
     scale: float
     soft_cap: float
@@ -54,7 +54,7 @@ def tokens(
 
 
 def fault(device: torch.device, dtype: torch.dtype) -> str | None:
-    """Why the kernels do not run on `device`, found by a trial with a few tokens; None if they run."""
+    """The reason why the kernels do not run on `device`, found by a trial with 16 tokens; None if they run."""
     logits_NP, gradient_QP = (
         torch.zeros(16, 128, device=device, dtype=precision) for precision in (torch.float32, dtype)
     )
@@ -69,10 +69,10 @@ def fault(device: torch.device, dtype: torch.dtype) -> str | None:
 
 
 def softmax(rows: Tensor) -> Tensor:
-    """The initial state of the online softmax of N rows, [4, N]: see `read`."""
-    made_4N = torch.zeros(4, len(rows), device=rows.device)
-    made_4N[0], made_4N[3] = LOWEST.value, -torch.inf
-    return made_4N
+    """The initial state of the online softmax of N rows, [4, N]; `read` names its rows."""
+    state_4N = torch.zeros(4, len(rows), device=rows.device)
+    state_4N[0], state_4N[3] = LOWEST.value, -torch.inf
+    return state_4N
 
 
 def read(logits_NP: Tensor, first: int, tokens: TokenInputs, softmax_4N: Tensor) -> None:
@@ -86,9 +86,9 @@ def read(logits_NP: Tensor, first: int, tokens: TokenInputs, softmax_4N: Tensor)
 
 
 def write(logits_NP: Tensor, first: int, tokens: TokenInputs, scores: tuple[Tensor, ...], gradient_QP: Tensor) -> None:
-    """Write the gradient with respect to the products of a piece, each as a sum of Q / N numbers.
+    """Write the gradient with respect to the products of a piece; each number is split into a sum of Q / N numbers.
 
-    `scores` are log-normalisers, entropies, and the gradients of log-probs and entropies, [N] each.
+    `scores` are the log-normalisers, the entropies, and the gradients of log-probs and of entropies, [N] each.
     """
     if N := len(logits_NP):
         size = (logits_NP.stride(0), logits_NP.shape[1], first, N, gradient_QP.stride(0), len(gradient_QP) // N)
@@ -97,11 +97,11 @@ def write(logits_NP: Tensor, first: int, tokens: TokenInputs, scores: tuple[Tens
 
 @triton.jit
 def read_logits(logits_NP, tokens, softmax_4N, size, BLOCK: tl.constexpr):
-    """Read a piece of one token's logits."""
+    """Update the online softmax of one token with a piece of its logits."""
     stride, width, first, N = size
     n, lane = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
     row, state = logits_NP + n * stride, softmax_4N + n
-    # Each lane has the softmax of its own logits; lane 0 starts from the token's state.
+    # Each lane has a softmax of the logits that it reads; lane 0 starts from the token's state.
     maximum = tl.load(state + 0 * lane, mask=lane == 0, other=LOWEST)
     total = tl.load(state + N + 0 * lane, mask=lane == 0, other=0.0)
     moment = tl.load(state + 2 * N + 0 * lane, mask=lane == 0, other=0.0)
@@ -132,7 +132,7 @@ def read_logits(logits_NP, tokens, softmax_4N, size, BLOCK: tl.constexpr):
 
 @triton.jit
 def write_gradient(logits_NP, tokens, scores, gradient_QP, size, BLOCK: tl.constexpr):
-    """Write a piece of one token's gradient; 0 outside of its candidates."""
+    """Write a piece of one token's gradient; it is 0 outside of the token's candidates."""
     stride, width, first, N, wide, parts = size
     n = tl.program_id(0).to(tl.int64)
     row, out = logits_NP + n * stride, gradient_QP + n * wide
@@ -148,7 +148,7 @@ def write_gradient(logits_NP, tokens, scores, gradient_QP, size, BLOCK: tl.const
             tl.store(out + part * N * wide + column, rounded, mask=live)
             gradient -= rounded.to(tl.float32)
     if tokens.counts_N is not None:
-        # The zeros may have been written by other threads: wait for them.
+        # Other threads may have written the zeros at the candidates' columns: wait for them.
         tl.debug_barrier()
         for begin in range(0, tl.load(tokens.counts_N + n), BLOCK):
             column, live = candidates(begin, n, first, width, tokens, BLOCK)
@@ -161,7 +161,7 @@ def write_gradient(logits_NP, tokens, scores, gradient_QP, size, BLOCK: tl.const
 
 @triton.jit
 def candidates(begin, n, first, width, tokens, BLOCK: tl.constexpr):
-    """(columns, mask of the columns inside the piece) of a block of a token's candidates."""
+    """The columns of a block of a token's candidates, and a mask of the columns inside the piece."""
     number = begin + tl.arange(0, BLOCK)
     listed = number < tl.load(tokens.counts_N + n)
     place = tl.load(tokens.starts_N + n) + number
@@ -193,8 +193,8 @@ def temper(tokens, n):
 
 @triton.jit
 def longer(z, maximum, total, moment):
-    """Add one logit to the softmax of each lane; this takes one exponential."""
-    # exp is 0 below -104; an unbounded distance would give 0 * inf. NaN is kept.
+    """Add one logit to the softmax of each lane, with a single exponential."""
+    # exp is 0 below -104. The bound of -200 avoids 0 * inf. NaN is kept.
     below = tl.maximum(-tl.abs(z - maximum), -200.0, propagate_nan=tl.PropagateNan.ALL)
     weight = tl.exp(below)
     moment = tl.where(z > maximum, weight * (moment + below * total), moment + weight * below)
@@ -204,7 +204,7 @@ def longer(z, maximum, total, moment):
 
 @triton.jit
 def slope(row, column, live, place, tokens, scores):
-    """The gradient with respect to a block of products: the formulas of `ChunkedHead`."""
+    """The gradient with respect to a block of products, by the formulas of `ChunkedHead`."""
     n, first = place
     normalisers_N, entropies_N, grad_logprobs_N, grad_entropies_N = scores
     grad_logprob, inverse = tl.load(grad_logprobs_N + n), temper(tokens, n)

@@ -1,9 +1,9 @@
-"""KL divergence estimated from sampled tokens, to a reference or a teacher: in the reward, the loss or the advantages.
+"""KL divergence to a reference or teacher, estimated from sampled tokens: in the reward, the loss or the advantages.
 
-Also its adaptive coefficient, and the early stop of an update.
+The adaptive coefficient and the early stop of an update are here too.
 
 B sequences, T response tokens (padded). All estimate KL(current || reference) from tokens sampled by the current
-policy; tokens of another policy are weighted by `policy_weights`.
+policy. For tokens of another policy, multiply by `policy_weights`.
 """
 
 from typing import Literal
@@ -15,13 +15,13 @@ from streamppo.algorithms.masked import LOG_RATIO_BOUND, bounded_exp, check_toke
 Estimator = Literal["k1", "k2", "k3"]
 
 K3_BOUND = 10.0
-"""The largest k3 of a token in a loss or reward; its gradient is zero beyond, where d < -2.55 or d > 11."""
+"""The largest k3 of a token in a loss or reward; its gradient is zero where k3 is larger (d < -2.55 or d > 11)."""
 TARGET_KL_SLACK = 1.5
-"""An update ends when its KL exceeds this many times its target: single minibatches scatter around it."""
+"""An update ends when its KL exceeds the target times this number, because KLs of single minibatches scatter."""
 
 
 def kl(logprobs_BT: Tensor, reference_logprobs_BT: Tensor, mask_BT: Tensor, *, kind: Estimator) -> Tensor:
-    """[B, T]: three estimates of the same divergence from one token.
+    """[B, T]: one of three estimates of the divergence, each from a single token.
 
         d  = logprobs - reference_logprobs
         k1 = d                     unbiased, and negative for half of the tokens
@@ -44,7 +44,7 @@ def kl(logprobs_BT: Tensor, reference_logprobs_BT: Tensor, mask_BT: Tensor, *, k
 
 
 def policy_weights(logprobs_BT: Tensor, sampled_logprobs_BT: Tensor, mask_BT: Tensor) -> Tensor:
-    """[B, T]: weights that turn a mean over one policy's tokens into that of another one; detached, 0 where masked.
+    """[B, T]: weights that turn a mean over one policy's tokens into a mean over another's; detached, 0 where masked.
 
         weights = stop(exp(logprobs - sampled_logprobs))
 
@@ -56,7 +56,7 @@ def policy_weights(logprobs_BT: Tensor, sampled_logprobs_BT: Tensor, mask_BT: Te
 
 
 def penalty(logprobs_BT: Tensor, reference_logprobs_BT: Tensor, mask_BT: Tensor, *, kind: Estimator) -> Tensor:
-    """[B, T]: `kl`, with k3 at most K3_BOUND: one token with k3 = exp(12) would dominate the gradient of a whole batch.
+    """[B, T]: `kl`, with k3 at most K3_BOUND, because one token with k3 = exp(12) would dominate a batch's gradient.
 
     The bound is verl's (https://github.com/volcengine/verl, `low_var_kl`).
     """
@@ -73,12 +73,12 @@ def kl_reward(
     beta: float,
     kind: Estimator = "k1",
 ) -> Tensor:
-    """[B, T]: the penalty as part of the reward of every token, detached.
+    """[B, T]: every token's reward minus the KL penalty, detached.
 
         rewards_t - beta * kl_t
 
-    Ziegler et al. 2019, https://arxiv.org/abs/1909.08593. With k1 the sum over a response is
-    score - beta * log(current / reference) of the whole response.
+    Ziegler et al. 2019, https://arxiv.org/abs/1909.08593. With k1 the sum over a response is the score minus
+    beta * log(current / reference) of the whole response.
     """
     check_tokens(mask_BT, rewards_BT=rewards_BT)
     penalty_BT = penalty(logprobs_BT.detach(), reference_logprobs_BT, mask_BT, kind=kind)
@@ -93,15 +93,15 @@ def kl_loss(
     kind: Estimator = "k3",
     straight_through: bool = False,
 ) -> Tensor:
-    """[B, T]: the penalty as a term of the loss; differentiable; aggregate it like the policy loss.
+    """[B, T]: the KL penalty as a differentiable term of the loss; aggregate it like the policy loss.
 
         kl_t(kind)                                         plain
         stop(kl_t(kind)) + kl_t(k2) - stop(kl_t(k2))       straight_through
 
-    GRPO's is plain k3 (https://arxiv.org/abs/2402.03300). An unbiased VALUE is not an unbiased GRADIENT: that of k1
-    is zero on average and that of k3 belongs to the reverse KL, while k2's is right on policy
-    (https://arxiv.org/abs/2510.01555). So straight_through keeps the value of `kind` and takes the gradient of k2;
-    with k2 both forms are the same. The value of k3 is at most K3_BOUND.
+    GRPO uses plain k3 (https://arxiv.org/abs/2402.03300). An unbiased VALUE is not an unbiased GRADIENT
+    (https://arxiv.org/abs/2510.01555): on policy, the gradient of k1 is zero on average, that of k3 belongs to the
+    reverse KL, and only that of k2 is right. So straight_through keeps the value of `kind` and takes the gradient of
+    k2; with k2 both forms are equal. The value of k3 is at most K3_BOUND.
     """
     value_BT = penalty(logprobs_BT, reference_logprobs_BT, mask_BT, kind=kind)
     if not straight_through:
@@ -119,14 +119,14 @@ def kl_advantages(
     weight: float,
     others: float = 1.0,
 ) -> Tensor:
-    """[B, T] advantages, minus the weighted reverse KL to the teacher of each token, with discount 0.
+    """[B, T]: the advantages minus the weighted reverse KL to the teacher at each token, with discount 0.
 
         others * advantages_t - weight * (logprobs_t - teacher_logprobs_t)
 
     On-policy distillation, https://thinkingmachines.ai/blog/on-policy-distillation/: in expectation over the policy's
-    own tokens this is minus the gradient of KL(policy || teacher) for each of them. Detached; the difference is clamped
-    to +-20. With teacher == policy, or weight 0, only the other advantages are left. Raises ValueError on shapes that
-    do not fit.
+    tokens, the KL term gives minus the gradient of KL(policy || teacher) at each token. The result is detached, and the
+    difference is clamped to +-20. With teacher == policy or weight 0, only the other advantages remain. Raises
+    ValueError on shapes that do not fit.
     """
     check_tokens(mask_BT, advantages_BT=advantages_BT)
     distance_BT = kl(logprobs_BT.detach(), teacher_logprobs_BT, mask_BT, kind="k1")
@@ -134,7 +134,7 @@ def kl_advantages(
 
 
 def next_beta(beta: float, observed_kl: float, num_trajectories: int, *, target: float, horizon: int) -> float:
-    """Adapt beta towards the target KL with a proportional controller; observed_kl is per response.
+    """Move beta towards the target KL by a proportional controller; observed_kl is per response.
 
         error = clamp(observed_kl / target - 1, -0.2, 0.2)
         beta  <- beta * max(0, 1 + error * num_trajectories / horizon)
@@ -149,12 +149,12 @@ def next_beta(beta: float, observed_kl: float, num_trajectories: int, *, target:
 
 
 def stop_early(approximate_kl: float, target_kl: float | None) -> bool:
-    """True if the rest of the update should be skipped, because the policy has moved far enough.
+    """True if the policy has moved far enough to skip the rest of the update.
 
         KL(proximal || current) > TARGET_KL_SLACK * target_kl
 
-    The rule of Spinning Up and Stable-Baselines3
-    (https://spinningup.openai.com/en/latest/algorithms/ppo.html). Always False without a target. True for NaN,
-    although NaN is not a distance: the learner counts it as a bad step.
+    This is the rule of Spinning Up and Stable-Baselines3
+    (https://spinningup.openai.com/en/latest/algorithms/ppo.html). Always False without a target. NaN gives True; the
+    learner counts it as a bad step.
     """
     return target_kl is not None and not approximate_kl <= TARGET_KL_SLACK * target_kl

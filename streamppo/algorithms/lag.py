@@ -1,23 +1,23 @@
 """Adaptive lag: the effective sample size at each lag decides how far engines may run ahead.
 
-The older the behavior policy, the further it is from the learner's, and the smaller is the effective share of tokens in
-the weighted gradient (`Divergence.ess_token`, measured before any truncation). VCPO uses ESS as a sign of an imminent
-collapse, and lowers the learning rate by it (https://arxiv.org/abs/2602.17616). Here the lag is lowered first; the
-learning rate is lowered if a smaller lag does not help, or does not help yet.
+The older the behavior policy, the further it is from the learner's policy, and the smaller is the effective share of
+tokens in the weighted gradient (`Divergence.ess_token`, measured before any truncation). VCPO takes a low ESS as a sign
+of an imminent collapse and lowers the learning rate by it (https://arxiv.org/abs/2602.17616). Here the lag is lowered
+first. The learning rate is lowered if data of lag 0 fail too, and while data of the larger lag still arrive.
 
     After every update, over the buckets of lags up to `admitted` that have at least the share `LEAST` of the tokens:
 
     the lowest bucket with ESS < ess starts at lag f > 0     admitted = f - 1; older data arrive for `hold` updates
-    it starts at lag 0                                       admitted = 0, lr_share is halved: lag is not the cause
+    it starts at lag 0: lag is not the cause                 admitted = 0, lr_share is halved
     no bucket has ESS < ess, and lr_share < 1                lr_share is doubled
     all have ESS >= (1 + ess) / 2, admitted is reached       admitted rises by at least 1 (`extrapolate_lag`)
 
-    an update's share of the learning rate    lr_share; while older data may arrive, times the mean over its tokens of
-                                              min(1, (admitted + 1) / (lag + 1))
+    an update's share of the learning rate    lr_share; while older data may arrive, this is multiplied by the mean over
+                                              the batch's tokens of min(1, (admitted + 1) / (lag + 1))
 
-The lag falls below the whole failing bucket (buckets double in width). It rises only if data at its bound are good, to
-at most twice its value and one more, so that it never goes far beyond what was measured. With every ESS at least
-(1 + ess) / 2 it rises to its upper bound and stays there, if data reach the admitted lag.
+The lag falls below the whole failing bucket (buckets double in width). It rises only if data at the admitted lag are
+good, and at most to 2 * admitted + 1, so that it stays near lags that were measured. If every ESS is at least
+(1 + ess) / 2 and data reach the admitted lag, it rises to its upper bound and stays there.
 """
 
 from collections.abc import Callable, Mapping
@@ -27,14 +27,14 @@ from typing import NamedTuple
 from streamppo.algorithms.diagnostics import LAG_BUCKETS, LAST_LAG_OF_BUCKET
 
 LEAST = 0.01
-"""Smallest share of the tokens for which a bucket counts, and for which the admitted lag counts as reached."""
+"""The smallest share of the tokens for which a bucket counts, and for which the admitted lag counts as reached."""
 LEAST_RATE = 1 / 16
 """The smallest `lr_share`."""
 FIRST_LAG_OF_BUCKET = (0, *(last + 1 for last in LAST_LAG_OF_BUCKET))
 
 
 class AdmittedLag(NamedTuple):
-    """The admitted lag in versions, the share of the learning rate, and the updates for which older data may arrive."""
+    """The admitted lag in versions, the share of the learning rate, and for how many updates older data may arrive."""
 
     admitted: int
     lr_share: float = 1.0
@@ -44,11 +44,11 @@ class AdmittedLag(NamedTuple):
 def next_lag(
     lag: AdmittedLag, ess_by_bucket: Mapping[str, float], tokens_by_lag: Mapping[int, int], *, at_most: int, ess: float
 ) -> AdmittedLag:
-    """The lag to admit after an update on a batch with `tokens_by_lag`; `ess_by_bucket` has keys of `LAG_BUCKETS`."""
+    """The lag to admit after an update on a batch with `tokens_by_lag`. `ess_by_bucket` has keys of `LAG_BUCKETS`."""
     ess_by_first_lag = _bucket_ess(lag, ess_by_bucket, tokens_by_lag)
     failing = [first for first, value in ess_by_first_lag.items() if value < ess]
     if failing:
-        # Data admitted under the old lag arrive for as many updates.
+        # Data that were admitted under the larger lag arrive for `lag.admitted` more updates.
         hold, none_is_at_fault = max(lag.hold - 1, lag.admitted), min(failing) == 0
         rate = max(LEAST_RATE, lag.lr_share / 2) if none_is_at_fault else lag.lr_share
         return AdmittedLag(max(0, min(failing) - 1), rate, hold)
@@ -64,10 +64,11 @@ def next_lag(
 
 
 def extrapolate_lag(admitted: int, worst: float, least: float) -> int:
-    """Extrapolate the lag at which ESS falls to `least`, from `worst` >= `least`, its lowest value up to `admitted`.
+    """Extrapolate the lag at which ESS falls to `least`; `worst` is the lowest ESS up to `admitted`, `worst` >=
+    `least`.
 
-    The variance of a policy's log-ratios grows with the square of the distance that the policy moves, which is at most
-    proportional to the number of versions. So log(ESS) is assumed to fall with the square of lag + 1.
+    The variance of a policy's log-ratios grows with the square of the distance that the policy moves. The distance is
+    at most proportional to the number of versions. So log(ESS) is assumed to fall with the square of lag + 1.
 
         lag + 1 = (admitted + 1) min(2, sqrt(log(least) / log(worst))), rounded down; lag is at least admitted + 1
     """
@@ -76,7 +77,7 @@ def extrapolate_lag(admitted: int, worst: float, least: float) -> int:
 
 
 def lr_share(lag: AdmittedLag, tokens_by_lag: Mapping[int, int]) -> float:
-    """The share of the learning rate for the update on a batch with `tokens_by_lag`."""
+    """The share of the learning rate that the update on a batch with `tokens_by_lag` takes."""
     if not lag.hold or not tokens_by_lag:
         return lag.lr_share
     young = sum(
@@ -88,7 +89,7 @@ def lr_share(lag: AdmittedLag, tokens_by_lag: Mapping[int, int]) -> float:
 def _bucket_ess(
     lag: AdmittedLag, ess_by_bucket: Mapping[str, float], tokens_by_lag: Mapping[int, int]
 ) -> dict[int, float]:
-    """The effective sample sizes of the buckets that count, by each bucket's first lag."""
+    """The effective sample sizes of the buckets that count, keyed by the first lag of each bucket."""
     ess_by_first_lag: dict[int, float] = {}
     for name, first, last in zip(LAG_BUCKETS, FIRST_LAG_OF_BUCKET, (*LAST_LAG_OF_BUCKET, inf), strict=True):
         share = _share(tokens_by_lag, lambda token_lag, first=first, last=last: first <= token_lag <= last)

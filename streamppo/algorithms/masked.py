@@ -3,24 +3,24 @@
 B sequences, T response tokens (padded on the right).
 
 `mask_BT` is bool, and True only for tokens that the policy sampled and that are trained on. A masked entry may be any
-number, NaN included: it is replaced before use, never multiplied by zero.
-Sums run along the padded rows: they are deterministic on a GPU, unlike scattered additions.
+number, also NaN: it is replaced before use, never multiplied by zero. Sums run along the padded rows, which is
+deterministic on a GPU, unlike scattered additions.
 """
 
 import torch
 from torch import Tensor
 
 LOG_RATIO_BOUND = 20.0
-"""Log-ratios are clamped to +-20 before they are exponentiated: e^20 is 5e8, and float32 still holds its square."""
+"""Log-ratios are clamped to +-20 before they are exponentiated. e^20 is 5e8, and float32 can hold its square."""
 ABOVE_ZERO = 1e-3
-"""The largest log-probability above 0 that counts as rounding."""
+"""A log-probability up to this much above 0 counts as a rounding error."""
 
 
 # --- checks --------------------------------------------------------------------------------------------------
 
 
 def check_tokens(mask_BT: Tensor, **tensors_BT: Tensor) -> None:
-    """Refuse a mask that is not bool [B, T], and tensors that do not have its shape (ValueError with the name)."""
+    """Raise ValueError if the mask is not bool [B, T] or, with its name, if a tensor has another shape."""
     if mask_BT.dtype != torch.bool:
         raise ValueError(f"mask must be bool, not {mask_BT.dtype}: use mask.bool()")
     if mask_BT.dim() != 2:
@@ -31,17 +31,17 @@ def check_tokens(mask_BT: Tensor, **tensors_BT: Tensor) -> None:
 
 
 def check_sequences(mask_BT: Tensor, **tensors_B: Tensor) -> None:
-    """Refuse tensors that do not have one entry for each sequence (ValueError with the name)."""
+    """Raise ValueError, with the name, for tensors that do not have one entry for each sequence."""
     for name, tensor in tensors_B.items():
         if tensor.shape != mask_BT.shape[:1]:
             raise ValueError(f"{name} has shape {tuple(tensor.shape)}; expected ({mask_BT.shape[0]},)")
 
 
 def check_finite(mask: Tensor, **tensors: Tensor) -> None:
-    """Refuse NaN and infinity at unmasked entries: ValueError with the name, the count and the first index.
+    """Raise ValueError for NaN and infinity at unmasked entries, with the name, the count and the first index.
 
-    Tensors may have any shape that is the mask's. Each check reads its result back from the device once: call it once
-    per batch, not once per micro-batch.
+    A mask of any shape is allowed; the tensors must have the same shape. Each check synchronises with the device, so
+    call it once per batch, not once per micro-batch.
     """
     for name, tensor in tensors.items():
         if tensor.shape != mask.shape:
@@ -50,20 +50,20 @@ def check_finite(mask: Tensor, **tensors: Tensor) -> None:
 
 
 def check_logprobs(mask: Tensor, **logprobs: Tensor) -> None:
-    """Refuse log-probs that are NaN, infinite or positive beyond rounding at unmasked entries: ValueError."""
+    """Raise ValueError for log-probs at unmasked entries that are not finite, or positive beyond rounding."""
     check_finite(mask, **logprobs)
     for name, tensor in logprobs.items():
         refuse(name, tensor, mask & (tensor > ABOVE_ZERO), "above 0, so not a log-probability")
 
 
 def check_any(mask: Tensor) -> None:
-    """Refuse a batch in which every token is masked (ValueError): it has no training signal."""
+    """Raise ValueError for a batch in which every token is masked: it has no training signal."""
     if not bool(mask.any()):
         raise ValueError(f"every token of the batch is masked (mask has shape {tuple(mask.shape)})")
 
 
 def refuse(name: str, tensor: Tensor, bad: Tensor, why: str) -> None:
-    """Raise ValueError with the first entry of `tensor` that is `bad`, if any, and the reason `why`."""
+    """Raise ValueError if an entry of `tensor` is `bad`, with the first such entry and the reason `why`."""
     if not bool(bad.any()):
         return
     index = tuple(int(i) for i in torch.nonzero(bad)[0])
@@ -76,7 +76,7 @@ def refuse(name: str, tensor: Tensor, bad: Tensor, why: str) -> None:
 
 
 def at_least_float32(x: Tensor) -> Tensor:
-    """Widen x to float32, of any shape; float64 stays."""
+    """Convert x, of any shape, to float32; leave float64 as it is."""
     return x if x.dtype == torch.float64 else x.float()
 
 
@@ -96,7 +96,7 @@ def sequence_count(mask_BT: Tensor) -> Tensor:
 
 
 def sequence_mean(x_BT: Tensor, mask_BT: Tensor) -> Tensor:
-    """[B], the mean of x over the unmasked tokens of each sequence; 0 for a sequence without any."""
+    """[B], the mean of x over the unmasked tokens of each sequence; 0 if all are masked."""
     return sequence_sum(x_BT, mask_BT) / sequence_count(mask_BT).clamp(min=1)
 
 
@@ -106,7 +106,7 @@ def spread(x_B: Tensor, mask_BT: Tensor) -> Tensor:
 
 
 def last_token(mask_BT: Tensor) -> Tensor:
-    """[B, T] bool, True at the last unmasked token of each sequence; all False for a sequence without any."""
+    """[B, T] bool, True at the last unmasked token of each sequence; all False if all are masked."""
     remaining_BT = mask_BT.flip(-1).cumsum(-1).flip(-1)
     return mask_BT & (remaining_BT == 1)
 
@@ -119,5 +119,5 @@ def on_last_token(x_B: Tensor, mask_BT: Tensor) -> Tensor:
 
 
 def bounded_exp(log_ratio: Tensor) -> Tensor:
-    """exp(clamp(log_ratio, -20, 20)), of any shape: a ratio without overflow; beyond the bound the gradient is zero."""
+    """exp(clamp(log_ratio, -20, 20)), of any shape: a ratio without overflow, with gradient 0 outside the bounds."""
     return log_ratio.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND).exp()

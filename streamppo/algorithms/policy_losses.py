@@ -1,8 +1,9 @@
-"""The policy's loss, one number per token, from ratio = current / proximal and an advantage.
+"""The policy's loss, one number per token, from an advantage and ratio = current / proximal.
 
-B sequences, T response tokens (padded). Every function returns a `TokenLoss`, zero at masked tokens; multiply `loss`
-by a `Correction`'s weights and hand it to `aggregate`. Advantages and proximal log-probs are constants: no gradient
-flows into them. `logprobs_BT` are the current policy's. All raise ValueError on shapes and bounds that do not fit.
+B sequences, T response tokens (padded). Every function returns a `TokenLoss`, zero at masked tokens. The learner
+multiplies `loss` by a `Correction`'s weights and passes it to `aggregate`. No gradient flows into advantages and
+proximal log-probs. `logprobs_BT` are of the current policy. Every function raises ValueError on shapes and bounds that
+do not fit.
 
 In the formulas, at every token:
 
@@ -24,7 +25,7 @@ from streamppo.algorithms.masked import (
 
 
 class TokenLoss(NamedTuple):
-    """[B, T] each: `loss` is differentiable; `clipped` is True where the trust region acted; `ratio` is detached."""
+    """[B, T] each: `loss` is differentiable; `clipped` is True where the trust region acts; `ratio` is detached."""
 
     loss: Tensor
     clipped: Tensor
@@ -34,7 +35,7 @@ class TokenLoss(NamedTuple):
 def token_log_ratio(
     logprobs_BT: Tensor, proximal_logprobs_BT: Tensor, advantages_BT: Tensor, mask_BT: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """(log(current / proximal), advantages), [B, T], both zero at masked tokens; shapes are checked here."""
+    """Check shapes and return log(current / proximal) and the advantages, [B, T] each, both zero at masked tokens."""
     check_tokens(
         mask_BT,
         logprobs_BT=logprobs_BT,
@@ -46,7 +47,7 @@ def token_log_ratio(
 
 
 def clip_surrogate(ratio: Tensor, advantages: Tensor, clip_low: float, clip_high: float) -> tuple[Tensor, Tensor]:
-    """(loss, was clipped) of ratios and advantages of one shape, [B, T] or [B].
+    """Return the loss and the `clipped` mask for ratios and advantages of one shape, [B, T] or [B].
 
     loss    = max(-A * r, -A * clamp(r, 1 - clip_low, 1 + clip_high))
     clipped = the second is larger
@@ -68,14 +69,14 @@ def clipped(
     clip_high: float = 0.2,
     dual_clip: float | None = None,
 ) -> TokenLoss:
-    """PPO: no reward for moving the ratio out of [1 - clip_low, 1 + clip_high] in the advantage's direction.
+    """PPO: moving the ratio out of [1 - clip_low, 1 + clip_high] in the advantage's direction gains nothing.
 
         loss = max(-A * r, -A * clamp(r, 1 - clip_low, 1 + clip_high))
-        loss = min(loss, -A * dual_clip)        where A < 0, with a dual_clip
+        loss = min(loss, -A * dual_clip)        where A < 0, if dual_clip is set
 
     Schulman et al. 2017, https://arxiv.org/abs/1707.06347; clip_high > clip_low is DAPO's clip-higher
-    (https://arxiv.org/abs/2503.14476); dual_clip > 1 from https://arxiv.org/abs/1912.09729.
-    At current == proximal the gradient is REINFORCE's.
+    (https://arxiv.org/abs/2503.14476); dual_clip > 1 is from https://arxiv.org/abs/1912.09729.
+    At current == proximal the gradient is that of `reinforce`.
     """
     if dual_clip is not None and dual_clip <= 1:
         raise ValueError(f"dual_clip must be greater than 1, got {dual_clip}")
@@ -98,13 +99,13 @@ def cispo(
     clip_low: float = 1.0,
     clip_high: float = 4.0,
 ) -> TokenLoss:
-    """CISPO clips the WEIGHT and keeps the gradient: rare, decisive tokens continue learning beyond the bound.
+    """CISPO clips the WEIGHT and keeps the gradient: rare, decisive tokens continue to learn outside the bounds.
 
         loss = -stop(clamp(r, 1 - clip_low, 1 + clip_high)) * A * logprobs
 
-    MiniMax-M1, https://arxiv.org/abs/2506.13585; a bound of about 5 (clip_high = 4) is ScaleRL's,
-    https://arxiv.org/abs/2510.13786. clip_low = 1 means no lower bound.
-    Unclipped it has the gradient of `importance_weighted`.
+    MiniMax-M1, https://arxiv.org/abs/2506.13585; ScaleRL, https://arxiv.org/abs/2510.13786, has a bound of about 5
+    (clip_high = 4). clip_low = 1 means no lower bound.
+    Without clipping the gradient is that of `importance_weighted`.
     """
     log_ratio_BT, advantages_BT = token_log_ratio(logprobs_BT, proximal_logprobs_BT, advantages_BT, mask_BT)
     ratio_BT = bounded_exp(log_ratio_BT.detach())
@@ -114,12 +115,12 @@ def cispo(
 
 
 def reinforce(logprobs_BT: Tensor, proximal_logprobs_BT: Tensor, advantages_BT: Tensor, mask_BT: Tensor) -> TokenLoss:
-    """Plain policy gradient; the ratio is reported and not used.
+    """REINFORCE, the plain policy gradient; the ratio is reported and not used.
 
         loss = -A * logprobs
 
-    Williams 1992, https://doi.org/10.1007/BF00992696. Unbiased if the data come from the current policy, or if a
-    `Correction`'s weights correct for their age.
+    Williams 1992, https://doi.org/10.1007/BF00992696. It is unbiased if the current policy sampled the data, or if a
+    `Correction`'s weights make up for the difference.
     """
     log_ratio_BT, advantages_BT = token_log_ratio(logprobs_BT, proximal_logprobs_BT, advantages_BT, mask_BT)
     ratio_BT = bounded_exp(log_ratio_BT.detach())
@@ -129,12 +130,12 @@ def reinforce(logprobs_BT: Tensor, proximal_logprobs_BT: Tensor, advantages_BT: 
 def importance_weighted(
     logprobs_BT: Tensor, proximal_logprobs_BT: Tensor, advantages_BT: Tensor, mask_BT: Tensor
 ) -> TokenLoss:
-    """The surrogate before clipping: an unbiased gradient with no trust region at all.
+    """PPO's surrogate before clipping: an unbiased gradient and no trust region.
 
         loss = -A * r
 
-    Conservative policy iteration, as in section 3 of https://arxiv.org/abs/1707.06347. It is `clipped` with
-    infinite bounds; at current == proximal its gradient is that of `reinforce`.
+    Conservative policy iteration, as in section 3 of https://arxiv.org/abs/1707.06347. This is `clipped` with infinite
+    bounds. At current == proximal the gradient is that of `reinforce`.
     """
     log_ratio_BT, advantages_BT = token_log_ratio(logprobs_BT, proximal_logprobs_BT, advantages_BT, mask_BT)
     ratio_BT = bounded_exp(log_ratio_BT)
@@ -157,8 +158,8 @@ def sapo(
         gate = sigmoid(tau * (r - 1))
         loss = -A * gate * 4 / tau
 
-    https://arxiv.org/abs/2511.20347. Its derivative by r is -A * 4 * gate * (1 - gate), so at r = 1 the gradient is
-    PPO's. `clipped` reports the tokens at which the gate lets less than half of the gradient through.
+    https://arxiv.org/abs/2511.20347. The loss's derivative by r is -A * 4 * gate * (1 - gate): at r = 1 the gradient is
+    PPO's. `clipped` is True where the gate leaves less than half of the gradient.
     """
     if tau_positive <= 0 or tau_negative <= 0:
         raise ValueError(f"temperatures must be positive, got {tau_positive} and {tau_negative}")
@@ -172,12 +173,12 @@ def sapo(
 
 
 def positive_nll(logprobs_BT: Tensor, right_BT: Tensor, count: float) -> Tensor:
-    """A micro-batch's share of the mean negative log-likelihood of the tokens of right answers; differentiable.
+    """A micro-batch's share of the mean negative log-likelihood of right answers' tokens; differentiable.
 
         -sum(logprobs_t over right) / count
 
-    VAPO, section 4.3, https://arxiv.org/abs/2504.05118, there with the weight mu = 0.1. `count` is the number of
-    tokens of right answers in the whole minibatch; without any the term is 0.
+    VAPO, section 4.3, https://arxiv.org/abs/2504.05118, which gives the term the weight mu = 0.1. `count` is the number
+    of tokens of right answers in the whole minibatch. Without right answers the term is 0.
     """
     check_tokens(right_BT, logprobs_BT=logprobs_BT)
     return -fill(logprobs_BT, right_BT).sum() / max(count, 1.0)

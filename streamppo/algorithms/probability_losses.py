@@ -1,7 +1,7 @@
 """Policy losses that bound probabilities instead of ratios: DPPO by total variation and by binary KL, and IPO.
 
-Symbols, shapes and rules are those of policy_losses.py; p and q are the proximal and the current probability of a
-token. A dropped token has loss 0 and still counts in the denominator.
+Symbols, shapes and rules are those of policy_losses.py. p is the proximal probability of a token, q the current one. A
+dropped token has loss 0 and still counts in the denominator.
 """
 
 from torch import Tensor
@@ -10,7 +10,7 @@ from streamppo.algorithms.masked import bounded_exp, fill
 from streamppo.algorithms.policy_losses import TokenLoss, token_log_ratio
 
 REST_FLOOR = 1e-8
-"""Lower bound of 1 - p in a logarithm: a token may have all of the probability."""
+"""Lower bound of 1 - p before its logarithm is taken, because p may be 1."""
 
 
 def dppo_tv(
@@ -21,14 +21,14 @@ def dppo_tv(
     *,
     delta: float = 0.15,
 ) -> TokenLoss:
-    """DPPO bounds the PROBABILITY: a token is dropped once it has moved by more than delta in A's direction.
+    """DPPO bounds the PROBABILITY: a token whose probability moved by more than delta in A's direction is dropped.
 
         shift = exp(logprobs) - exp(proximal_logprobs)
         loss  = 0 if shift * sign(A) > delta else -A * r
 
     The binary total-variation form of https://arxiv.org/abs/2602.04879. The paper bounds the move from the behavior
-    policy, as here with `corrections.behavior_as_proximal`. Ratio clipping bounds rare tokens tightly and likely ones
-    loosely; this does the reverse. delta = 1 gives `policy_losses.importance_weighted`.
+    policy; `corrections.behavior_as_proximal` does that here. Ratio clipping bounds rare tokens tightly and likely
+    tokens loosely; this loss does the reverse. delta = 1 gives `policy_losses.importance_weighted`.
     """
     if delta < 0:
         raise ValueError(f"delta must not be negative, got {delta}")
@@ -45,13 +45,13 @@ def dppo_kl(
     *,
     delta: float = 0.05,
 ) -> TokenLoss:
-    """DPPO by KL: a token is dropped once KL(p || q) of "this token or any other" passes delta in A's direction.
+    """DPPO by KL: a token whose binary KL(p || q) exceeds delta, by a move in A's direction, is dropped.
 
         KL    = p * log(p / q) + (1 - p) * log((1 - p) / (1 - q))
         loss  = 0 if KL > delta and (q - p) * A > 0 else -A * r
 
-    The binary KL form of https://arxiv.org/abs/2602.04879, with the proximal policy as anchor; the paper's anchor is
-    the behavior policy. Unlike `dppo_tv` it bounds moves near 0 and 1 more tightly than those near 1/2.
+    The binary KL form of https://arxiv.org/abs/2602.04879. The anchor here is the proximal policy; the paper's is the
+    behavior policy. Unlike `dppo_tv`, this loss bounds moves near 0 and 1 more tightly than moves near 1/2.
     An infinite delta gives `policy_losses.importance_weighted`.
     """
     if delta < 0:
@@ -72,13 +72,13 @@ def ipo(
     *,
     eps: float = 0.3,
 ) -> TokenLoss:
-    """IPO (INTELLECT Policy Optimization): a token is dropped while its probability differs by more than eps.
+    """IPO (INTELLECT Policy Optimization): a token whose probability moved by more than eps is dropped.
 
         loss  = 0 if abs(q - p) > eps else -A * r
 
-    https://docs.primeintellect.ai/prime-rl/ipo; there p is the behavior policy's. It drops moves in both directions,
+    https://docs.primeintellect.ai/prime-rl/ipo, where p is of the behavior policy. It drops moves in both directions,
     whatever the sign of A; `dppo_tv` drops only moves in A's direction. eps = 1 gives
-    `policy_losses.importance_weighted`. Not related to the preference loss of the same name.
+    `policy_losses.importance_weighted`. It is not the preference loss called IPO.
     """
     if eps < 0:
         raise ValueError(f"eps must not be negative, got {eps}")
@@ -88,7 +88,7 @@ def ipo(
 
 
 def _drop_tokens(log_ratio_BT: Tensor, advantages_BT: Tensor, mask_BT: Tensor, dropped_BT: Tensor) -> TokenLoss:
-    """-A * r, and 0 at the tokens `dropped_BT`."""
+    """The loss -A * r, set to 0 at the tokens `dropped_BT`."""
     ratio_BT = bounded_exp(log_ratio_BT)
     loss_BT = (-advantages_BT * ratio_BT).masked_fill(~mask_BT | dropped_BT, 0.0)
     return TokenLoss(loss_BT, mask_BT & dropped_BT, ratio_BT.detach())

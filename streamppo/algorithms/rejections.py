@@ -1,11 +1,11 @@
 """Rules that leave tokens or responses out of the policy's loss.
 
-    rejection    by proximal / behavior: part of a correction, which gives the token weight 0
-    filter       of a whole response: truncated, or negative and far off-policy
+    rejection    drops tokens by proximal / behavior, as part of a correction: their weight is 0
+    filter       leaves out a whole response: a truncated one, or a negative one that is far off-policy
 
 B sequences, T response tokens (padded), N rules. w_bt = proximal / behavior of a token. A token that is left out still
-counts in the denominators (`aggregate`), and its reward in its group's mean. Every rule keeps NaN, so that it leads to
-a bad step.
+counts in the denominators (`aggregate`), and its reward counts in the mean of its group. Every rule keeps NaN, so that
+it leads to a bad step.
 """
 
 from collections.abc import Callable, Sequence
@@ -18,7 +18,7 @@ from streamppo.algorithms.masked import bounded_exp, check_sequences, check_toke
 
 
 class RejectionRule(NamedTuple):
-    """`keeps` maps (proximal, behavior, mask), [B, T] each, to [B, T] bool; `name` is used in metrics."""
+    """`keeps` maps (proximal, behavior, mask), [B, T] each, to [B, T] bool; `name` is the rule's name in metrics."""
 
     name: str
     keeps: Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -35,8 +35,9 @@ def rejecting(
 
         weights_bt = weights_bt if every rule keeps bt else 0
 
-    Weights of 1 with one rule: verl's rollout_rs without rollout_is, SkyRL's sequence masks. Truncated weights with a
-    rule for responses: MIS, Liu, Li et al. 2025, https://richardli.xyz/rl-collapse. Without a rule nothing changes.
+    With weights of 1 and one rule this is verl's rollout_rs without rollout_is, or SkyRL's sequence masks. With
+    truncated weights and a rule for responses it is MIS, Liu, Li et al. 2025, https://richardli.xyz/rl-collapse.
+    Without rules nothing changes.
     """
     keep_BT, dropped = correction.keep, dict(correction.dropped)
     for name, keeps in rules_N:
@@ -48,24 +49,24 @@ def rejecting(
 def token_in_band(
     proximal_logprobs_BT: Tensor, behavior_logprobs_BT: Tensor, mask_BT: Tensor, *, lo: float, hi: float
 ) -> Tensor:
-    """[B, T] bool: lo <= w_bt <= hi. With the ratio itself as the weight this is IcePop's mask."""
+    """[B, T] bool: lo <= w_bt <= hi. If the weight is the ratio itself, this is IcePop's mask."""
     return in_band(log_weights(proximal_logprobs_BT, behavior_logprobs_BT, mask_BT, level="token"), lo, hi)
 
 
 def sequence_in_band(
     proximal_logprobs_BT: Tensor, behavior_logprobs_BT: Tensor, mask_BT: Tensor, *, lo: float, hi: float
 ) -> Tensor:
-    """[B, T] bool: lo <= prod_t(w_bt) <= hi. The product grows with length; on one token it is `token_in_band`."""
+    """[B, T] bool: lo <= prod_t(w_bt) <= hi. The product grows with length; for one token this is `token_in_band`."""
     return in_band(log_weights(proximal_logprobs_BT, behavior_logprobs_BT, mask_BT, level="sequence"), lo, hi)
 
 
 def geometric_in_band(
     proximal_logprobs_BT: Tensor, behavior_logprobs_BT: Tensor, mask_BT: Tensor, *, lo: float, hi: float
 ) -> Tensor:
-    """[B, T] bool: lo <= prod_t(w_bt)^(1 / n_b) <= hi, n_b the unmasked tokens of the response.
+    """[B, T] bool: lo <= prod_t(w_bt)^(1 / n_b) <= hi; n_b is the number of unmasked tokens of the response.
 
-    It does not depend on the length of the response. Deviations of opposite signs cancel; `outlier_free` and `mean_k3`
-    detect them. With `lo = exp(-delta)`, no `hi` and only negative advantages it is `off_policy_negative`.
+    The mean does not depend on the response's length. In it, deviations of opposite signs cancel; `outlier_free` and
+    `mean_k3` detect them. With `lo = exp(-delta)`, no `hi` and only negative advantages this is `off_policy_negative`.
     """
     return in_band(log_weights(proximal_logprobs_BT, behavior_logprobs_BT, mask_BT, level="geometric"), lo, hi)
 
@@ -75,8 +76,9 @@ def outlier_free(
 ) -> Tensor:
     """[B, T] bool: lo <= w_bt <= hi for every unmasked token of the response.
 
-    With [1 / c, c] this bounds max_t(abs(log(w_bt))) by log(c), with lo = 0 the largest ratio. Trust region masking by
-    the maximum, https://arxiv.org/abs/2512.23075; SkyRL's outlier tokens. On one token it is `token_in_band`.
+    With [1 / c, c] this bounds max_t(abs(log(w_bt))) by log(c). With lo = 0 it bounds the largest ratio. Trust region
+    masking by the maximum, https://arxiv.org/abs/2512.23075; SkyRL's outlier tokens. For one token this is
+    `token_in_band`.
     """
     inside_BT = token_in_band(proximal_logprobs_BT, behavior_logprobs_BT, mask_BT, lo=lo, hi=hi)
     return (inside_BT | ~mask_BT).all(-1, keepdim=True).expand(mask_BT.shape)
@@ -85,9 +87,9 @@ def outlier_free(
 def mean_k3(proximal_logprobs_BT: Tensor, behavior_logprobs_BT: Tensor, mask_BT: Tensor, *, at_most: float) -> Tensor:
     """[B, T] bool: mean_t(w_bt - 1 - log(w_bt)) <= at_most over the unmasked tokens of the response.
 
-    The k3 estimate of KL(behavior || proximal), http://joschu.net/blog/kl-approx.html: its terms are never negative and
-    do not cancel. Trust region masking by the mean, https://arxiv.org/abs/2512.23075. With proximal == behavior it is 0
-    and all is kept. Raises ValueError if the bound is not positive.
+    The mean is the k3 estimate of KL(behavior || proximal), http://joschu.net/blog/kl-approx.html. Its terms are never
+    negative and so do not cancel. Trust region masking by the mean, https://arxiv.org/abs/2512.23075. With
+    proximal == behavior the mean is 0 and everything is kept. Raises ValueError if the bound is not positive.
     """
     if not at_most > 0:
         raise ValueError(f"at_most must be positive, got {at_most}")
@@ -100,12 +102,12 @@ def mean_k3(proximal_logprobs_BT: Tensor, behavior_logprobs_BT: Tensor, mask_BT:
 
 
 def truncated_tokens(truncated_B: Tensor, mask_BT: Tensor) -> Tensor:
-    """[B, T] bool, True at the unmasked tokens of truncated completions: their reward is noise.
+    """[B, T] bool, True at the unmasked tokens of truncated completions, because their reward is noise.
 
         left_out_bt = truncated_b
 
-    Overlong filtering, section 3.4 of DAPO, https://arxiv.org/abs/2503.14476. Without truncated completions it is all
-    False.
+    Overlong filtering, section 3.4 of DAPO, https://arxiv.org/abs/2503.14476. Without truncated completions the result
+    is False everywhere.
     """
     check_tokens(mask_BT)
     check_sequences(mask_BT, truncated_B=truncated_B)
@@ -119,10 +121,10 @@ def off_policy_negative(
 
         left_out_bt = mean_t(advantages_bt) < 0 and mean_t(behavior_logprobs_bt - logprobs_bt) > delta
 
-    Off-policy sequence masking, DeepSeek-V3.2, https://arxiv.org/abs/2512.02556: the engine's log-probs against the
-    current policy's, so that lag, numerics and the steps of this update all count. In the paper a response has one
-    advantage; the mean equals it, and gives one decision if a response's tokens have different ones. Both means are
-    over unmasked tokens. An infinite delta filters nothing. Raises ValueError if delta is not positive.
+    Off-policy sequence masking, DeepSeek-V3.2, https://arxiv.org/abs/2512.02556. It compares the engine's log-probs
+    with the current policy's, so lag, numerics and the steps of this update all count. In the paper a response has one
+    advantage. Where tokens differ in advantage, their mean gives one decision for the response. Both means are over
+    unmasked tokens. An infinite delta leaves out nothing. Raises ValueError if delta is not positive.
     """
     if not delta > 0:
         raise ValueError(f"delta must be positive, got {delta}")

@@ -1,7 +1,8 @@
 """The two parts of every multi-step estimate: the next unmasked token, and a discounted sum backwards in time.
 
-B sequences, T response tokens (padded), S rows of numbers. Both skip masked tokens, so that an estimate on a response
-with tool output in the middle equals the estimate on the response without it. The same sum adds up groups of sequences.
+B sequences, T response tokens (padded), S rows of numbers. Both parts skip masked tokens: an estimate on a response
+with tool output in the middle equals the estimate on the response without the output. The discounted sum also adds up
+groups of sequences.
 """
 
 import torch
@@ -9,7 +10,7 @@ from torch import Tensor
 
 
 def next_unmasked(x_BT: Tensor, mask_BT: Tensor, after_B: Tensor) -> Tensor:
-    """[B, T], x at the next unmasked token after t, or after_B[b] if there is none."""
+    """[B, T], x at the next unmasked token after t; after_B[b] if no unmasked token follows."""
     T = x_BT.shape[1]
     index_BT = torch.arange(T, device=x_BT.device).expand_as(x_BT).masked_fill(~mask_BT, T)
     first_at_or_after_BT = index_BT.flip(-1).cummin(-1).values.flip(-1)
@@ -19,13 +20,13 @@ def next_unmasked(x_BT: Tensor, mask_BT: Tensor, after_B: Tensor) -> Tensor:
 
 
 def reverse_scan(increments_BT: Tensor, decay_BT: Tensor, mask_BT: Tensor) -> Tensor:
-    """[B, T], the recurrence of all returns, in log2(T) doubling steps.
+    """[B, T], the recurrence behind all returns, computed in log2(T) doubling steps.
 
         y_t = increments_t + decay_t * y_{t+1}
 
-    A masked token adds nothing and passes y_{t+1} on unchanged; the result there is zero. Each step combines
-    neighbours (d, x) and (d', x') into (d * d', x + d * x'); this operation is associative (Blelloch 1990,
-    https://www.cs.cmu.edu/~guyb/papers/Ble93.pdf). With decay 1 this is a reversed cumulative sum.
+    A masked token adds nothing and passes y_{t+1} on unchanged; its result is zero. Each step combines neighbours
+    (d, x) and (d', x') into (d * d', x + d * x'). This operation is associative (Blelloch 1990,
+    https://www.cs.cmu.edu/~guyb/papers/Ble93.pdf). With decay 1 the result is a reversed cumulative sum.
     """
     total_BT = increments_BT.masked_fill(~mask_BT, 0.0)
     decay_BT = decay_BT.masked_fill(~mask_BT, 1.0)
@@ -40,7 +41,7 @@ def reverse_scan(increments_BT: Tensor, decay_BT: Tensor, mask_BT: Tensor) -> Te
 
 
 def leaders(group_ids_B: Tensor) -> Tensor:
-    """[B], for each sequence the index of its group's first sequence; a group's sequences may be anywhere."""
+    """[B], for each sequence the index of the first sequence of its group; a group need not be contiguous."""
     order_B = group_ids_B.argsort(stable=True)
     leader_B = torch.empty_like(order_B)
     leader_B[order_B] = order_B[_starts(group_ids_B[order_B])]
@@ -50,8 +51,8 @@ def leaders(group_ids_B: Tensor) -> Tensor:
 def group_sums(x_SB: Tensor, group_ids_B: Tensor) -> Tensor:
     """[S, B], for each sequence the sum of x over its group.
 
-    A `reverse_scan` over the sequences sorted by group, reset at each group. It takes B entries of memory per row, and
-    gives the same bits on every device, unlike scattered additions.
+    This is a `reverse_scan` over the sequences sorted by group, which restarts at each group. It takes B entries of
+    memory per row and, unlike scattered additions, gives the same bits on every device.
     """
     order_B = group_ids_B.argsort(stable=True)
     start_B = _starts(group_ids_B[order_B])
@@ -64,13 +65,13 @@ def group_sums(x_SB: Tensor, group_ids_B: Tensor) -> Tensor:
 
 
 def _starts(sorted_ids_B: Tensor) -> Tensor:
-    """[B], for each place the start of its run of equal ids."""
+    """[B], for each index the start of its run of equal ids."""
     place_B = torch.arange(len(sorted_ids_B), device=sorted_ids_B.device)
     begins_B = torch.nn.functional.pad(sorted_ids_B[1:] != sorted_ids_B[:-1], (1, 0), value=True)
     return place_B.masked_fill(~begins_B, 0).cummax(-1).values
 
 
 def running_sum(x_BT: Tensor) -> Tensor:
-    """[B, T], the sum of x up to and including t; unlike `cumsum` it is deterministic on a GPU."""
+    """[B, T], the sum of x up to and including t; unlike `cumsum`, this is deterministic on a GPU."""
     total_BT = reverse_scan(x_BT.flip(-1), torch.ones_like(x_BT), torch.ones_like(x_BT, dtype=torch.bool))
     return total_BT.flip(-1)

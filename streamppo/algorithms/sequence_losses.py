@@ -22,14 +22,14 @@ def gspo(
     clip_low: float = 3e-4,
     clip_high: float = 4e-4,
 ) -> TokenLoss:
-    """GSPO: one ratio for the response, as the reward is, normalised by its length.
+    """GSPO: one ratio per response, because the reward is per response; the ratio is normalised by length.
 
         s_b   = exp(mean_t(logprobs_bt - proximal_logprobs_bt))
         s_bt  = stop(s_b) * r_bt / stop(r_bt)
         loss  = max(-A * s_bt, -A * clamp(s_bt, 1 - clip_low, 1 + clip_high))
 
-    The token form (GSPO-token) of https://arxiv.org/abs/2507.18071: value and gradient equal the sequence
-    form under "sequence-mean-token-mean", and advantages may differ by token. One-token responses give
+    The token form (GSPO-token) of https://arxiv.org/abs/2507.18071. Under "sequence-mean-token-mean", its value and
+    gradient equal those of the sequence form. Advantages may differ by token. One-token responses give
     `policy_losses.clipped`.
     """
     log_ratio_BT, advantages_BT = token_log_ratio(logprobs_BT, proximal_logprobs_BT, advantages_BT, mask_BT)
@@ -39,7 +39,7 @@ def gspo(
 
 
 def _token_form(log_ratio_BT: Tensor, mask_BT: Tensor) -> Tensor:
-    """The geometric mean of a response's ratios at each token: its value is the mean's, its gradient the token's own.
+    """The geometric mean of a response's ratios at each of its tokens, with the gradient of the token's own ratio.
 
     s_bt = stop(exp(mean_t(log_ratio_bt))) * exp(log_ratio_bt) / stop(exp(log_ratio_bt))
     """
@@ -56,13 +56,13 @@ def sequence_clipped(
     clip_low: float = 0.2,
     clip_high: float = 0.2,
 ) -> TokenLoss:
-    """PPO on whole responses: the ratio is that of the response's probability, the product over its tokens.
+    """PPO on whole responses: the ratio of the response's probabilities, which is the product over its tokens.
 
         R_b     = exp(clamp(sum_t(logprobs_bt - proximal_logprobs_bt), -20, 20))
         A_b     = mean_t(A_bt)
         loss_bt = max(-A_b * R_b, -A_b * clamp(R_b, 1 - clip_low, 1 + clip_high))
 
-    The bandit form of https://arxiv.org/abs/1707.06347 that small teaching trainers use. Aggregate it with
+    The bandit form of https://arxiv.org/abs/1707.06347, used by small teaching trainers. Aggregate it with
     "sequence-mean-token-mean", which counts each response once. Its gradient grows with the response's length.
     One-token responses give `policy_losses.clipped`.
     """
@@ -82,7 +82,7 @@ def gmpo(
     log_low: float = 0.4,
     log_high: float = 0.4,
 ) -> TokenLoss:
-    """GMPO: the geometric mean of a response's ratios, each clipped first, so that one outlier changes it little.
+    """GMPO: the geometric mean of a response's ratios, each clipped before, so that one outlier changes it little.
 
         l_bt  = logprobs_bt - proximal_logprobs_bt
         c_bt  = min(l_bt, log_high) if A_bt > 0 else max(l_bt, -log_low) if A_bt < 0 else l_bt
@@ -90,10 +90,10 @@ def gmpo(
         g_bt  = stop(G_b) * exp(c_bt) / stop(exp(c_bt))
         loss  = -A * g_bt
 
-    https://arxiv.org/abs/2507.20673, whose bounds are e^-0.4 and e^0.4. The token form, as in `gspo`:
-    under "sequence-mean-token-mean" value and gradient are those of the paper, and advantages may differ by token.
-    Without bounds this is GSPO without bounds; one-token responses give `policy_losses.clipped` with a ratio in
-    [e^-log_low, e^log_high].
+    https://arxiv.org/abs/2507.20673, whose bounds are e^-0.4 and e^0.4. This is the token form, as in `gspo`: under
+    "sequence-mean-token-mean", value and gradient equal the paper's, and advantages may differ by token. Without bounds
+    this is GSPO without bounds. One-token responses give `policy_losses.clipped` with a ratio in [e^-log_low,
+    e^log_high].
     """
     if log_low < 0 or log_high < 0:
         raise ValueError(f"bounds of the log-ratio must not be negative, got {log_low} and {log_high}")
@@ -122,10 +122,10 @@ def vespo(
         phi_bt      = W_b^k * exp(lambda * (1 - W_b))
         loss        = -stop(phi_bt) * A * logprobs
 
-    https://arxiv.org/abs/2602.10693. phi is 1 at W = 1, where the gradient is REINFORCE's, and falls on both sides of
-    k / lambda. k = lambda = 0 is `policy_losses.reinforce`; k = 1, lambda = 0 weighs by W itself, and on one-token
-    responses has the gradient of `policy_losses.importance_weighted`. `clipped` reports phi < FADED. The paper's W is
-    current / behavior.
+    https://arxiv.org/abs/2602.10693, where W is current / behavior. phi is 1 at W = 1, where the gradient is
+    REINFORCE's. It falls on both sides of W = k / lambda. k = lambda = 0 is `policy_losses.reinforce`. k = 1, lambda =
+    0 weights by W itself; for one-token responses this has the gradient of `policy_losses.importance_weighted`.
+    `clipped` is True where phi < FADED.
     """
     if min(*positive, *negative) < 0:
         raise ValueError(f"k and lambda must not be negative, got {positive} and {negative}")

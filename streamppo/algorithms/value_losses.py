@@ -1,7 +1,7 @@
 """The critic's loss, one number per token, and the share of the returns' variance that the critic explains.
 
-B sequences, T response tokens (padded). `values_BT` are the critic's current outputs, `proximal_values_BT` those from
-the start of the update; `returns_BT` come from `advantages` or `vtrace`.
+B sequences, T response tokens (padded). `values_BT` are the critic's current outputs. `proximal_values_BT` are its
+outputs at the start of the update. `returns_BT` come from `advantages` or `vtrace`.
 """
 
 from typing import Literal, NamedTuple
@@ -15,20 +15,20 @@ ValueKind = Literal["mse", "huber"]
 
 
 class TokenValueLoss(NamedTuple):
-    """`loss` [B, T] is differentiable, zero at masked tokens; `clipped` is True where the clip determines it."""
+    """`loss` [B, T] is differentiable and zero at masked tokens; `clipped` is True where the clip sets the loss."""
 
     loss: Tensor
     clipped: Tensor
 
 
 def regression(error_BT: Tensor, kind: ValueKind, huber_delta: float) -> Tensor:
-    """[B, T], the loss of an error e.
+    """[B, T], the loss of an error e, by kind:
 
         mse      0.5 * e^2
         huber    0.5 * e^2                                      |e| <= huber_delta
         huber    huber_delta * (|e| - 0.5 * huber_delta)        |e| > huber_delta
 
-    Huber 1964, https://doi.org/10.1214/aoms/1177703732. With huber_delta above every |e| both kinds are equal.
+    Huber 1964, https://doi.org/10.1214/aoms/1177703732. If huber_delta is above every |e|, both kinds are equal.
     Raises ValueError for another kind or a huber_delta that is not positive.
     """
     if kind == "mse":
@@ -51,16 +51,16 @@ def value_loss(
     kind: ValueKind = "mse",
     huber_delta: float = 1.0,
 ) -> TokenValueLoss:
-    """Regression of values on returns, without reward for moving values by more than `clip` from their proximal values.
+    """Regression of values on returns; moving a value by more than `clip` from its proximal value gains nothing.
 
         free    = regression(values - returns)
         moved   = clamp(values - proximal_values, -clip, clip)
         bounded = regression(proximal_values + moved - returns)
         loss    = max(free, bounded)
 
-    Section 6 of the GAE paper asks for a trust region on values (https://arxiv.org/abs/1506.02438); this form is the
-    one of OpenAI's baselines, detail 9 of https://iclr-blog-track.github.io/2022/03/25/ppo-implementation-details/.
-    clip = None is plain regression. Raises ValueError on shapes that do not fit and a clip that is not positive.
+    Section 6 of the GAE paper asks for a trust region on values (https://arxiv.org/abs/1506.02438). This form is from
+    OpenAI's baselines, detail 9 of https://iclr-blog-track.github.io/2022/03/25/ppo-implementation-details/.
+    clip = None is plain regression. Raises ValueError on shapes that do not fit and for a clip that is not positive.
     """
     check_tokens(mask_BT, values_BT=values_BT, proximal_values_BT=proximal_values_BT, returns_BT=returns_BT)
     values_BT, returns_BT = fill(values_BT, mask_BT), fill(returns_BT.detach(), mask_BT)
@@ -72,17 +72,17 @@ def value_loss(
     anchor_BT = fill(proximal_values_BT.detach(), mask_BT)
     moved_BT = values_BT - anchor_BT
     bounded_BT = regression(anchor_BT + moved_BT.clamp(-clip, clip) - returns_BT, kind, huber_delta)
-    # Inside the clip both are equal up to the rounding of anchor + moved, which must not count as clipping.
+    # Inside the clip both losses are equal up to the rounding of anchor + moved, which must not count as clipping.
     clipped_BT = (moved_BT.abs() > clip) & (bounded_BT > free_BT)
     return TokenValueLoss(torch.where(clipped_BT, bounded_BT, free_BT), clipped_BT & mask_BT)
 
 
 def explained_variance(values_BT: Tensor, returns_BT: Tensor, mask_BT: Tensor) -> float:
-    """The share of the returns' variance that the critic explains: 1 is all, 0 that of a constant, < 0 is worse.
+    """The share of the returns' variance that the critic explains: 1 is all, 0 is a constant's, below 0 is worse.
 
         1 - Var(returns - values) / Var(returns)
 
-    Returns without variance give 0. Computed in float64.
+    Returns without variance give 0. The sums are in float64.
     """
     check_tokens(mask_BT, values_BT=values_BT, returns_BT=returns_BT)
     targets_BT = fill(returns_BT.detach(), mask_BT).double()

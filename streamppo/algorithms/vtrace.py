@@ -1,4 +1,4 @@
-"""V-trace: returns of the proximal policy from tokens of an older policy.
+"""V-trace: returns of the proximal policy, estimated from tokens of an older policy.
 
 B sequences, T response tokens (padded), C rows of one block. `values_BT` and `bootstrap_B` are as in `advantages`.
 """
@@ -15,17 +15,17 @@ from streamppo.algorithms.masked import bounded_exp, check_sequences, check_toke
 from streamppo.algorithms.scan import next_unmasked, reverse_scan, running_sum
 
 BLOCK_ELEMENTS = 2**22
-"""Entries of the largest [B, C, T] block that `cumulative_scan` holds: 32 MiB in float64."""
+"""The size of the largest [B, C, T] block that `cumulative_scan` holds: 32 MiB in float64."""
 LOG_OF_ZERO = -800.0
-"""Used for log(0): its exponential is 0 in float64, and differences with it stay finite."""
+"""Used for log(0): its exponential is 0 in float64, and its differences from other logs stay finite."""
 
 
 class TraceClip(NamedTuple):
     """The bounds of V-trace; the defaults are the published ones.
 
-    rho_bar      bound on the weight of one TD error; determines the policy whose value is learned
-    c_bar        bound on the trace; trades the reach of credit against variance
-    kind         "step" clips every factor of the trace, "cumulative" the product
+    rho_bar      bound on the weight of one TD error; it determines the policy whose value is learned
+    c_bar        bound on the trace; it trades the reach of credit against variance
+    kind         "step" clips every factor of the trace, "cumulative" clips their product
     """
 
     rho_bar: float = 1.0
@@ -37,7 +37,7 @@ PUBLISHED = TraceClip()
 
 
 def log_rho(proximal_logprobs_BT: Tensor, behavior_logprobs_BT: Tensor, mask_BT: Tensor, *, lag_BT: Tensor) -> Tensor:
-    """[B, T], log(proximal / behavior), set to 0 at tokens of lag 0: a difference there is numerical, not from lag."""
+    """[B, T], log(proximal / behavior), set to 0 at tokens of lag 0, where the difference is numerical."""
     check_tokens(mask_BT, lag_BT=lag_BT)
     log_w_BT = log_weights(proximal_logprobs_BT, behavior_logprobs_BT, mask_BT, level="token")
     return log_w_BT.masked_fill(lag_BT == 0, 0.0)
@@ -54,7 +54,7 @@ def vtrace(
     lam: float | Tensor = 1.0,
     clip: TraceClip = PUBLISHED,
 ) -> AdvantageEstimate:
-    """GAE with every step weighted by rho = exp(log_rho), the ratio of the proximal to the behavior policy, clipped.
+    """GAE in which every step is weighted by a clipped rho = exp(log_rho), the ratio of proximal to behavior policy.
 
         delta_t      = min(rho_bar, rho_t) * (rewards_t + gamma * values_{t+1} - values_t)
         trace_st     = prod_{s<=i<t} min(c_bar, rho_i)        step
@@ -63,12 +63,12 @@ def vtrace(
         next_t       = lam * returns_{t+1} + (1 - lam) * values_{t+1}
         advantages_t = rewards_t + gamma * next_t - values_t
 
-    Espeholt et al. 2018, https://arxiv.org/abs/1802.01561, also weights the advantage by min(rho_bar, rho_t); here a
+    Espeholt et al. 2018, https://arxiv.org/abs/1802.01561, also weight the advantage by min(rho_bar, rho_t); here a
     `Correction` weights the loss instead. A product of clipped steps can only fall: at realistic noise in the
-    log-ratios a final reward's credit halves every 34 to 350 tokens. "cumulative" clips the product instead
-    (truncated importance sampling in https://arxiv.org/abs/2301.11321): O(T^2).
-    `gamma` may be [B, T], a discount for each step. All rho = 1 gives `gae`.
-    Raises ValueError on shapes that do not fit, unknown kinds, and a cumulative c_bar below 1.
+    log-ratios, a final reward's credit halves every 34 to 350 tokens. "cumulative" clips the product instead
+    (truncated importance sampling in https://arxiv.org/abs/2301.11321), which takes O(T^2) operations.
+    `gamma` may be [B, T], with a discount for each step. If all rho are 1, this is `gae`.
+    Raises ValueError on shapes that do not fit, for an unknown kind, and for a cumulative c_bar below 1.
     """
     check_tokens(mask_BT, rewards_BT=rewards_BT, values_BT=values_BT, log_rho_BT=log_rho_BT)
     check_sequences(mask_BT, bootstrap_B=bootstrap_B)
@@ -94,11 +94,11 @@ def vtrace(
 
 
 def cumulative_scan(delta_BT: Tensor, decay_BT: Tensor, log_rho_BT: Tensor, mask_BT: Tensor, c_bar: float) -> Tensor:
-    """[B, T], the sum of V-trace with a clipped product, for every s.
+    """[B, T], the sum over t of V-trace with a clipped product, for every s.
 
         sum_{t>=s} prod_{s<=i<t}(decay_i) * min(c_bar, prod_{s<=i<t}(rho_i)) * delta_t
 
-    The clipped product is not a recurrence, so this computes [C, T] triangles, one at a time, from prefix sums in
+    The clipped product is not a recurrence. So this computes [C, T] triangles, one at a time, from prefix sums in
     float64. Raises ValueError if c_bar is below 1.
     """
     if c_bar < 1:
