@@ -1,9 +1,7 @@
-"""The rows with a pass in an update, and their division into minibatches and each rank's micro-batches.
+"""The rows that an update passes, and their division into minibatches and each rank's micro-batches.
 
-A minibatch is the rows of one step. The division depends on seed, version, epoch, lengths and branches of rows, and
-idle rows. So a rank can find its rows before it fetches their tokens.
-
-B trajectories of the batch.
+A minibatch is the rows of one step. The division depends on the seed, the version, the epoch, the rows' lengths and
+branches, and the idle rows. So a rank can find its rows before it fetches their tokens. B trajectories of the batch.
 """
 
 from collections.abc import Callable, Sequence
@@ -31,16 +29,16 @@ from streamppo.learner.objective.build_correction import TRUNCATED
 from streamppo.learner.objective.objective import Epoch, trained_tokens
 
 COMPARING = (choices.Grpo, choices.DrGrpo, choices.Rloo, choices.MaxRl)
-"""Estimators whose advantage is 0 for a group of equal rewards."""
+"""Estimators that give advantage 0 to a group of equal rewards."""
 
 
-# --- rows with a pass ---------------------------------------------------------------------------------------
+# --- active rows --------------------------------------------------------------------------------------------
 
 
 class ActiveRows(NamedTuple):
-    """The rows [B] with a pass: `trained_B` in the steps, `scored_B` before the first step; on the CPU.
+    """The rows that are passed, [B] on the CPU: `trained_B` in the steps, `scored_B` before the first step.
 
-    `idle_B` are rows with tokens in the loss, all without a gradient: a minibatch of idle rows still makes a step.
+    `idle_B` are rows whose tokens are in the loss and have no gradient: a minibatch of idle rows still makes a step.
     """
 
     trained_B: Tensor
@@ -48,22 +46,22 @@ class ActiveRows(NamedTuple):
     idle_B: Tensor
 
     def select(self, rows: Tensor) -> Tensor:
-        """Those of `rows` with a pass in the steps."""
+        """Return those of `rows` that are passed in the steps."""
         return rows[self.trained_B[rows]]
 
 
 def active_rows(config: Config, batch: PaddedBatch) -> ActiveRows:
-    """The rows of `batch` with a pass; rows without a gradient have none. If no row has a gradient, all rows pass, for
-    the metrics.
+    """Find the rows of `batch` to pass: those with a gradient or, for the metrics, all if no row has one.
 
         no token in the loss    all are too old, all rewards of the group are equal (zero_variance = "mask"), or the
                                 completion is filtered
-        only advantages of 0    zero_variance = "keep": all rewards of the group are equal, and nothing but advantages
-                                gives a gradient
+        only advantages of 0    zero_variance = "keep": all rewards of the group are equal, and only advantages give a
+                                gradient
 
-    Denominators, baselines and whitening are over the whole batch. The result depends on the configuration and on the
-    batch without its tokens: every rank finds the same rows before it has the tokens.
+    Denominators, baselines and whitening are over the whole batch. The result depends only on the configuration and on
+    columns other than the tokens: every rank finds the same rows before it has the tokens.
     """
+    # With other filters truncated completions are passed too, because the metrics are shares of all completions.
     # Other rules need a pass of the truncated completions too: their shares are over all.
     only_truncated = _filters_only_truncated(config.algorithm)
     algorithm = config.algorithm if only_truncated else structs.replace(config.algorithm, filters=())
@@ -92,7 +90,7 @@ def _scores_all(config: choices.Algorithm) -> bool:
 
 
 def _has_only_advantage_gradients(config: Config) -> bool:
-    """True if a token with advantage 0 has no gradient and does not decide whether a step is made."""
+    """True if a token with advantage 0 gives no gradient and has no influence on whether a step is made."""
     algorithm = config.algorithm
     return (
         isinstance(algorithm.advantage, COMPARING)
@@ -107,7 +105,7 @@ def _has_only_advantage_gradients(config: Config) -> bool:
 
 
 def _filters_only_truncated(config: choices.Algorithm) -> bool:
-    """True if only the filter of truncated completions leaves tokens out of the loss."""
+    """True if filters leave out only truncated completions, and no correction rejects tokens."""
     return all(rule == TRUNCATED for rule in build_correction.metrics(config.correction, config.filters))
 
 
@@ -115,10 +113,10 @@ def _filters_only_truncated(config: choices.Algorithm) -> bool:
 
 
 class PassCosts(NamedTuple):
-    """The fixed cost of a pass, in tokens whose products in the layers cost as much.
+    """The fixed cost of a pass, as a number of tokens whose matrix products in the layers cost as much.
 
-    `gradients`: the addition of a weight's gradient to that of the pass before. `launches`: the launches of its
-    operations, times the squared width of the model.
+    `gradients`: the cost of adding a pass's weight gradients to those of earlier passes. `launches`: the cost of
+    launching its operations, times the squared width of the model.
     """
 
     gradients: float
@@ -126,15 +124,15 @@ class PassCosts(NamedTuple):
 
 
 PADDING_SHARE = 1 / 16
-"""By default padding of this share of a micro-batch's budget costs as much as another micro-batch."""
+"""By default, this share of a micro-batch's budget is how much padding costs as much as another micro-batch."""
 ON_CPU, ON_GPU = PassCosts(25, 5e5), PassCosts(250, 5e9)
-"""Measured on a CPU at widths of 64, 256 and 512; computed for a GPU from 40 % of an H100's peak, its memory, and 10
-microseconds a launch.
+"""Measured on a CPU at widths of 64, 256 and 512. For a GPU, computed from an H100 at 40 % of its peak, the speed of
+its memory, and 10 microseconds a launch.
 """
 
 
 class Division(NamedTuple):
-    """The division for `rank` of `ranks`, for a model of width `hidden`; `is_padded` if its layout pads rows."""
+    """Divides rows for `rank` of `ranks` and a model of width `hidden`; `is_padded` if its layout pads rows."""
 
     config: Config
     rank: int
@@ -145,17 +143,17 @@ class Division(NamedTuple):
 
     @property
     def overhead(self) -> float | None:
-        """The padding, in tokens, that costs as much as another micro-batch; None on several ranks, for the default."""
+        """The tokens of padding that cost as much as another micro-batch; None, the default, on several ranks."""
         return None if self.ranks > 1 else self.costs.gradients + self.costs.launches / self.hidden**2
 
     def minibatches(self, num_rows: int, version: int, epoch: Epoch) -> tuple[Tensor, ...]:
-        """Split the rows by seed, version and epoch only; a single minibatch keeps the batch's order."""
+        """Split the rows by seed, version and epoch alone; a single minibatch keeps the batch's order."""
         if epoch.minibatches == 1:
             return (torch.arange(num_rows),)
         return row_order(num_rows, self.config.seed, version, epoch.number).chunk(epoch.minibatches)
 
     def micro_batches(self, sizes: RowSizes, rows: Tensor) -> list[Tensor]:
-        """This rank's micro-batches of `rows`; every rank has the same number of them, and some may be empty."""
+        """This rank's micro-batches of `rows`. Every rank has equally many; some may be empty."""
         budget = self.config.learner.micro_batch_tokens
         tokens_B, prompts, lines_B = sizes
         by_rank = micro_batches(
@@ -172,9 +170,9 @@ class Division(NamedTuple):
         return by_rank[self.rank]
 
     def are_one_pass(self, sizes: RowSizes, pieces: Sequence[Tensor]) -> bool:
-        """True if `pieces` have no more tokens than one micro-batch may; on several ranks, if there is one piece.
+        """True if `pieces` together fit into one micro-batch; on several ranks, if there is one piece.
 
-        Rows of very different lengths are several micro-batches though they would fit into one.
+        Rows of very different lengths can be in several micro-batches although one could hold them.
         """
         if len(pieces) <= 1 or self.ranks > 1:
             return len(pieces) == 1
@@ -185,7 +183,7 @@ class Division(NamedTuple):
         return tokens <= self.config.learner.micro_batch_tokens
 
     def rank_rows(self, sizes: RowSizes, version: int, epochs: Sequence[Epoch], active: ActiveRows) -> list[int]:
-        """The rows whose tokens this rank reads in an update: the rows of its passes, and the `STAND_IN`."""
+        """The rows whose tokens this rank reads in an update: the rows that it passes, and `STAND_IN`."""
         num_rows = len(sizes.tokens_B)
         passes = [active.scored_B.nonzero()[:, 0]]
         passes += [active.select(rows) for epoch in epochs for rows in self.minibatches(num_rows, version, epoch)]
@@ -194,7 +192,7 @@ class Division(NamedTuple):
 
 
 STAND_IN = torch.tensor([0])
-"""The row of an empty micro-batch: its pass is a collective, and its result is not used."""
+"""The row that is passed for an empty micro-batch: every pass is a collective. Its result is not used."""
 
 
 # --- micro-batches -----------------------------------------------------------------------------------------------
@@ -214,15 +212,18 @@ def micro_batches(
 ) -> list[list[Tensor]]:
     """Split `rows` into micro-batches of at most `budget` tokens; entry r is for rank r.
 
-    If rows are `padded`, each counts the tokens of its micro-batch's longest row. `work` is the cost of a row by its
-    number of tokens, by default that number. A row may be several lines, `lines_B`, of at most `tokens_B` tokens.
+    If rows are `padded`, each counts as long as the longest row of its micro-batch. `work` maps a row's number of
+    tokens to its cost, by default the same number. A row may have several lines, `lines_B`, each of at most `tokens_B`
+    tokens.
 
-    Every micro-batch is a collective, so every rank gets the same number of them: some are empty where rows run out.
-    Rows go longest first, each to the rank with the least work so far: padding is short, and loads differ by at most
-    one row. A row longer than the budget is alone in its micro-batch. Short and long rows get separate micro-batches
-    where that saves more padding than `overhead`, the work of another micro-batch in tokens, unless the samples of
-    `prompts` as one row each are less work. Without padding the samples of a prompt are in as few micro-batches as
-    possible, each of which computes the shared tokens of `prompts` once.
+    Every micro-batch is a collective, so every rank gets equally many; some are empty if rows run out. Rows are dealt
+    longest first, each to the rank with the least work so far, so that padding is short and loads differ by at most
+    one row. A row longer than the budget is alone in its micro-batch.
+
+    Padded rows of different lengths get separate micro-batches if that saves more padding than `overhead`, the tokens
+    that another micro-batch costs. The exception is if it is less work to lay out each prompt of `prompts` as one row
+    with all its samples. Without padding, the samples of a prompt are in as few micro-batches as possible, and each
+    micro-batch computes the shared tokens of `prompts` once.
     """
     by_length = rows[torch.argsort(tokens_B[rows], descending=True, stable=True)]
     lines_B = torch.ones_like(tokens_B) if lines_B is None else lines_B
@@ -239,7 +240,7 @@ def micro_batches(
 def _deal(
     by_length: Tensor, tokens_B: Tensor, lines_B: Tensor, ranks: int, work: Callable[[int], float]
 ) -> list[Tensor]:
-    """The rows of each rank: each row, in order, goes to the rank with the least work so far."""
+    """The rows of each rank: row by row, the rank with the least work so far gets the next one."""
     by_rank: list[list[int]] = [[] for _ in range(ranks)]
     loads = [0.0] * ranks
     rows = zip(by_length.tolist(), tokens_B[by_length].tolist(), lines_B[by_length].tolist(), strict=True)
@@ -253,7 +254,7 @@ def _deal(
 class PaddingCosts(NamedTuple):
     """The costs that decide whether rows of different lengths are padded to one micro-batch.
 
-    `work`: that of a line by its tokens. `overhead`: that of another micro-batch.
+    `work`: the cost of a line, by its number of tokens. `overhead`: the cost of another micro-batch.
     """
 
     work: Callable[[int], float]
@@ -263,7 +264,7 @@ class PaddingCosts(NamedTuple):
 def _split_padded(
     rows: Tensor, tokens_B: Tensor, lines_B: Tensor, budget: int, prompts: SharedPrompts | None, costs: PaddingCosts
 ) -> list[Tensor]:
-    """Micro-batches of padded rows. The longest row is first, so the first row of a micro-batch is its width."""
+    """Micro-batches of padded rows. Rows are sorted, longest first, so a micro-batch is as wide as its first row."""
     tokens, lines, start = tokens_B[rows].tolist(), lines_B[rows].tolist(), 0
     pieces: list[Tensor] = []
     while start < len(tokens):
@@ -279,7 +280,7 @@ def _split_padded(
 def _split_by_length(
     rows: Tensor, tokens_B: Tensor, lines_B: Tensor, prompts: SharedPrompts | None, costs: PaddingCosts
 ) -> list[Tensor]:
-    """Split one micro-batch by length, unless a row for each prompt is less work."""
+    """Split one micro-batch by length, unless one row for each prompt with all its samples is less work."""
     tokens, lines = tokens_B[rows].numpy(), lines_B[rows].numpy()
     pieces = _spans_of_similar(tokens, lines, costs.overhead)
     if len(pieces) > 1 and prompts is not None:
@@ -292,11 +293,11 @@ def _split_by_length(
 
 
 def _spans_of_similar(tokens: np.ndarray, lines: np.ndarray, overhead: float) -> list[tuple[int, int]]:
-    """The begin and end of micro-batches, each padded to its first row: cut in two where that saves the most padding.
+    """The begin and end of micro-batches, cut in two, repeatedly, where that saves the most padding.
 
-    Example: of rows with 40, 38, 4, 3 and 2 tokens a cut after 38 saves 3 * 36 tokens.
+    Each is padded to its first row. Example: rows have 40, 38, 4, 3 and 2 tokens. A cut after 38 saves 3 * 36 tokens.
     """
-    # Rows after the cut are padded to the first of them, not to row 0.
+    # Rows after the cut are padded to the first row after the cut, not to row 0.
     saved = (tokens[0] - tokens) * np.cumsum(lines[::-1])[::-1]
     cut = int(saved.argmax())
     if saved[cut] <= overhead:
@@ -309,7 +310,7 @@ def _spans_of_similar(tokens: np.ndarray, lines: np.ndarray, overhead: float) ->
 
 
 def _shared_work(rows: Tensor, tokens_B: Tensor, prompts: SharedPrompts, work: Callable[[int], float]) -> float:
-    """The work of `rows` with one line for each prompt, which all its completions follow."""
+    """The work of `rows` if each prompt is one line, followed by all its completions."""
     _, group_b = prompts.group_B[rows].unique(return_inverse=True)
     widths_G = torch.zeros(int(group_b.max()) + 1, dtype=torch.long)
     widths_G.scatter_reduce_(0, group_b, prompts.shared_B[rows], "amax")
@@ -318,7 +319,7 @@ def _shared_work(rows: Tensor, tokens_B: Tensor, prompts: SharedPrompts, work: C
 
 
 def _split_joined(rows: Tensor, tokens_B: Tensor, budget: int, prompts: SharedPrompts | None) -> list[Tensor]:
-    """Micro-batches of rows end to end, in order of length or, with `prompts`, the samples of a prompt together."""
+    """Micro-batches of rows end to end, in order of length; with `prompts`, samples of a prompt are neighbours."""
     if prompts is None:
         prompts = SharedPrompts(torch.arange(len(tokens_B)), torch.zeros_like(tokens_B))
     else:

@@ -1,4 +1,4 @@
-"""A rank's device (its GPU from Ray, or the CPU) and its process group."""
+"""A rank's device (its GPU from Ray, or the CPU) and the process group of all ranks."""
 
 import os
 import re
@@ -17,24 +17,24 @@ from streamppo.config.learner import Mesh
 from streamppo.errors import RunError, UpdateError
 
 DETERMINISTIC = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "FLASH_ATTENTION_DETERMINISTIC": "1"}
-"""Environment variables for cuBLAS and (through transformers) flash-attn, set before their first use."""
+"""Environment variables that make cuBLAS and flash-attn deterministic, set before their first use."""
 
 INEXACT = re.compile(r"^(\S+) does not have a deterministic implementation")
-"""torch's message for an operation without a deterministic form."""
+"""Matches torch's message for an operation without a deterministic form."""
 LOAD = timedelta(hours=2)
-"""Timeout of a collective at load: rank 0 may read for all ranks, and 70B takes longer than NCCL's 10 minutes."""
+"""Timeout of a collective while models load: if rank 0 reads a 70B model for all ranks, it takes over 10 minutes."""
 LOOPBACK = ("127.0.0.1", "::1")
 GLOO, NCCL = "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"
-"""Environment variables for the network interface of gloo and of NCCL; a value of the user wins."""
+"""Environment variables for the network interface of gloo and of NCCL; a value that the user has set is kept."""
 UPDATE = timedelta(minutes=10)
-"""Timeout of a collective in an update: a rank this late counts as hanging, and the others raise an error."""
+"""Timeout of a collective in an update: the other ranks raise an error if a rank is this late."""
 
 
 def acquire(gpus: float, *, exact: bool = True) -> torch.device:
-    """This process's device: its only visible GPU, or the CPU if `gpus` is 0.
+    """Return this process's device: its only visible GPU, or the CPU if `gpus` is 0.
 
-    With `exact`, a redone update must give the same bits: every GPU operation is deterministic, and an operation
-    without a deterministic form raises an error. Raises `RunError` if torch has no usable GPU.
+    With `exact`, a repeated update gives the same bits: every GPU operation is deterministic, and an operation without
+    a deterministic form raises an error. Raises `RunError` if torch has no usable GPU.
     """
     if not gpus:
         return torch.device("cpu")
@@ -46,7 +46,7 @@ def acquire(gpus: float, *, exact: bool = True) -> torch.device:
             "it needs a driver and a build of torch for CUDA"
         )
     torch.use_deterministic_algorithms(exact)
-    # A fill takes time for FSDP's many large buffers, and our code reads no uninitialised memory.
+    # Filling FSDP's many large buffers would take time, and streamppo reads no uninitialised memory.
     torch.utils.deterministic.fill_uninitialized_memory = False  # pyright: ignore[reportAttributeAccessIssue]
     device = torch.device("cuda", 0)
     torch.cuda.set_device(device)
@@ -55,7 +55,7 @@ def acquire(gpus: float, *, exact: bool = True) -> torch.device:
 
 @contextmanager
 def naming_inexact_operation() -> Generator[None]:
-    """Raise torch's error about an operation without a deterministic form as an `UpdateError` of one sentence."""
+    """Turn torch's error about an operation without a deterministic form into an `UpdateError` of one sentence."""
     try:
         yield
     except RuntimeError as error:
@@ -68,18 +68,19 @@ def naming_inexact_operation() -> Generator[None]:
 
 
 def to_device(tensor: Tensor, device: torch.device) -> Tensor:
-    """Copy a tensor from the host's memory to `device`. On a GPU the copy is asynchronous, from pinned memory."""
+    """Copy a tensor from host memory to `device`. The copy to a GPU is asynchronous, from pinned memory."""
     return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)
 
 
 def join(device: torch.device, address: tuple[str, int], rank: int, ranks: int, *, offload: bool = False) -> None:
     """Make the process group of all ranks: NCCL between GPUs, gloo between CPUs. A collective.
 
-    With `offload`, ranks on GPUs have both, because their shards are in CPU memory.
+    With `offload`, ranks on GPUs have both, because their shards are in CPU memory. Collectives have the timeout `LOAD`
+    until `expect` is called.
 
-    The timeout of its collectives is `LOAD` until `expect`. Gloo uses the interface from which a rank reaches
-    rank 0. By default it would use the address of the host name, often loopback, which other nodes cannot reach. NCCL
-    finds its interface itself; it is set to loopback only if the rendezvous is there, so that ranks listen only there.
+    Gloo is set to the interface from which a rank reaches rank 0. By default it would use the address of the host name,
+    often loopback, which other nodes cannot reach. NCCL finds its interface itself. It is set only if rank 0 is at
+    loopback, so that ranks listen only there.
     """
     host, port = address
     if interface := interface_to(host, port):
@@ -99,11 +100,11 @@ def join(device: torch.device, address: tuple[str, int], rank: int, ranks: int, 
 
 @contextmanager
 def alone(device: torch.device) -> Generator[None]:
-    """A process group of this process alone, without network connections."""
+    """Make a process group of this process alone, without network connections, and destroy it at the end."""
     if interface := interface_to(LOOPBACK[0], 1):
         os.environ.setdefault(GLOO, interface)
     on_gpu = device.type == "cuda"
-    # A store in this process's memory: nothing listens.
+    # A store in this process's memory listens at no port.
     dist.init_process_group(
         "nccl" if on_gpu else "gloo",
         store=dist.HashStore(),
@@ -118,7 +119,7 @@ def alone(device: torch.device) -> Generator[None]:
 
 
 def interface_to(host: str, port: int) -> str:
-    """The interface from which this machine reaches `host`, which may be itself; "" if none is found."""
+    """The interface from which this machine reaches `host`, which may be this machine; "" if there is none."""
     family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, socket.SOCK_DGRAM) as probe, suppress(OSError):
         # Connecting a UDP socket sends nothing; it only selects the route.
@@ -131,7 +132,7 @@ def interface_to(host: str, port: int) -> str:
 
 
 def mesh_of(device: str, config: Mesh) -> DeviceMesh:
-    """The mesh of all ranks: [ranks], or [replicas, ranks of a replica] if there are several replicas.
+    """The mesh of all ranks: [ranks], or [replicas, ranks of a replica] with several replicas.
 
     FSDP2 shards over the last dimension. A collective.
     """
@@ -152,19 +153,19 @@ def add_up(
 ) -> None:
     """Replace `tensor` by its sum over all ranks of `group`, or by its reduction with `op`. A collective.
 
-    A single rank skips it: gloo would wake a thread for each call, half a millisecond on a busy machine.
+    A single rank skips the call: gloo would wake a thread for it, which takes half a millisecond on a busy machine.
     """
     if dist.get_world_size(group) > 1:
         dist.all_reduce(tensor, op, group)
 
 
 def expect(timeout: timedelta, mesh: DeviceMesh, *groups: dist.ProcessGroup) -> None:
-    """Set the timeout of collectives, also in `groups`: `LOAD` before models are loaded, `UPDATE` afterwards."""
+    """Set the timeout of collectives, also in `groups`: `LOAD` before models are loaded, `UPDATE` after it."""
     for group in (everybody(), *mesh.get_all_groups(), *groups):
         group.set_timeout(timeout)
 
 
 def _store(host: str, port: int, rank: int, ranks: int) -> dist.Store:
-    """The rendezvous store at `host`; rank 0 listens only there, while torch by default listens on every address."""
+    """The rendezvous store at `host`. Rank 0 listens only at this address; torch by itself listens at every address."""
     listening = socket.create_server((host, port)).detach() if rank == 0 else None
     return dist.TCPStore(host, port, ranks, rank == 0, master_listen_fd=listening)

@@ -1,4 +1,4 @@
-"""Resolves `model.gradient_checkpointing = "auto"` by the memory that a rank needs and its device has."""
+"""Resolves `model.gradient_checkpointing = "auto"` by the memory that a rank needs and the memory of its device."""
 
 import logging
 from typing import Literal
@@ -14,26 +14,25 @@ from streamppo.learner import memory
 from streamppo.weights.models.settings import read_settings
 
 FITS = 0.85
-"""The share of a GPU's free memory that a rank may take: the rest is for the allocator's reserve, CUDA and NCCL."""
+"""The share of a GPU's free memory that a rank may take; the allocator's reserve, CUDA and NCCL need the remainder."""
 
 log = logging.getLogger(__name__)
 
 
 def checkpointing_for(config: Config, model: memory.ModelSizes, longest: int, free: int) -> Literal["off", "full"]:
-    """Resolve `model.gradient_checkpointing = "auto"` for a device with `free` bytes and rows of up to `longest`
-    tokens.
+    """Resolve `model.gradient_checkpointing = "auto"` for `free` bytes of memory and rows of up to `longest` tokens.
 
     off     on a CPU; on a GPU if a rank that keeps all activations fits in `FITS` of the free memory
     full    otherwise
 
-    On a shared GPU a rank counts the fraction that it requests. Results do not depend on the choice.
+    If ranks share a GPU, each counts the fraction of the GPU that it requests. Results do not depend on the choice.
     """
     room = FITS * min(1.0, config.learner.gpus) * free
     return "full" if config.learner.gpus and memory.rank(config, model, longest).total > room else "off"
 
 
 def resolve(config: Config, model: memory.ModelSizes, longest: int, free: int) -> Config:
-    """`config` with `model.gradient_checkpointing = "auto"` resolved as by `checkpointing_for`."""
+    """Return `config` with `model.gradient_checkpointing = "auto"` resolved by `checkpointing_for`."""
     if config.model.gradient_checkpointing != "auto":
         return config
     kind = checkpointing_for(config, model, longest, free)
@@ -41,10 +40,10 @@ def resolve(config: Config, model: memory.ModelSizes, longest: int, free: int) -
 
 
 def resolve_on_rank(config: Config, path: str, device: str) -> Model:
-    """Replace "auto" for a rank on a `device`, before the model at `path` is loaded onto it. A collective.
+    """Resolve "auto" for a rank on a `device`, before the model at `path` is loaded onto it. A collective.
 
-    All ranks choose alike, by the rank with the least free memory. If a model's memory is unknown, all activations are
-    kept.
+    All ranks make the same choice, by the rank with the least free memory. If the memory of a model is unknown, all
+    activations are kept.
     """
     if config.model.gradient_checkpointing != "auto":
         return config.model
@@ -68,7 +67,7 @@ def _checkpointing_and_reason(config: Config, path: str, free: int) -> tuple[Lit
 
 
 def _free(device: str) -> int:
-    """The free bytes of the rank's device that has the least. A collective."""
+    """The free bytes of the device that has the least, of all ranks. A collective."""
     free = torch.tensor(torch.cuda.mem_get_info()[0], device=device)
     dist.all_reduce(free, dist.ReduceOp.MIN)
     return int(free)

@@ -1,4 +1,4 @@
-"""All training state of one rank, made by `build`; only its pusher uses Ray."""
+"""All training state of one rank, made by `build`; of its parts, only the pusher uses Ray."""
 
 import logging
 from collections.abc import Callable, Iterable, Mapping
@@ -36,9 +36,10 @@ log = logging.getLogger(__name__)
 
 @dataclass
 class Learner:
-    """A policy with its training, publishing and checkpoints. Every method is a collective of the ranks of `mesh`.
+    """A policy with its training, its pushes and its checkpoints. Every method is a collective of the ranks of `mesh`.
 
-    `version`: of the weights in `policy`. `config`: in effect from this version on. `lag`: None unless it is adaptive.
+    `version`: the version of the weights in `policy`. `config`: the configuration in effect from this version on.
+    `lag`: None unless the lag is adaptive.
     """
 
     config: Config
@@ -55,7 +56,7 @@ class Learner:
     copies: WeightSnapshots
 
     def configure(self, config: Config) -> None:
-        """Replace the configuration, and rebuild or update everything that depends on it."""
+        """Replace the configuration; rebuild or update everything that depends on it."""
         torch.set_num_threads(config.learner.thread_count)
         optimizer.configure(self.optimizer, config)
         self.policy.temperature = config.rollout.temperature
@@ -66,7 +67,7 @@ class Learner:
             config, self.model_path, self.mesh, self.policy, frozen.separate_reference(self.updater.reference)
         )
         if config.algorithm.teacher.model != self.config.algorithm.teacher.model:
-            # Its memory is free before the next one is loaded.
+            # The old teacher's memory is freed before the new one is loaded.
             self.updater.teacher = None
         teacher = frozen.load_teacher(config, self.model_path, self.mesh, self.updater.teacher, self.policy.slices)
         previous = self.updater
@@ -77,11 +78,11 @@ class Learner:
 
     @property
     def rank_rows(self) -> RankRows | None:
-        """The function from a batch to the rows whose tokens this rank reads; None for a single rank: it reads all."""
+        """The function that maps a batch to the rows whose tokens this rank reads; None for a single rank: all rows."""
         return self.updater.rank_rows if self.updater.ranks > 1 else None
 
     def follow_schedule(self, tokens_by_lag: Mapping[int, int]) -> float:
-        """Set the learning rates of the update on a batch with `tokens_by_lag`; returns the policy's scheduled rate."""
+        """Set the learning rates for a batch with `tokens_by_lag`; return the policy's scheduled rate."""
         optimizer.follow_schedule(self.optimizer, self.config, self.version)
         scheduled = self.optimizer.param_groups[0]["lr"]
         if self.lag is not None:
@@ -95,9 +96,10 @@ class Learner:
     def adapt(
         self, updated: UpdateResult, metrics: Mapping[str, float], tokens_by_lag: Mapping[int, int], scheduled: float
     ) -> dict[str, float]:
-        """Adapt to the `metrics` of an update: the admitted lag, the weights of KL and entropy, a moving reference.
+        """Adapt the admitted lag, the weights of KL and entropy, and a moving reference to an update's `metrics`.
 
-        Returns the metrics `admitted_lag`, for later batches, and `lr_share`, the share of the `scheduled` rate used.
+        Returns the metrics `admitted_lag`, which applies to later batches, and `lr_share`, the share of the `scheduled`
+        rate that the update used.
         """
         self.updater.adapt(updated, metrics)
         adapted: dict[str, float] = {}
@@ -110,7 +112,7 @@ class Learner:
         return adapted
 
     def speed(self, updated: UpdateResult, metrics: Mapping[str, float]) -> dict[str, float]:
-        """The speed of an update with these `metrics`."""
+        """The speed of an update that has these `metrics`."""
         return speed(self.size, updated, metrics, dist.get_world_size())
 
     def pretrain(self, batches: Iterable[PaddedBatch]) -> None:
@@ -125,16 +127,16 @@ class Learner:
             log.info("the critic was trained on %d batches of %s: %s", len(explained), run, shares)
 
     def push(self, learned: bytes = b"") -> PushedVersion:
-        """Publish the present version concurrently with training: every rank copies and pushes its own shards.
+        """Start to publish the present version during training: every rank copies and pushes its shards.
 
-        `learned` is the encoded `TokenRecord` of its batch. Returns the push before.
+        `learned` is the encoded `TokenRecord` of the batch that made the version. Returns the previous push.
         """
         buckets = self.pusher.buckets(policy.shards(self.policy, self.config.model.dtype))
         wait_for_copy, admitted = self.copies.write(buckets.tensors), self.lag.admitted if self.lag else None
         return self.pusher.push(self.version, buckets, learned, admitted, wait_for_copy)
 
     def save(self, folder: Path) -> None:
-        """Start a checkpoint of the present version under `folder`; it is written during training."""
+        """Start a checkpoint of the present version under `folder`, which is written during training."""
         state = CheckpointState(
             version=self.version,
             digest="",
@@ -146,7 +148,7 @@ class Learner:
         self.saver.start(folder, state, trained, self.pusher.last)
 
     def export(self, folder: Path) -> str:
-        """Write the policy as a Hugging Face folder. Returns the digest of the last push."""
+        """Write the policy as a Hugging Face folder; return the digest of the last push."""
         weights = policy.gather_weights(self.policy, self.config.model.dtype, self.config.model.lora)
         if dist.get_rank() == 0:
             for note in hf_files.export(weights, self.model_path, folder, self.config.model.dtype):
@@ -166,9 +168,9 @@ def build(
 ) -> Learner:
     """Load the model at `model_path`, or the checkpoint at `resume_from`, onto the ranks of `mesh`. A collective.
 
-    `publish` is called for every pushed version. A checkpoint that is not of the run's `past` counts as damaged.
-    `restore` replaces a checkpoint: it fills the trained tensors and returns their state. Raises `ModelError` or
-    `CheckpointError`.
+    `publish` is called for every pushed version. A checkpoint that does not belong to the run's `past` counts as
+    damaged. `restore`, if given, replaces a checkpoint: it fills the trained tensors and returns their state. Raises
+    `ModelError` or `CheckpointError`.
     """
     torch.manual_seed(config.seed)
     temperature, critic = config.rollout.temperature, config.algorithm.critic.model
@@ -215,7 +217,7 @@ def _updater(
     adamw: torch.optim.Optimizer,
     second_models: tuple[Policy | NoReferenceWeights | None, Policy | None],
 ) -> Updater:
-    """The updater of the policy `trained`, with the reference and teacher of `second_models`."""
+    """Make the updater of the policy `trained`; `second_models` are the reference and the teacher."""
     functions, (reference, teacher) = objective.build(config), second_models
     group = trained.slices.data_ranks()
     return Updater(trained, adamw, functions, config, group=group, reference=reference, teacher=teacher)

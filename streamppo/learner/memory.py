@@ -1,6 +1,6 @@
 """The memory of a rank, computed from the model's configuration before anything is loaded.
 
-Estimates: allocators round up, and 1 to 3 GiB of CUDA and NCCL are not counted.
+The numbers are estimates: allocators round up, and the 1 to 3 GiB of CUDA and NCCL are not counted.
 """
 
 from collections.abc import Callable
@@ -24,24 +24,24 @@ from streamppo.learner.parallel import tensor_parallel
 from streamppo.learner.parallel.routing import experts_of
 
 MASTER, GRADIENT, MOMENTS = 4, 4, 8
-"""Bytes of a trained parameter, its gradient and AdamW's two moments: float32, and sharded over the ranks."""
+"""Bytes for one trained parameter, its gradient and AdamW's two moments: float32, sharded over the ranks."""
 LOGITS = 3
-"""Float32 tensors of logits in memory at one time, in the backward pass of the head."""
+"""The number of float32 logits tensors that exist at one time in the backward pass of the head."""
 BATCH = 160
-"""Bytes of a rank for each token of the batch, between the passes: numbers, metrics and diagnostics."""
+"""Bytes that a rank holds between passes for each token of the batch: numbers, metrics and diagnostics."""
 BYTE = 256
-"""The most experts whose numbers take one byte in a token's routes; with more, a number takes two."""
+"""Up to this many experts, an expert's number takes one byte in a token's routes; with more, two."""
 PROBED, LONG_ROW = 64, 256
-"""Rows of one token, and tokens of one row, with which activations are measured."""
+"""Activations are measured with `PROBED` rows of one token, or with one row of `LONG_ROW` tokens."""
 
 
 class ModelSizes(NamedTuple):
-    """The sizes of a model: numbers of parameters, of which `trained` are not frozen, and bytes of one token in the
-    compute type.
+    """The sizes of a model: numbers of parameters, and bytes per token in the compute type.
 
-    `layer` is one transformer layer; tensor and expert parallelism split `by_tensor` and `by_expert` of it. `rest` is
-    everything outside of the layers: embeddings, norm, head. `widest` is a layer's largest activation.
-    `routes` are the bytes of a token's experts, of all layers. `active` is the number of parameters used for one token.
+    `trained` parameters are not frozen. `layer` counts one transformer layer; tensor and expert parallelism split
+    `by_tensor` and `by_expert` of it. `rest` counts everything outside of the layers: embeddings, norm, head. `widest`
+    is the largest activation in a layer. `routes` are the bytes of a token's experts over all layers. `active` is the
+    number of parameters that one token uses.
     """
 
     parameters: int
@@ -72,7 +72,7 @@ class ModelSizes(NamedTuple):
 
 
 class RankMemory(NamedTuple):
-    """Bytes of one rank. `head` and `layer` are never in memory together: a backward pass begins with the head."""
+    """Bytes of one rank. `head` and `layer` never exist together: a backward pass begins with the head."""
 
     state: int
     gathered: int
@@ -85,21 +85,21 @@ class RankMemory(NamedTuple):
 
     @property
     def parts(self) -> dict[str, int]:
-        """The parts in memory at the peak, by name."""
+        """The parts that are in memory at the peak, by name."""
         smaller = "head" if self.head < self.layer else "layer"
         return {name: size for name, size in self._asdict().items() if name != smaller}
 
     @property
     def total(self) -> int:
-        """The peak."""
+        """The peak of a rank's memory."""
         return sum(self.parts.values())
 
 
 def sizes(hf_config: PretrainedConfig, model: Model) -> ModelSizes:
-    """Build the model of `hf_config` without memory and count.
+    """Build the model of `hf_config` on the meta device, which takes no memory, and count its sizes.
 
-    Raises `ModelError` for a model that is not like llama, `layers` with separate keys and values, or that cannot run
-    on the meta device.
+    Raises `ModelError` for a model without `layers` that have separate keys and values, as in llama, and for a model
+    that cannot run on the meta device.
     """
     try:
         return _sizes(hf_config, model)
@@ -148,12 +148,13 @@ def _count(module: torch.nn.Module) -> int:
 
 
 def _activations(body: Any, name: str) -> tuple[int, int]:
-    """(all bytes, bytes of the largest tensor) that a layer keeps of one token for the backward pass.
+    """The bytes per token that a layer keeps for the backward pass: of all tensors, and of the largest one.
 
-    `name` is the attribute of `body` with its layers. The bytes are those of two layers minus those of one.
+    `name` is the attribute of `body` that holds its layers. The bytes of one layer are the difference between a model
+    of two layers and a model of one layer.
     """
-    # A row of one token shows what attention keeps of each. Layers that carry a state fill every row up to a chunk,
-    # and show it in a long row; some of them run on the meta device with only one of the two kinds of row.
+    # Rows of one token show what attention keeps for each token. Layers with a recurrent state fill every row up to a
+    # chunk, so they need a long row. Some of these layers run on the meta device with only one of the two kinds of row.
     try:
         of_token = _activations_in_rows(body, name, PROBED, 1)
     except (RuntimeError, ValueError):
@@ -179,9 +180,9 @@ def _activations_in_rows(body: Any, name: str, rows: int, width: int) -> tuple[i
 
 
 def _activation_bytes(body: torch.nn.Module, rows: int, width: int) -> list[int]:
-    """Bytes of each tensor that a forward pass over `rows` of `width` tokens keeps, without parameters."""
+    """The bytes of each tensor, except parameters, that a forward pass over `rows` of `width` tokens keeps."""
     parameters = {parameter.untyped_storage()._cdata for parameter in body.parameters()}
-    # The storages themselves are held, so that no address is used twice.
+    # Keeping the storages themselves prevents a freed address from being used again.
     storages: dict[int, torch.UntypedStorage] = {}
 
     def keep(tensor: torch.Tensor) -> torch.Tensor:
@@ -196,21 +197,21 @@ def _activation_bytes(body: torch.nn.Module, rows: int, width: int) -> list[int]
 
 
 def _pass(body: torch.nn.Module, rows: int, width: int) -> None:
-    """Call `body` with tensors on the meta device: nothing is allocated."""
+    """Call `body` with tensors on the meta device, which allocates nothing."""
     tokens = torch.zeros(rows, width, dtype=torch.long, device="meta")
-    # A row of one token needs a mask, and layers that carry a state could not read one of a long row here.
+    # Rows of one token need a mask. For a long row there is none: layers with a recurrent state cannot read one here.
     seen = torch.ones(rows, 1, 1, 1, dtype=torch.bool, device="meta") if width == 1 else None
     with attention.without_packing_search():
         body(input_ids=tokens, attention_mask=seen, use_cache=False)
 
 
 class Fused(TorchFunctionMode):
-    """Counts attention as in flash-attn and SDPA's fused kernels; on the meta device torch uses the plain formula."""
+    """Counts attention as fused kernels keep it; on the meta device torch would use the unfused formula."""
 
     def __torch_function__(
         self, func: Callable[..., Any], types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> object:
-        """Run `func`, or `_Kept` in place of SDPA."""
+        """Run `func`, or `_Kept` instead of SDPA."""
         if func is torch.nn.functional.scaled_dot_product_attention:
             return _Kept.apply(*args[:3])
         return func(*args, **(kwargs or {}))
@@ -225,27 +226,28 @@ class _Kept(torch.autograd.Function):
 
 
 def rank(config: Config, model: ModelSizes, longest: int) -> RankMemory:
-    """One learner rank, where `longest` is the longest row in tokens.
+    """The memory of one learner rank; `longest` is the longest row in tokens.
 
-    A separate critic, trained after the policy, and a teacher are assumed to be as large.
+    A separate critic, which trains after the policy, and a teacher are assumed to be as large as the policy.
 
-    state        float32 weights, gradients and moments of what is trained, and frozen weights, over all ranks; none
-                 of it if that is offloaded
-    gathered     weights in the compute type of two layers, as far as they are not cut between ranks, and of all that
-                 is in no layer (a small model: all of it); their gradients, and those in float32 on their way to the
-                 ranks. Of a rank alone a copy of what is trained in the compute type; in float32 nothing
-    activations  of the rank's slice of the micro-batch in every layer, or with checkpointing its input to each;
+    state        float32 weights, gradients and moments of trained parameters, and frozen weights, divided by the ranks;
+                 0 if they are offloaded
+    gathered     two layers' weights in the compute type, as far as they are not cut between ranks, and all weights
+                 outside of layers (of a small model: all weights); their gradients, and the float32 gradients on their
+                 way to other ranks. A rank alone has instead a copy of trained weights in the compute type, or, if that
+                 is float32, nothing
+    activations  of the rank's slice of the micro-batch in every layer, or with checkpointing the input to each layer;
                  with tensor parallelism the slices that a rank gathers twice; the keys and values of shared prompts,
-                 which each of their samples has
-    mask         with agents, whose rows are trees: the tokens that each token sees, and their copy in the compute type
-                 that attention keeps in every layer, or with checkpointing in one; where paths are less work, nothing
-    head         logits, their gradient and the head's own; on a CPU the head's float32 copy as well
-    layer        later in the backward pass: with checkpointing one layer's activations and the gradients of two; of a
-                 rank alone the gradient of what is in no layer, to which the embedding adds at the end
-    reference    the shards of each frozen policy, reference and teacher; the weights that its pass gathers are freed
-                 before there are gradients
-    batch        all rows of the batch, which every rank holds whole between its passes; the experts of a pass's tokens,
-                 and on a CPU those of its rows
+                 repeated for each of their samples
+    mask         with agents, whose rows are trees: the tokens that each token sees, and a copy in the compute type that
+                 attention keeps in every layer, or with checkpointing in one layer; 0 where paths are less work
+    head         logits, their gradient and the head's gradient; on a CPU also a float32 copy of the head
+    layer        later in the backward pass, with checkpointing: one layer's activations and two layers' gradients; on a
+                 rank alone the gradient of weights outside of layers, to which the embedding adds at the end
+    reference    the shards of each frozen policy (reference, teacher); weights gathered for its pass are freed before
+                 there are gradients
+    batch        all rows of the batch, which every rank holds between passes; the experts of one pass's tokens, and on
+                 a CPU those of the rank's rows
     """
     learner, critic_body = config.learner, _critic_body(config, model)
     small = model.parameters + critic_body <= SHARD_LAYERS_ABOVE
@@ -253,7 +255,7 @@ def rank(config: Config, model: ModelSizes, longest: int) -> RankMemory:
     kept_of_layer = model.layer - model.by_tensor + model.by_tensor // mesh.tensor
     kept_of_layer -= model.by_expert - model.by_expert // mesh.expert
     gathered_parameters = model.rest + (model.layers if small else 2) * kept_of_layer
-    # Only trained parameters have gradients: this is their share of all parameters.
+    # Only trained parameters have gradients; `gradients` is their share of all parameters.
     gradients = model.trained / model.parameters
     reduced = gradients * (gathered_parameters if small else max(model.rest, kept_of_layer))
     gathered = int((1 + gradients) * gathered_parameters * model.element + MASTER * reduced)
@@ -286,13 +288,13 @@ def rank(config: Config, model: ModelSizes, longest: int) -> RankMemory:
 
 
 def routes(config: Config, model: ModelSizes, longest: int) -> int:
-    """Bytes of the experts of a rank's rows, in host memory."""
+    """The bytes in host memory of the experts recorded for a rank's rows."""
     rows = -(-config.queue.batch_size * config.learner.mesh.slices // config.learner.ranks)
     return rows * longest * model.routes if config.rollout.engine.routes else 0
 
 
 def _tree_mask(config: Config, model: ModelSizes, tokens: int, longest: int) -> int:
-    """The mask of tree rows, which agents produce, if SDPA computes them."""
+    """The bytes of the mask of tree rows, which agents produce, if SDPA computes them."""
     is_sdpa = config.model.attention in ("sdpa", "auto") and not _is_joined(config, model)
     if not isinstance(config.environment, AgentEnvironment) or not is_sdpa:
         return 0
@@ -301,10 +303,12 @@ def _tree_mask(config: Config, model: ModelSizes, tokens: int, longest: int) -> 
 
 
 def _repeated_keys(config: Config, model: ModelSizes, tokens: int, longest: int) -> int:
-    """Keys and values of all layers beyond one for each token, if rows lie end to end and are as long as the longest.
+    """The bytes of keys and values that are repeated for samples of a prompt, if rows lie end to end.
 
-    P prompt tokens and n samples with T tokens of their own have P + n (P + T) keys in place of P + n T.
+    All rows are taken to be as long as the longest. A prompt of P tokens and n samples with T completion tokens each
+    have P + n (P + T) keys; without repetition they would have P + n T.
     """
+    # Prompts are not shared in mixtures of experts, nor by ranks that hold slices of rows.
     # Mixtures of experts share no prompts, nor do ranks with slices of rows.
     shares = config.model.share_prompts and not model.by_expert and config.learner.mesh.slices == 1
     if not shares or not _is_joined(config, model):
@@ -316,22 +320,22 @@ def _repeated_keys(config: Config, model: ModelSizes, tokens: int, longest: int)
 
 
 def _is_joined(config: Config, model: ModelSizes) -> bool:
-    """True if attention is over rows end to end: every kernel for them computes in 16 bits on a GPU."""
+    """True if attention is over rows end to end: every kernel for such rows computes in 16 bits on a GPU."""
     chosen = config.model.attention
     return chosen in JOINED or (chosen == "auto" and config.learner.gpus > 0 and model.element < MASTER)
 
 
 def _head(config: Config, model: ModelSizes, tokens: int) -> int:
-    """Logits of a chunk and the head in float32; on a GPU, whose head has kernels, the logits of a piece."""
+    """On a CPU, a chunk's logits and the head in float32; on a GPU, where the head has kernels, a piece's logits."""
     if not config.learner.gpus:
         copies = 2 * config.model.float32_head
         return model.vocabulary * 4 * (min(HEAD_CHUNK, tokens) * LOGITS + model.hidden * copies)
-    # Logits are of 4 bytes; their gradient, and that of hidden states, are a float32 in one part or two.
+    # Logits take 4 bytes. Their gradient, and the gradient of hidden states, is one float32 or two 16-bit parts.
     return min(PIECE, tokens * model.vocabulary) * 8 + model.hidden * (model.vocabulary * model.element + tokens * 16)
 
 
 def state(config: Config, model: ModelSizes) -> int:
-    """Bytes of a rank's weights, gradients and moments, on its GPU or in host memory."""
+    """The bytes of a rank's weights, gradients and moments, on its GPU or in host memory."""
     frozen = (model.parameters - model.trained) * model.element
     trained = (model.trained + _critic_body(config, model)) * (MASTER + GRADIENT + MOMENTS)
     return (trained + frozen) // config.learner.mesh.shards(config.learner.ranks)

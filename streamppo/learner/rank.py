@@ -1,8 +1,8 @@
 """One learner rank: the Ray actor around a `Learner`.
 
-consumes     the batch of version v (leased: another take returns the same batch)
-produces     version v + 1 in the ledger, a report, at intervals a checkpoint
-waits for    the batch, which is fetched and padded during the update before it
+consumes     the batch of version v (leased: a second take returns the same batch)
+produces     version v + 1 in the ledger, a report, and at intervals a checkpoint
+waits for    the batch, which is fetched and padded during the previous update
 unblocks     every engine's pull, and the queue's next take
 """
 # Ray leaves parts of its signatures untyped.
@@ -32,23 +32,24 @@ if TYPE_CHECKING:
     from streamppo.weights.transport import BucketRef
 
 ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
-"""Environment variables of torch's GPU allocator; a value of the user wins."""
+"""Environment variables of torch's GPU allocator; a value that the user has set is kept."""
 GROWS = "expandable_segments:True"
-"""Freed blocks can be reused for larger ones: row lengths differ in every update."""
+"""Lets freed blocks be reused for larger ones: row lengths differ in every update."""
 
 
 class Rank:
-    """The actor. The driver calls it, one call at a time; all ranks get the same calls in the same order.
+    """The Ray actor. The driver calls it, one call at a time; all ranks get the same calls in the same order.
 
-    `setup` comes before every call that needs the learner. `epoch` is the number of groups of ranks in this run so far.
-    Torch is imported only within a rank: the driver imports this class without torch, and starts seconds earlier.
+    `setup` precedes every call that needs the learner. `epoch` counts the groups of ranks that this run has had so far.
+    Torch is imported only within a rank, so that the driver imports this class without torch and starts seconds
+    earlier.
     """
 
     def __init__(self, config: bytes, rank: int, queue: ActorProxy[BatchSource], epoch: int) -> None:
         process.log_to_stdout(f"learner-{rank}")
         self._config = decode(config, Config)
         if self._config.learner.gpus and not any(name in os.environ for name in ALLOCATOR):
-            # torch reads it at import.
+            # torch reads the variable at import.
             os.environ[ALLOCATOR[0]] = GROWS
         if self._config.learner.gpus:
             os.environ.update(process.compile_caches())
@@ -72,14 +73,14 @@ class Rank:
 
     @ray.method
     def rendezvous(self) -> tuple[str, int]:
-        """Return an address (host, free port) for the rendezvous of all ranks."""
+        """Return an address (host, free port) where all ranks can meet."""
         from ray._common.network_utils import find_free_port
 
         return ray.util.get_node_ip_address(), find_free_port()
 
     @ray.method
     def make_model(self, folder: str) -> None:
-        """Create builtin:tiny at `folder`, unless it is already there or at the run's address."""
+        """Create builtin:tiny at `folder`, unless it exists there or at the run's address."""
         from streamppo.learner.model import tiny
 
         store.bring_model(self._config, folder)
@@ -89,9 +90,9 @@ class Rank:
 
     @ray.method
     def setup(self, address: tuple[str, int], model_path: str, resume_from: str | None, past: bytes) -> int:
-        """Join the group, load the model or a checkpoint, push its version. Returns that version.
+        """Join the group, load the model or a checkpoint, and push its version. Returns that version.
 
-        `past` is the run's encoded `History`, which has each configuration by its first version.
+        `past` is the run's encoded `History`: each configuration, by the first version that it applies to.
         """
         from streamppo.learner import device
 
@@ -103,8 +104,8 @@ class Rank:
         mesh = device.mesh_of(rank_device.type, settings.mesh)
         learner = self._built = self._load(model_path, mesh, resume_from)
         device.expect(device.UPDATE, mesh, *learner.policy.slices.groups())
-        life = ray.get(self._queue.new_process_id.remote(""))
-        Thread(target=self._follow_queue, args=(life, learner), name="follow queue", daemon=True).start()
+        process_id = ray.get(self._queue.new_process_id.remote(""))
+        Thread(target=self._follow_queue, args=(process_id, learner), name="follow queue", daemon=True).start()
         learner.push()
         self._fetcher.start(learner.version, learner.rank_rows)
         Thread(target=self._beat, name="beat", daemon=True).start()
@@ -112,9 +113,10 @@ class Rank:
 
     @ray.method
     def update(self) -> bytes:
-        """Make the next version. Returns an encoded `UpdateReport`, equal on all ranks but for times; b"" if stopped.
+        """Make the next version. Returns an encoded `UpdateReport`, or b"" if the run was stopped.
 
-        Raises `CheckpointError` if the last checkpoint could not be written.
+        Reports of different ranks differ only in times. Raises `CheckpointError` if the last checkpoint could not be
+        written.
         """
         from streamppo.learner import device
 
@@ -155,21 +157,22 @@ class Rank:
 
     @ray.method
     def save(self, folder: str) -> None:
-        """Start a checkpoint of the present version under `folder`; it is written during training. A collective."""
+        """Start a checkpoint of the present version under `folder`, which is written during training. A collective."""
         self._learner().save(Path(folder))
 
     @ray.method
     def export(self, folder: str) -> str:
-        """Write the policy as a Hugging Face folder. A collective. Returns the digest of the last push."""
+        """Write the policy as a Hugging Face folder; return the digest of the last push. A collective."""
         digest = self._learner().export(Path(folder))
         if self._rank == 0:
             self._put(store.FINAL, folder)
         return digest
 
     def _load(self, model_path: str, mesh: "DeviceMesh", resume_from: str | None) -> "Learner":
-        """Build the learner with the configuration of its version, which may be older than the one in `resume_from`.
+        """Build the learner with the configuration of its version, which may be older than that of `resume_from`.
 
-        After a damaged checkpoint the one before it is loaded, or the first model, whose critic is pretrained again.
+        If a checkpoint is damaged, the previous one is loaded, or else the first model, whose critic is then pretrained
+        again.
         """
         while True:
             requested = _version(resume_from)
@@ -210,25 +213,25 @@ class Rank:
         return self._built
 
     def _publish(self, push: bytes, refs: "list[BucketRef]", learned: bytes) -> PublishReply:
-        # With shards the queue holds records only: it forwards a reference to its shards.
+        # With shards, the queue holds only records and passes a reference to them on to its shards.
         record = [ray.put(learned)] if learned and self._config.queue.shards > 1 else learned
         return decode(ray.get(self._queue.publish.remote(push, refs, record, self._epoch)), PublishReply)
 
     def _beat(self) -> None:
-        """Send heartbeats to the queue forever, concurrently with all work; they do not detect a hanging collective."""
+        """Send heartbeats to the queue forever, in a thread of its own; they do not detect a hanging collective."""
         me = ray.get_runtime_context().get_actor_id()
         assert me is not None, "a rank is an actor"
         while True:
             ray.get(self._queue.beat.remote(me))
             time.sleep(BEAT_S)
 
-    def _follow_queue(self, life: str, learner: "Learner") -> None:
-        """Push the weights again after each restart of the queue, which loses them."""
+    def _follow_queue(self, process_id: str, learner: "Learner") -> None:
+        """Push the weights again after each restart of the queue, because a restarted queue has lost them."""
         while True:
-            life = ray.get(self._queue.new_process_id.remote(life))
+            process_id = ray.get(self._queue.new_process_id.remote(process_id))
             learner.pusher.republish()
 
 
 def _version(checkpoint: str | None) -> int:
-    """The version of a checkpoint, from its path; 0 for the first model."""
+    """The version of a checkpoint, read from its path; 0 for the first model."""
     return int(Path(checkpoint).name) if checkpoint else 0

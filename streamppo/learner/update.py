@@ -1,7 +1,7 @@
-"""One update of the policy on a batch: the same code on one CPU rank and on many GPU ranks.
+"""One update of the policy on a batch, by the same code on one CPU rank and on many GPU ranks.
 
 B trajectories of the batch, b rows of a micro-batch, T completion tokens (padded). Forward and backward passes are
-split over ranks and micro-batches; everything between them (advantages, whitening, corrections, diagnostics) is
+split over ranks and micro-batches. Everything between them (advantages, whitening, corrections, diagnostics) is
 computed on every rank from the whole gathered [B, T] batch, so functions of `algorithms` do not depend on ranks.
 """
 
@@ -48,7 +48,7 @@ from streamppo.process import phase
 from streamppo.types import TokenRecord
 
 STEPS = 8
-"""The numbers of tokens for which layers are compiled: rows end to end are filled up to one of them."""
+"""Layers are compiled for this many numbers of tokens; rows end to end are padded to one of these numbers."""
 
 log = logging.getLogger(__name__)
 
@@ -56,9 +56,9 @@ log = logging.getLogger(__name__)
 class UpdateResult(NamedTuple):
     """The result of an update on the rows `active` of a batch.
 
-    `divergences` are those of the proximal from the behavior policy, if the learning rate follows them, else None.
-    `frozen`: only the critic was trained. `start` and `scored` are the times, by `time.perf_counter`, at which the
-    update and its first step began.
+    `divergences` are of the proximal from the behavior policy; None unless the learning rate depends on them. If
+    `frozen`, only the critic was trained. `start` is the time, by `time.perf_counter`, at which the update began, and
+    `scored` the time at which its first step began.
     """
 
     objective: Objective
@@ -75,11 +75,12 @@ class UpdateResult(NamedTuple):
 class Updater:
     """Trains on padded batches; `policy` and `optimizer` are changed in place.
 
-    Calls are collectives of all ranks: same batch, same order. The ranks of `group` pass different rows. The state
-    across batches is `UpdaterState`, with the `bonus` in use, and the weights of a reference that follows the policy.
+    Calls are collectives: all ranks make the same calls with the same batch in the same order. The ranks of `group`
+    pass different rows. The state that is kept between batches is `UpdaterState` and the weights of a reference that
+    follows the policy.
 
-    One update: the rows with passes, their scores, the targets, and then for each minibatch the passes of its
-    micro-batches, forward and backward, and a step.
+    One update: find the rows to pass, score them, compute the targets; then for each minibatch the forward and backward
+    passes of its micro-batches, and a step.
     """
 
     def __init__(
@@ -115,14 +116,14 @@ class Updater:
 
     @property
     def state(self) -> UpdaterState:
-        """The state for a later updater's `restore`; its bonus is None if it is not adaptive."""
+        """The state to restore in a later updater; its bonus is None unless it is adaptive."""
         bonus = self.bonus if self.config.algorithm.entropy_control.target else None
         return UpdaterState(self.beta, (self.bad_steps, self.critic_bad_steps), bonus, self.reference_moved)
 
     def restore(self, state: UpdaterState) -> None:
-        """Continue from the `state` of an earlier updater: `beta` if it is adaptive and was not 0, `bonus` likewise.
+        """Continue from the `state` of an earlier updater; `beta` and `bonus` are taken over only if they are adaptive.
 
-        The caller loads the weights of a reference that has moved.
+        A `beta` of 0 is not taken over. The caller loads the weights of a reference that has moved.
         """
         self.bad_steps, self.critic_bad_steps = state.bad_steps
         self.reference_moved = state.reference_moved and self.reference is not None
@@ -132,14 +133,14 @@ class Updater:
             self.bonus = state.bonus
 
     def rank_rows(self, batch: PaddedBatch) -> list[int]:
-        """The rows of `batch` whose tokens this rank reads in its update; `batch` may be without tokens."""
+        """The rows of `batch` whose tokens this rank reads in its update; `batch` may lack its tokens."""
         active, sizes = active_rows(self.config, batch), self.policy.sizes(batch.on_host)
         return self.division.rank_rows(sizes, batch.version, self.objective.epochs, active)
 
     def update(self, batch: PaddedBatch, epochs: Sequence[Epoch] | None = None) -> UpdateResult:
-        """Train on `batch` for `epochs`, by default those of the objective.
+        """Train on `batch` for `epochs`, by default the objective's epochs.
 
-        Raises `UpdateError` for data that must not be trained on, and for gradients that stay non-finite.
+        Raises `UpdateError` for data that must not be trained on, and after too many gradients that are not finite.
         """
         start, objective = time.perf_counter(), self.objective
         if epochs is None and batch.version < self.config.algorithm.critic.warmup_updates:
@@ -169,7 +170,7 @@ class Updater:
         return UpdateResult(objective, batch, active, targets, minibatches, divergences, start, scored, frozen)
 
     def adapt(self, updated: UpdateResult, metrics: Mapping[str, float]) -> None:
-        """Adapt `beta` and `bonus` to the `metrics` of an update, and move a reference that follows the policy.
+        """Adapt `beta` and `bonus` to an update's `metrics`, and move a reference that follows the policy.
 
         Call it once after each update.
         """
@@ -182,14 +183,16 @@ class Updater:
             self.reference_moved = True
 
     def token_record(self, updated: UpdateResult) -> TokenRecord:
-        """The per-token numbers from before the first step that the archive keeps."""
+        """The numbers per token, computed before the first step, that the archive keeps."""
         return per_token_record(self.objective, self.config, updated.batch, updated.targets, updated.active.scored_B)
 
     def pretrain(self, batch: PaddedBatch) -> float:
-        """Train only the critic on the returns of `batch`, which may be another run's.
+        """Train only the critic on the returns of `batch`, which may be from another run.
 
-        Returns the share of their variance that it explained before. A collective; raises `UpdateError` like `update`.
+        Returns the share of the returns' variance that the critic explained before. A collective. Raises `UpdateError`
+        like `update`.
         """
+        # Lag 0 means that the learner's own weights sampled a token, which is false for a batch of another run.
         # Lag 0 means that the learner's own weights sampled a token, which is false for another run's batch.
         batch = batch._replace(lag_BT=batch.lag_BT + 1)
         targets = self.update(batch, self.objective.critic_epochs()).targets
@@ -209,7 +212,7 @@ class Updater:
         keeps_graphs = torch.equal(active.scored_B, active.trained_B)
         keeps_graphs &= objective.one_step and self.division.are_one_pass(sizes, micro_batches)
         if len(micro_batches) > 1:
-            # A router has the routes of its last pass alone, and FSDP's passes are followed by their backward pass.
+            # A router keeps only the routes of its last pass, and FSDP needs each pass followed by its backward pass.
             keeps_graphs &= not (self.policy.routers or isinstance(self.policy, FSDPModule))
         scored, graphs = self._score_batch(objective.scored, batch, micro_batches, keeps_graphs=keeps_graphs)
         try:
@@ -228,7 +231,7 @@ class Updater:
     def _score_batch(
         self, part: Part | None, batch: PaddedBatch, micro_batches: Sequence[Tensor], *, keeps_graphs: bool
     ) -> tuple[PolicyOutput, list[PolicyOutput]]:
-        """The scores of the whole batch; and those of this rank's passes with their graphs, if they are to be kept."""
+        """The scores of the whole batch, and those of this rank's passes with their graphs if they are to be kept."""
         if part is None:
             return empty_output(batch), []
         keeps_graphs &= part != "critic"
@@ -239,7 +242,7 @@ class Updater:
     def _frozen_logprobs(
         self, model: Policy | NoReferenceWeights | None, batch: PaddedBatch, micro_batches: Sequence[Tensor]
     ) -> Tensor | None:
-        """[B, T] log-probs of `model`, the reference or the teacher, by its own routes; None without a model."""
+        """[B, T] log-probs by `model`, the reference or the teacher, with its own routes; None without a model."""
         if model is None:
             return None
         with torch.no_grad():
@@ -249,13 +252,14 @@ class Updater:
         return _gather(batch, micro_batches, scores, self.group).logprobs_BT
 
     def _lower_rate(self, batch: PaddedBatch, scored: PolicyOutput) -> OffPolicy | None:
-        """Lower the policy's learning rate for the update on `batch`; None if it does not follow the divergences.
+        """Lower the policy's learning rate for `batch` by its effective sample size, if the configuration says so.
 
             W     = proximal / behavior of each of n sequences
             rate *= sqrt(sum(W)^2 / (n sum(W^2)))
 
-        The factor is the root of the effective sample size: AdamW's step is to grow with the root of the number of
-        samples in a gradient (VCPO, https://arxiv.org/abs/2602.17616). On-policy the factor is 1.
+        Returns the divergences, or None if the rate is unchanged. The factor is the root of the effective sample size,
+        because AdamW's step should grow with the root of the number of samples in a gradient (VCPO,
+        https://arxiv.org/abs/2602.17616). On-policy the factor is 1.
         """
         if not adaptation.is_lowered_by_ess(self.config):
             return None
@@ -266,7 +270,7 @@ class Updater:
     # --- a step --------------------------------------------------------------------------------------------------
 
     def _counts(self, batch: PaddedBatch, rows: Tensor) -> Denominators:
-        """The denominators of the loss of a minibatch, over all ranks."""
+        """The denominators of a minibatch's loss, over all ranks."""
         prompt_B = batch.prompt_B[rows] if self.config.algorithm.aggregation == "prompt-mean" else None
         counts = denominators(batch.mask_BT[rows], constant=self.config.rollout.max_tokens, prompt_B=prompt_B)
         if not self.config.algorithm.positive_nll:
@@ -274,14 +278,14 @@ class Updater:
         return counts._replace(right=float(correct_answer_mask(batch, self.config)[rows].sum()))
 
     def _micro_batches(self, batch: PaddedBatch, rows: Tensor, active: ActiveRows) -> list[Tensor]:
-        """This rank's micro-batches of a minibatch; one empty micro-batch if no row is left but a step is due."""
+        """This rank's micro-batches of a minibatch; one empty micro-batch for idle rows alone."""
         micro_batches = self.division.micro_batches(self.policy.sizes(batch.on_host), active.select(rows))
         return micro_batches or [rows[:0]] * bool(active.idle_B[rows].any())
 
     @phase("backward")
     def backward(self, loss: Tensor) -> None:
         """Add the gradient of a micro-batch's share of the loss."""
-        # Denominators count all ranks, because FSDP sums gradients over ranks.
+        # FSDP sums gradients over ranks, so the denominators count the rows of all ranks.
         loss.backward()
 
     def _step(
@@ -289,7 +293,7 @@ class Updater:
     ) -> Minibatch:
         """Make the optimizer step of a minibatch, unless the policy has already moved too far. A collective.
 
-        A `frozen` policy is unchanged; only its critic learns.
+        If `frozen`, the policy stays unchanged and only the critic learns.
         """
         sums, rows, idle = Sums.zero(self.device), active.select(minibatch), minibatch[~active.trained_B[minibatch]]
         for share in shares:
@@ -307,7 +311,7 @@ class Updater:
         return Minibatch(epoch.part, rows, sums, passes, norm, too_far, idle=idle)
 
     def _has_tokens(self, sums: Sums, passes: Sequence[PolicyPass]) -> bool:
-        """True if a token of a minibatch has a weight in the policy's loss, or is in the critic's. A collective."""
+        """True if a token of the minibatch has weight in the policy's loss or is in the critic's loss. A collective."""
         tokens = sums.values_2[:1] + sum(policy_pass.kept for policy_pass in passes)
         add_up(tokens, self.group)
         return bool(tokens.item())
@@ -323,19 +327,19 @@ class Updater:
             )
 
     def _kl_from_proximal(self, sums: Sums) -> float:
-        """KL(proximal || current) of a minibatch, k3 per trained token over all ranks. A collective."""
+        """KL(proximal || current) of a minibatch: k3 per trained token, over all ranks. A collective."""
         tokens_5 = sums.tokens_5.clone()
         add_up(tokens_5, self.group)
         return update_statistics_of(tokens_5).k3
 
     @phase("optimizer")
     def _optimize(self, epoch: Epoch, *, frozen: bool) -> float | None:
-        """Clip and step. Returns the gradient's norm, or None if no step is due.
+        """Clip the gradient and make a step. Returns the gradient's norm, or None if no step is due.
 
-        A step with a gradient that is not finite is counted and skipped. Raises `UpdateError` after too many in a row.
+        If the gradient is not finite, the step is counted and skipped. Raises `UpdateError` after too many in a row.
         """
         if epoch.part == "critic" or frozen:
-            # No gradient, not zero: the policy and its moments must not change before the critic is trained.
+            # None, not zero: with zero gradients AdamW would still change the policy and its moments.
             for parameter in self.policy.lm.parameters():
                 parameter.grad = None
             if epoch.part == "policy":
@@ -348,7 +352,7 @@ class Updater:
         return norm
 
     def _skip_step(self, part: Part, number: float) -> float:
-        """Count a skipped step if `number`, a gradient norm or a KL, is not finite; return `number`.
+        """Count a step that is skipped because `number`, a gradient norm or a KL, is not finite; return `number`.
 
         Raises `UpdateError` after `learner.max_bad_steps` in a row.
         """
@@ -366,13 +370,13 @@ class Updater:
 
 
 def _has_ended(epoch: Epoch, minibatches: Sequence[Minibatch]) -> bool:
-    """True if the policy's part of the update has stopped early; a critic with its own steps continues."""
+    """True if the policy's part of the update has stopped early; a critic with separate steps continues."""
     return epoch.part != "critic" and any(minibatch.stopped_early for minibatch in minibatches)
 
 
 @phase("forward")
 def score(policy: Policy | NoReferenceWeights, batch: PaddedBatch, rows: Tensor, part: Part) -> PolicyOutput:
-    """The scores of `rows` by `policy`. An empty micro-batch passes one row: the pass is a collective."""
+    """The scores of `rows` by `policy`. An empty micro-batch passes one row, because the pass is a collective."""
     if isinstance(policy, Policy):
         policy.routers.counts = len(rows) > 0
     return policy(batch.select(rows if len(rows) else STAND_IN), part)
@@ -381,7 +385,7 @@ def score(policy: Policy | NoReferenceWeights, batch: PaddedBatch, rows: Tensor,
 def _gather(
     batch: PaddedBatch, micro_batches: Sequence[Tensor], scores: Sequence[PolicyOutput], group: dist.ProcessGroup
 ) -> PolicyOutput:
-    """The scores of every rank's rows, whole and detached, on every rank."""
+    """The scores of all ranks' rows, detached, on every rank."""
     gathered = empty_output(batch)
     for rows, scored in zip(micro_batches, scores, strict=True):
         device_rows = to_device(rows, batch.mask_BT.device)

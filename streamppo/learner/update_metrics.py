@@ -1,4 +1,4 @@
-"""The metrics of an update, read from its result; and a rank's speed: tokens per second, FLOPs, peak memory.
+"""The metrics of an update, computed from its result, and a rank's speed: tokens per second, FLOPs, peak memory.
 
 B trajectories, T completion tokens (padded).
 """
@@ -16,15 +16,15 @@ from streamppo.learner.update import Updater, UpdateResult
 from streamppo.process import phase
 
 PEAK_TFLOPS = {"H200": 989, "H100": 989, "B200": 2250, "A100": 312, "L40S": 362}
-"""Dense bfloat16 operations per second of a GPU, in 10^12, by a part of its name (NVIDIA's data sheets)."""
+"""A GPU's dense bfloat16 operations per second, in 10^12, by a part of its name (from NVIDIA's data sheets)."""
 MIB = 2**20
 
 
 @phase("metrics")
 def update_metrics(updater: Updater, updated: UpdateResult) -> dict[str, float]:
-    """The metrics of the update `updated` by `updater`, equal on every rank but for times. A collective.
+    """The metrics of the update `updated` by `updater`; ranks differ only in times. A collective.
 
-    Call it before `Updater.adapt`: it has the weights that the update used.
+    Call it before `Updater.adapt`, because it reports the coefficients that the update used.
     """
     batch, targets, minibatches = updated.batch, updated.targets, updated.minibatches
     scored, passed_B = targets.scored, updated.active.scored_B.to(updater.device)
@@ -33,7 +33,7 @@ def update_metrics(updater: Updater, updated: UpdateResult) -> dict[str, float]:
         scored = scored._replace(logprobs_BT=first_BT)
     steps = step_metrics(minibatches, targets.trained_BT, updater.group)
     if all(minibatch.part == "critic" for minibatch in minibatches):
-        # In warm-up the policy's only pass is the one before the critic's steps.
+        # In warm-up, only the critic makes steps; the policy is passed once, before them.
         steps["entropy"] = targets.scored.entropy_BT[targets.trained_BT].double().sum().item()
         steps["entropy"] /= max(1, int(targets.trained_BT.sum()))
     metrics = {
@@ -60,7 +60,7 @@ def update_metrics(updater: Updater, updated: UpdateResult) -> dict[str, float]:
 
 
 class ModelSize(NamedTuple):
-    """A model's size: parameters in a token's matrix products, layers, width, and the share of trained parameters."""
+    """A model's size: parameters in a token's matrix products, layers, width, and the share that is trained."""
 
     multiplied: int
     layers: int
@@ -69,7 +69,7 @@ class ModelSize(NamedTuple):
 
 
 def size_of(policy: Policy) -> ModelSize:
-    """Count the policy's parameters; an embedding counts in `multiplied` only if it is also the head."""
+    """Count the policy's parameters; `multiplied` includes an embedding only if it is also the head."""
     parameters = sum(parameter.numel() for parameter in policy.lm.parameters())
     trained = sum(parameter.numel() for parameter in policy.lm.parameters() if parameter.requires_grad)
     embedding, head = policy.lm.get_input_embeddings().weight, policy.lm.get_output_embeddings().weight
@@ -79,21 +79,21 @@ def size_of(policy: Policy) -> ModelSize:
 
 
 def forward_flops(size: ModelSize, width_B: Tensor) -> float:
-    """Operations of a forward pass over rows of `width_B` tokens.
+    """The operations of a forward pass over rows of `width_B` tokens.
 
         2 * multiplied * width + 2 * layers * hidden * width^2        summed over rows
 
-    The second term is causal attention: width / 2 keys and values for a token on average. As in PaLM's appendix B,
-    https://arxiv.org/abs/2204.02311, where a row is half of a full square.
+    The second term is causal attention, with width / 2 keys and values per token on average. It is half of the term in
+    PaLM's appendix B, https://arxiv.org/abs/2204.02311, which counts the full square.
     """
     width_B = width_B.double()
     return float((2 * size.multiplied * width_B + 2 * size.layers * size.hidden * width_B.square()).sum())
 
 
 def policy_flops(size: ModelSize, updated: UpdateResult) -> float:
-    """Operations of the policy's passes, without recomputation; a backward pass costs up to two forward passes.
+    """The operations of the policy's passes, without recomputation; a backward pass costs up to two forward passes.
 
-    One half of a backward pass is for gradients of weights, and only the trained share of the weights has them.
+    Half of a backward pass computes gradients of weights, and only for trained weights.
     """
     width_B = updated.batch.on_host.start_B + updated.batch.on_host.length_B
     scored = updated.active.scored_B.nonzero()[:, 0]
@@ -103,7 +103,7 @@ def policy_flops(size: ModelSize, updated: UpdateResult) -> float:
 
 
 def speed(size: ModelSize, updated: UpdateResult, metrics: Mapping[str, float], ranks: int) -> dict[str, float]:
-    """The speed of an update, whose times are in `metrics`."""
+    """The speed of an update, from the times in its `metrics`."""
     batch = updated.batch
     width_B, seconds = batch.start_B + batch.length_B, metrics["score_s"] + metrics["train_s"]
     tflops = policy_flops(size, updated) / seconds / ranks / 1e12
@@ -115,7 +115,7 @@ def speed(size: ModelSize, updated: UpdateResult, metrics: Mapping[str, float], 
 
 
 def _gpu_speed(tflops: float) -> dict[str, float]:
-    """The share of the GPU's peak, if its peak is known, and the peak memory of tensors since the last update."""
+    """The peak memory of tensors since the last update, and the share of the GPU's peak speed, if that is known."""
     speeds = {"peak_memory_mib": torch.cuda.max_memory_allocated() / MIB}
     torch.cuda.reset_peak_memory_stats()
     name = torch.cuda.get_device_name()

@@ -1,14 +1,13 @@
-"""The learner's attention: the choice of an implementation, and its layout of rows.
+"""The learner's attention: the choice of an implementation and of its layout of rows.
 
 B trajectories, L prompt + completion tokens (padded), N tokens of all rows without padding.
 
-padded    [B, L], for sdpa and eager: causal attention keeps padding on the right from every real token
+padded    [B, L], for sdpa and eager: padding is on the right, where causal attention hides it from real tokens
 joined    [1, N], for flash-attn: rows end to end, separated by their bounds; no padding is computed
 shared    [G, W], for sdpa if it is less work than `padded`: the samples of a prompt as one row (prefix_sharing.py)
-
 tree      [G, W] or [1, N], for rows whose tokens are a tree: one line for each root or for each leaf (tree.py)
 
-A context without gradient is computed in a separate pass before the completions (prefix_kv.py).
+A context that needs no gradient is computed in a separate pass before the completions (prefix_kv.py).
 """
 
 import logging
@@ -33,17 +32,17 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 RUNS_ON = {"flash_attention_4": (9, 10, 11), "flash_attention_3": (9,), "flash_attention_2": (8, 9, 10, 11, 12)}
-"""flash-attn, newest first, each with the major compute capabilities on which its backward pass is deterministic."""
+"""flash-attn, newest first, with the major compute capabilities on which its backward pass is deterministic."""
 PROBED = (5, 7)
-"""Lengths of the two rows that `leak` passes together and alone: longer than a convolution's window."""
+"""The lengths of the two rows that `leak` passes together and alone; both are longer than a convolution's window."""
 LEAK = 1e-3
-"""The largest difference of the two passes that counts as rounding, relative to the largest entry, in float32."""
+"""The largest difference between the two passes that counts as rounding, relative to the largest entry, in float32."""
 NAMES = {"sdpa": "SDPA", "eager": "eager attention", varlen.NAME: varlen.KERNEL}
-"""Words for transformers' names."""
+"""What messages call the implementations that transformers names so."""
 
 
 class ContextPass(NamedTuple):
-    """A transformer's arguments for contexts, and `join`: (context keys, completion keys) -> the keys of a row."""
+    """A transformer's arguments for contexts, and `join`: (context keys, completion keys) -> all keys of a row."""
 
     arguments: dict[str, Tensor | int]
     join: Callable[[Tensor, Tensor], Tensor]
@@ -52,12 +51,11 @@ class ContextPass(NamedTuple):
 class RowLayout(NamedTuple):
     """The layout of rows for a transformer: its arguments, and each token's index in its flattened output.
 
-    `arguments` are on the transformer's device, `index_BL` in the host's memory.
-
-    Indices beyond the end of a row are undefined; -1 is a token of another rank (context_parallel.py). A `context` is
-    computed first, without gradient; only the tokens after it have an index. `source_N`, for rows with branches
-    (tree.py), are the input tokens' indices in the flattened rows: -1 for padding, and several times for a token in
-    several lines.
+    `arguments` are on the transformer's device, `index_BL` is in host memory. Indices beyond the end of a row are
+    undefined; -1 marks a token of another rank (context_parallel.py). If there is a `context`, it is computed first,
+    without gradient, and only the tokens after it have an index. `source_N` is for rows with branches (tree.py): the
+    index of each input token in the flattened rows. It is -1 for padding, and a token in several lines occurs several
+    times.
     """
 
     arguments: dict[str, Any]
@@ -72,17 +70,16 @@ CPU = torch.device("cpu")
 
 
 def padded(inputs_BL: Tensor, width_B: Tensor, device: torch.device = CPU) -> RowLayout:
-    """One row per trajectory, padded to the longest."""
+    """Lay out one row per trajectory, padded to the longest."""
     index_BL = torch.arange(inputs_BL.numel()).view(inputs_BL.shape)
     return RowLayout({"input_ids": to_device(inputs_BL, device)}, index_BL)
 
 
 def joined(inputs_BL: Tensor, width_B: Tensor, device: torch.device = CPU, *, step: int = 1) -> RowLayout:
-    """One sequence without padding; positions restart at every row.
+    """Lay out all rows as one sequence without padding; positions restart at every row.
 
-    A last row of zeros fills it up to a multiple of `step` tokens.
-    flash-attn gets the rows' bounds. Every other implementation finds them in the positions and makes a mask of N * N
-    entries: correct but wasteful.
+    A last row of zeros fills the sequence up to a multiple of `step` tokens. flash-attn gets the rows' bounds. Every
+    other implementation finds the rows in the positions and makes a mask of N * N entries: correct but wasteful.
     """
     index_BL = torch.arange(inputs_BL.shape[1]).expand(inputs_BL.shape)
     inside_BL = index_BL < width_B[:, None]
@@ -106,13 +103,13 @@ def joined(inputs_BL: Tensor, width_B: Tensor, device: torch.device = CPU, *, st
 
 
 def bounds(width_B: Tensor) -> Tensor:
-    """[B + 1] in int32: the begin of each row, laid end to end, and the end of the last one."""
+    """[B + 1] in int32: the begin of each row, if rows are laid end to end, and the end of the last row."""
     return torch.nn.functional.pad(width_B.cumsum(0), (1, 0)).int()
 
 
 @contextmanager
 def without_packing_search() -> Iterator[None]:
-    """A context without transformers' search for packed rows, which would synchronise with the device."""
+    """Turn off transformers' search for packed rows, which would synchronise with the device."""
     from transformers import masking_utils
 
     original = masking_utils.find_packed_sequence_indices
@@ -124,14 +121,15 @@ def without_packing_search() -> Iterator[None]:
 
 
 def layout(implementation: str) -> Layout:
-    """The layout of rows for `implementation`."""
+    """The layout of rows that `implementation` takes."""
     return joined if implementation in JOINED else padded
 
 
 def choose(config: Model, device: str) -> str:
     """Return transformers' name of the attention: the configured one, or the newest flash-attn that runs here.
 
-    Without a flash-attn it is torch's own; SDPA in float32, on a CPU, and, with a warning, on a GPU without either.
+    On a GPU without flash-attn it is torch's flash attention ("varlen") or else, with a warning, SDPA. In float32 and
+    on a CPU it is SDPA.
     """
     if config.attention == varlen.NAME:
         return varlen.register()
@@ -150,7 +148,7 @@ def choose(config: Model, device: str) -> str:
 
 
 def agree_on(implementation: str) -> str:
-    """The `implementation` of every rank. A collective. Raises `ModelError` if ranks differ, as on unlike GPUs."""
+    """Return the `implementation` of all ranks; raise `ModelError` if ranks differ, as on unlike GPUs. A collective."""
     by_rank: list[str] = [""] * dist.get_world_size()
     dist.all_gather_object(by_rank, implementation)
     if len(set(by_rank)) > 1:
@@ -162,10 +160,10 @@ def agree_on(implementation: str) -> str:
 def leak_free_attention(
     implementation: str, config: Model, path: str | Path, transformers: "Sequence[PreTrainedModel]"
 ) -> str:
-    """`implementation`, or SDPA if it joins rows and one of `transformers` leaks state between them. A collective.
+    """Return `implementation`, or SDPA if it joins rows and a transformer leaks state between rows. A collective.
 
     `transformers` are unsharded, on the CPU, with plain torch attention, on rank 0; empty on other ranks. Raises
-    `ModelError` in place of SDPA if the configuration names its attention.
+    `ModelError` instead of choosing SDPA if the configuration names the attention.
     """
     if layout(implementation) is padded:
         return implementation
@@ -184,9 +182,10 @@ def leak_free_attention(
 
 
 def fall_back(implementation: str, config: Model, configs: "Iterable[PretrainedConfig]") -> str:
-    """`implementation`, or the first after it that computes models of `configs` completely: flash, varlen, SDPA, eager.
+    """Return `implementation`, or the next of flash, varlen, SDPA and eager that computes models of `configs`
+    completely.
 
-    Raises `ModelError` if the configuration names one that leaves a part out.
+    Raises `ModelError` if the configuration names an implementation that leaves out a part.
     """
     model_configs = list(configs)
     after_flash = varlen.NAME if varlen.is_available() else "sdpa"
@@ -212,7 +211,7 @@ def _flash_refusal(name: str, config: "PretrainedConfig") -> str:
     model = varlen.model_class(text)
     if not getattr(model, "_supports_flash_attn", True):
         return f"transformers has no flash-attn for {text.model_type} models"
-    # Transformers would load the first of these in place of any other one.
+    # Transformers would load the first of these and not `name`.
     compatible = getattr(model, "_compatible_flash_implementations", None)
     if compatible is not None and name not in compatible:
         return f"{text.model_type} models are computed by {' or '.join(compatible)}, not by {name}"
@@ -231,16 +230,16 @@ def _sdpa_refusal(config: "PretrainedConfig") -> str:
 
 
 def has_sdpa(text: "PretrainedConfig") -> bool:
-    """True if transformers computes the attention of a model of the configuration `text` with SDPA."""
+    """True if transformers can compute the attention of a model with the configuration `text` by SDPA."""
     return getattr(varlen.model_class(text), "_supports_sdpa", True)
 
 
 def _leak_sentence(transformer: "PreTrainedModel") -> str:
-    """The evidence that `transformer` leaks state between rows end to end; "" if it leaks none."""
+    """The evidence that `transformer` leaks state between rows end to end; "" if it leaks nothing."""
     try:
         largest = leak(transformer)
     except ValueError as error:
-        # Newer versions of transformers refuse such rows in some models.
+        # In some models, newer versions of transformers refuse rows end to end.
         return str(error)
     return "" if largest <= LEAK else f"its hidden states change by up to {largest:.0%}"
 
@@ -249,8 +248,8 @@ def _leak_sentence(transformer: "PreTrainedModel") -> str:
 def leak(transformer: "PreTrainedModel", together: Layout = joined) -> float:
     """Pass two rows `together` and alone; return the largest difference, relative to the largest hidden state.
 
-    The rows begin with the same token. Attention respects the bounds of rows. Convolutions and recurrent states of
-    hybrid models may not: their state can carry over from one row to the next.
+    The rows begin with the same token. Attention respects the bounds of rows. The state of convolutions and recurrent
+    layers in hybrid models may carry over from one row to the next.
     """
     width_B = torch.tensor(PROBED)
     inputs_BL = torch.arange(len(PROBED) * max(PROBED)).view(len(PROBED), -1) % transformer.config.vocab_size
@@ -264,9 +263,9 @@ def leak(transformer: "PreTrainedModel", together: Layout = joined) -> float:
 
 
 def has_full_attention(config: "PretrainedConfig", families: Sequence[str] = FAMILIES) -> bool:
-    """True for a model of `families` without a sliding window, which would count tokens of other rows.
+    """True for a model of `families` without a sliding window, which would count the tokens of other rows.
 
-    Such a model has no state but keys and values, and hides them only by masks.
+    The only state of such a model is keys and values, and only masks hide them.
     """
     return config.model_type in families and not getattr(config, "use_sliding_window", False)
 

@@ -1,4 +1,4 @@
-"""The layers of a transformer: computed again in the backward pass, and compiled."""
+"""The layers of a transformer: their checkpointing, which recomputes activations, and their compilation."""
 
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext, suppress
@@ -16,19 +16,19 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 Checkpointing: TypeAlias = Literal["off", "full", "offloaded"]
-"""Layers keep their activations, or only their input, which may be in CPU memory."""
+"""Layers keep all activations, only their input, or only their input in CPU memory."""
 SIZES = 64
-"""The most variants of a layer that are compiled: numbers of tokens, with and without gradient."""
+"""The maximum of compiled variants of a layer: one for each number of tokens, with and without gradient."""
 PLACES = ("layers", "h", "language_model.layers", "decoder.layers", "blocks")
-"""The attribute of the layers: in most models, GPT-2 and similar, text parts of vision models, OPT, MPT."""
+"""Attributes that may hold the layers: in most models, GPT-2 and similar, text parts of vision models, OPT, MPT."""
 CACHE_NAMES = ("cache", "past_key_values")
-"""The argument of an attention module with its cache, in newer and in older versions of transformers."""
+"""The name of an attention module's argument for a cache, in newer and in older versions of transformers."""
 
 
 def parent_of_layers(transformer: Any) -> tuple[Any, str]:
-    """The module that has the layers of `transformer`, and their attribute there.
+    """Return the module that holds the layers of `transformer`, and the name of its attribute.
 
-    Raises `ModelError` if they are under none of `PLACES`.
+    Raises `ModelError` if the layers are at none of `PLACES`.
     """
     for path in PLACES:
         with suppress(AttributeError):
@@ -40,25 +40,25 @@ def parent_of_layers(transformer: Any) -> tuple[Any, str]:
 
 
 def layers_of(transformer: Any) -> Iterable[nn.Module]:
-    """The layers of `transformer`. Raises `ModelError` if they are under none of `PLACES`."""
+    """Return the layers of `transformer`. Raises `ModelError` if they are at none of `PLACES`."""
     parent, name = parent_of_layers(transformer)
     return parent.get_submodule(name)
 
 
 def kind(config: Model) -> Checkpointing:
-    """The checkpointing of `config`; "auto" that no rank has resolved keeps all activations."""
+    """The checkpointing that `config` sets; an unresolved "auto" keeps all activations."""
     return "off" if config.gradient_checkpointing == "auto" else config.gradient_checkpointing
 
 
 def checkpoint_activations(transformer: "PreTrainedModel", kind: Checkpointing) -> None:
-    """Let layers recompute in the backward pass the activations that they do not keep.
+    """Let layers recompute, in the backward pass, the activations that they do not keep.
 
-    Only the layer itself is set to training mode, which turns checkpointing on; its submodules stay in evaluation mode,
-    without dropout.
+    Only the layer itself is set to training mode, which turns checkpointing on. Its submodules stay in evaluation mode,
+    which has no dropout.
     """
     if kind == "off":
         return
-    # Only newer versions of transformers have the first name, and they warn of the second.
+    # Only newer versions of transformers have the first method, and they warn when the second is called.
     enable: Any = getattr(transformer, "activation_checkpointing_enable", transformer.gradient_checkpointing_enable)
     enable({"use_reentrant": False})
     for layer in layers_of(transformer):
@@ -66,28 +66,28 @@ def checkpoint_activations(transformer: "PreTrainedModel", kind: Checkpointing) 
 
 
 def offloading(kind: Checkpointing, device: torch.device) -> AbstractContextManager[object]:
-    """A context in which tensors saved for the backward pass are in CPU memory, if `kind` is "offloaded"."""
+    """A context that moves tensors saved for the backward pass to CPU memory, if `kind` is "offloaded"."""
     if kind != "offloaded":
         return nullcontext()
     return torch.autograd.graph.save_on_cpu(pin_memory=device.type == "cuda")
 
 
 def compile_layers(transformer: "PreTrainedModel") -> None:
-    """Compile each layer's forward; hooks and checkpointing stay outside of it.
+    """Compile each layer's forward; hooks and checkpointing stay outside of the compiled code.
 
-    Padded rows are compiled for any width. Rows end to end are compiled for each number of tokens: nothing in a layer
-    then depends on the first rows of a process, which differ in a resumed run. Where torch computes deterministically,
-    the compiler chooses nothing by measuring.
+    Padded rows are compiled for any width. Rows end to end are compiled for each number of tokens. Otherwise the code
+    of a layer would depend on the first rows of a process, which differ in a resumed run. Where torch computes
+    deterministically, the compiler makes no choice by measuring times.
     """
     from torch._inductor import config as compiler
 
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, SIZES)
-    # The oldest torch that is promised has no such option.
+    # The oldest supported torch has no such option.
     exact = torch.are_deterministic_algorithms_enabled() and hasattr(compiler, "deterministic")
     options: Any = {"deterministic": True} if exact else {}
     from transformers.modeling_layers import GradientCheckpointingLayer
 
-    # Newer versions of transformers compute a layer again inside its forward, which FSDP's subclass of it would skip.
+    # Newer versions of transformers recompute a layer inside its forward, which FSDP's subclass would skip.
     is_inside = "__init_subclass__" in vars(GradientCheckpointingLayer)
     for layer in layers_of(transformer):
         recomputes, function = (
@@ -100,14 +100,14 @@ def compile_layers(transformer: "PreTrainedModel") -> None:
 
 
 def _checkpointed(layer: Any, compiled: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
-    """Call a compiled layer; with checkpointing it is computed again in the backward pass, its compiled code too."""
+    """Call a compiled layer; with checkpointing, the backward pass runs its compiled code again."""
     if not (layer.gradient_checkpointing and layer.training and torch.is_grad_enabled()):
         return compiled(*arguments, **named)
     return layer._gradient_checkpointing_func(partial(compiled, **named), *arguments)
 
 
 def _call(compiled: Callable[..., Any], hidden_BWD: Tensor, **named: Any) -> Any:
-    """Call a compiled layer; of rows end to end, all its tensors of a token's numbers have a size that is known."""
+    """Call a compiled layer. For rows end to end, mark the number of tokens of all its tensors as static."""
     if "cu_seq_lens_q" in named:
         for tensor in tree_leaves((hidden_BWD, named)):
             if isinstance(tensor, Tensor) and tensor.dim() > 1 and tensor.shape[:2] == hidden_BWD.shape[:2]:

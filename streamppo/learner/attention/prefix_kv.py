@@ -1,17 +1,17 @@
-"""The context of completions without gradient: its keys and values are computed first, then the completions.
+"""Contexts without gradient: their keys and values are computed first, then the completions.
 
 B trajectories, L prompt + completion tokens (padded), C tokens of a context (padded), G different contexts, S tokens
 with gradient (padded), N tokens of all rows end to end.
 
-A row's context is all tokens before its completion except the last one. That one predicts the completion's first token
-and is computed with the completion, with gradient. For the log-prob or value f of a completion's token, with k_c and
-v_c the keys and values of context token c in a layer,
+A row's context is all tokens before its completion, except the last one. The last one predicts the completion's first
+token, so it is computed with the completion, with gradient. Let f be the log-prob or value of a completion's token, and
+k_c and v_c the keys and values of context token c in a layer:
 
     attached    df/dw along all paths: the true gradient
-    detached    df/dw with all k_c and v_c constant: without the paths through the hidden states of the context
+    detached    df/dw with all k_c and v_c constant: without the paths through the context's hidden states
 
-Both give the same f. A detached context token costs only a forward pass, about a third of forward and backward, and
-keeps only its keys and values for the backward pass.
+Both give the same f. A detached context token costs only a forward pass, about a third of forward and backward. Only
+its keys and values are kept for the backward pass.
 """
 
 from collections.abc import Callable, Iterable
@@ -30,13 +30,13 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 NAME = "context"
-"""The argument of a transformer, and so of its attention modules, with the keys and values."""
+"""The name of the argument that brings the keys and values to a transformer and so to its attention modules."""
 
 
 class PrefixCache:
-    """Keeps every layer's keys and values; takes the place of a transformer's cache.
+    """Stands in for a transformer's cache and keeps every layer's keys and values.
 
-    Versions of transformers differ in what they give to `update` after the layer.
+    The arguments of `update` after `layer` differ between versions of transformers.
     """
 
     def __init__(self) -> None:
@@ -49,7 +49,7 @@ class PrefixCache:
 
 
 class ContextJoin:
-    """Joins a context's kept keys and values with those of its completions."""
+    """Joins the kept keys and values of a context with those of its completions."""
 
     def __init__(self, cache: PrefixCache, join: Callable[[Tensor, Tensor], Tensor]) -> None:
         self._cache = cache
@@ -64,8 +64,8 @@ class ContextJoin:
 def prepare(transformers: "Iterable[PreTrainedModel]") -> None:
     """Let `transformers` accept the keys and values of a context. Idempotent.
 
-    Attention modules get them as their cache by a hook inside each layer, because a checkpointed layer does not accept
-    a cache as its argument. Raises `ModelError` for a model with more context state than keys and values.
+    A hook inside each layer gives them to the attention module as its cache, because a checkpointed layer does not
+    accept a cache as an argument. Raises `ModelError` for a model whose state is more than keys and values.
     """
     for transformer in transformers:
         if not attention.has_full_attention(transformer.config):
@@ -81,13 +81,13 @@ def prepare(transformers: "Iterable[PreTrainedModel]") -> None:
 
 def _set_cache(_: nn.Module, arguments: Any, named: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
     if NAME in named:
-        # A layer passes its cache, which is None, under the name of its version of transformers.
+        # A layer passes its cache, which is None, under a name that depends on the version of transformers.
         named[next(name for name in layers.CACHE_NAMES if name in named)] = named.pop(NAME)
     return arguments, named
 
 
 def keys_and_values(transformer: Any, context: ContextPass) -> dict[str, ContextJoin]:
-    """Compute a context without gradient; return the argument with its keys and values for the completions' pass."""
+    """Compute a context without gradient; return its keys and values as an argument for the completions' pass."""
     cache = PrefixCache()
     with torch.no_grad():
         transformer(**context.arguments, use_cache=False, **{NAME: cache})
@@ -97,10 +97,10 @@ def keys_and_values(transformer: Any, context: ContextPass) -> dict[str, Context
 def padded(
     inputs_BL: Tensor, start_B: Tensor, width_B: Tensor, device: torch.device = CPU, *, share: bool
 ) -> RowLayout:
-    """Rows of [C] and [S] tokens, with a mask of S * (C + S) entries; with `share`, equal contexts are one row.
+    """Lay out rows of [C] and [S] tokens, with a mask of S * (C + S) entries; with `share`, equal contexts are one row.
 
-    The mask hides a context's padding. At least one context token is computed, even if hidden: the pass is a collective
-    of all ranks.
+    The mask hides a context's padding. At least one context token is computed, even if it is hidden, because the pass
+    is a collective of all ranks.
     """
     first_B = start_B - 1
     B, L = inputs_BL.shape
@@ -127,10 +127,10 @@ def padded(
 
 
 def joined(inputs_BL: Tensor, start_B: Tensor, width_B: Tensor, device: torch.device = CPU) -> RowLayout:
-    """Contexts end to end, then completions end to end; flash-attn gets the bounds of queries and of keys.
+    """Lay out contexts end to end, then completions end to end; flash-attn gets the bounds of queries and keys.
 
-    Its causal mask is aligned at the end: a row's last query sees all of the row's keys. An empty context is one hidden
-    token, because flash-attn takes no empty rows.
+    flash-attn's causal mask is aligned at the end: a row's last query sees all of the row's keys. An empty context is
+    laid out as one hidden token, because flash-attn does not take empty rows.
     """
     first_B = start_B - 1
     contexts = attention.joined(inputs_BL, first_B.clamp(min=1), device)

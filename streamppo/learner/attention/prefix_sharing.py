@@ -1,4 +1,4 @@
-"""The samples of a prompt as one row: the prompt and its positions are computed once, forward and backward.
+"""The samples of a prompt as one row: the prompt is computed once for all of them, forward and backward.
 
 B trajectories, L prompt + completion tokens (padded), G different prompts, W tokens of a prompt and all its completions
 (padded).
@@ -9,8 +9,8 @@ B trajectories, L prompt + completion tokens (padded), G different prompts, W to
     position     0  1  2  3  4  3  4  5
     b1 sees      x  x  x        x  x          the prompt, and its own completion so far
 
-It pays if prompts are long relative to completions and have many samples. With P prompt tokens and n samples of T
-tokens, it computes P + n T tokens in place of n (P + T), and W * W pairs of tokens in place of n (P + T) * (P + T).
+This saves work if prompts are long relative to completions and have many samples. For P prompt tokens and n samples of
+T tokens, it computes P + n T tokens instead of n (P + T), and W * W pairs of tokens instead of n (P + T) * (P + T).
 """
 
 from collections.abc import Sequence
@@ -28,11 +28,11 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 WORTH = 0.9
-"""Prompts are shared if that costs at most this share of the padded layout."""
+"""Prompts are shared if their work is at most this share of the work of the padded layout."""
 
 
 class SharingPlan(NamedTuple):
-    """Each trajectory's row [B] and the index of its completion in that row [B]; the tokens of every row [G]."""
+    """The row of each trajectory [B], the index of its completion in that row [B], and the tokens of every row [G]."""
 
     row_B: Tensor
     begin_B: Tensor
@@ -40,8 +40,7 @@ class SharingPlan(NamedTuple):
 
 
 def can_share(transformers: "Sequence[PreTrainedModel]") -> bool:
-    """True if packing the samples of a prompt into one row leaves the outputs of all `transformers` unchanged. A
-    collective.
+    """True if packing the samples of a prompt into one row changes no output of any of `transformers`. A collective.
 
     `transformers` are unsharded, on the CPU, with plain torch attention, on rank 0; empty on other ranks.
     """
@@ -57,7 +56,7 @@ def _can_share(transformer: "PreTrainedModel") -> bool:
 
 
 def lay_out(inputs_BL: Tensor, start_B: Tensor, width_B: Tensor, hidden: int, device: torch.device = CPU) -> RowLayout:
-    """Lay out rows, shared or padded by the work of a model of width `hidden`; completions begin at `start_B`."""
+    """Lay out rows, shared or padded, whichever is less work at width `hidden`; completions begin at `start_B`."""
     shared_plan = plan(inputs_BL, start_B, width_B)
     rows, width = len(shared_plan.width_G), int(shared_plan.width_G.max())
     if work(rows, width, hidden) > WORTH * work(len(inputs_BL), inputs_BL.shape[1], hidden):
@@ -68,7 +67,7 @@ def lay_out(inputs_BL: Tensor, start_B: Tensor, width_B: Tensor, hidden: int, de
 def work(rows: int, width: int, hidden: int) -> float:
     """The work of a layer, in units of its matrix products for one token.
 
-    For a model of width D, a token's products take about 24 D * D operations, and attention over W tokens 4 W D.
+    With a model width of D, the products of a token take about 24 D * D operations, and attention over W tokens 4 W D.
     """
     return rows * width * (1 + width / (6 * hidden))
 
@@ -76,7 +75,7 @@ def work(rows: int, width: int, hidden: int) -> float:
 def plan(inputs_BL: Tensor, start_B: Tensor, width_B: Tensor) -> SharingPlan:
     """Put trajectories with the same prompt tokens into one row, in their order."""
     position_L = torch.arange(inputs_BL.shape[1], device=inputs_BL.device)
-    # No token is -1, so no prompt equals the beginning of a longer one.
+    # The fill value -1 is no token, so no prompt equals the beginning of a longer prompt.
     prompts_BL = inputs_BL.masked_fill(position_L >= start_B[:, None], -1)
     row_B = number(prompts_BL)
     order_B = row_B.argsort(stable=True)
@@ -92,8 +91,8 @@ def plan(inputs_BL: Tensor, start_B: Tensor, width_B: Tensor) -> SharingPlan:
 
 
 def number(rows_BL: Tensor) -> Tensor:
-    """[B] numbers of the rows of integers, from 0 on; equal rows have equal numbers."""
-    # torch's `unique` of rows compares them one by one. This hash, a sum with odd factors, is checked for collisions.
+    """[B], a number for each row of integers, counted from 0; equal rows have equal numbers."""
+    # torch's `unique` compares rows one by one. This hash, a sum with odd factors, is faster; collisions are detected.
     factor_L = torch.randint(2**62, rows_BL.shape[1:], generator=torch.Generator().manual_seed(0)) * 2 + 1
     _, number_B = (rows_BL * factor_L.to(rows_BL.device)).sum(1).unique(return_inverse=True)
     index_B = torch.arange(len(rows_BL), device=rows_BL.device)
@@ -106,14 +105,14 @@ def number(rows_BL: Tensor) -> Tensor:
 def shared(
     inputs_BL: Tensor, start_B: Tensor, width_B: Tensor, plan: SharingPlan, device: torch.device = CPU
 ) -> RowLayout:
-    """Lay out one row for each prompt by `plan`. Only padding sees padding; it sees the prompt too."""
+    """Lay out one row for each prompt by `plan`. Padding sees the prompt and padding; no token sees padding."""
     G, W = len(plan.width_G), int(plan.width_G.max())
     position_BL = torch.arange(inputs_BL.shape[1]).expand(inputs_BL.shape)
     is_prompt_BL = position_BL < start_B[:, None]
     inside_BL = position_BL < width_B[:, None]
     in_row_BL = torch.where(is_prompt_BL, position_BL, plan.begin_B[:, None] + position_BL - start_B[:, None])
     index_BL = plan.row_B[:, None] * W + in_row_BL
-    # Samples of a prompt write equal tokens to the prompt's indices.
+    # All samples of a prompt write the same tokens to the prompt's indices.
     index_N, prompt = index_BL[inside_BL], len(inputs_BL)
     branch_BL = torch.arange(prompt)[:, None].masked_fill(is_prompt_BL, prompt)
 
@@ -133,7 +132,7 @@ def shared(
 
 
 def _probe(inputs_BL: Tensor, width_B: Tensor, device: torch.device, *, dtype: torch.dtype) -> RowLayout:
-    """Rows that share their first token, with an additive mask for any plain attention: hidden tokens are at -inf."""
+    """Rows that share their first token. Their mask is additive, for any plain attention: -inf hides a token."""
     start_B = torch.ones_like(width_B)
     row_layout = shared(inputs_BL, start_B, width_B, plan(inputs_BL, start_B, width_B), device)
     sees = row_layout.arguments["attention_mask"]

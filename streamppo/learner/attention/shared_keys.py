@@ -1,4 +1,4 @@
-"""Rows end to end with each prompt once for its samples: a completion's attention takes the prompt's keys too.
+"""Rows end to end in which each prompt occurs once; attention repeats its keys for each completion.
 
 B trajectories, L prompt + completion tokens (padded), N tokens with each prompt once, K keys of all rows of attention,
 P tokens that are keys of several rows, H heads of width D.
@@ -10,8 +10,8 @@ P tokens that are keys of several rows, H heads of width D.
     queries     [p0 p1 p2] [a0 a1]          [b0 b1 b2]
     keys        [p0 p1 p2] [p0 p1 p2 a0 a1] [p0 p1 p2 b0 b1 b2]
 
-Attention is causal and aligned at the end of each row: it equals that of whole rows. Without sharing, only the pairs of
-tokens within a prompt would be computed more often.
+Attention is causal and aligned at the end of each row, so it equals attention over unshared rows. It computes pairs of
+tokens within a prompt once; all other pairs are computed as often as without sharing.
 """
 
 from typing import Any, NamedTuple
@@ -27,10 +27,10 @@ from streamppo.learner.device import to_device
 
 
 class SharedKeys(NamedTuple):
-    """The token of each key, `token_K`, and the keys of each token, for gradients.
+    """The token of each key, `token_K`, and, for gradients, the keys of each token.
 
-    `first_N`: the token's first key. `repeated_P`: the tokens with several keys. `places_PR`: all of their keys, padded
-    with K.
+    `first_N`: the first key of each token. `repeated_P`: the tokens with several keys. `places_PR`: all keys of these
+    tokens, padded with K.
     """
 
     token_K: Tensor
@@ -41,7 +41,7 @@ class SharedKeys(NamedTuple):
     def update(
         self, keys_1HND: Tensor, values_1HND: Tensor, layer: int, *_: object, **__: object
     ) -> tuple[Tensor, Tensor]:
-        """A layer's keys and values, repeated for each of their rows. It takes the place of a transformer's cache."""
+        """Stand in for a transformer's cache: return a layer's keys and values, repeated for each row that has them."""
         keys, values = _repeat([keys_1HND, values_1HND], *self)
         return keys, values
 
@@ -49,7 +49,7 @@ class SharedKeys(NamedTuple):
 def lay_out(
     inputs_BL: Tensor, start_B: Tensor, width_B: Tensor, device: torch.device = CPU, *, step: int = 1
 ) -> RowLayout:
-    """Lay out rows end to end, each prompt once; a last row of zeros fills them up to a multiple of `step` tokens."""
+    """Lay out rows end to end, each prompt once, filled up with zeros to a multiple of `step` tokens."""
     sharing_plan = plan(inputs_BL, start_B, width_B)
     if len(sharing_plan.width_G) == len(width_B):
         return attention.joined(inputs_BL, width_B, device, step=step)
@@ -65,7 +65,7 @@ def shared(
     *,
     step: int = 1,
 ) -> RowLayout:
-    """Lay out rows by `plan`: of each prompt its tokens, then its completions."""
+    """Lay out rows by `plan`: the tokens of each prompt, followed by its completions."""
     position_L = torch.arange(inputs_BL.shape[1])
     first_B = (plan.width_G.cumsum(0) - plan.width_G)[plan.row_B]
     is_prompt_BL, inside_BL = position_L < start_B[:, None], position_L < width_B[:, None]
@@ -75,7 +75,7 @@ def shared(
     missing = -size % step
 
     def fill_row(column_BL: Tensor) -> Tensor:
-        # Samples of a prompt write equal numbers.
+        # All samples of a prompt write the same numbers.
         column_N = torch.zeros(size + missing, dtype=column_BL.dtype).scatter_(0, token_N, column_BL[inside_BL])
         return to_device(column_N[None], device)
 
@@ -97,7 +97,7 @@ def shared(
 
 
 def _rows(start_B: Tensor, width_B: Tensor, plan: SharingPlan) -> tuple[list[int], list[int], list[int]]:
-    """The rows of attention in the order of their queries: numbers of queries and of keys, and the trajectory."""
+    """The rows of attention, in the order of their queries: numbers of queries, numbers of keys, and trajectories."""
     rows: list[tuple[int, int, int]] = []
     starts, widths, samples, last_group = start_B.tolist(), width_B.tolist(), plan.row_B.bincount().tolist(), -1
     by_place = plan.begin_B.argsort(stable=True)
@@ -123,20 +123,20 @@ def _shared_keys(token_K: Tensor, size: int, device: torch.device) -> SharedKeys
     return SharedKeys(*(to_device(tensor, device) for tensor in (token_K, order_K[begin_N], repeated_P, places_PR)))
 
 
-# Operations of their own, so that a compiler does not choose the order in which gradients are added.
+# These are custom operations, so that a compiler does not choose the order in which gradients are added.
 
 
 @torch.library.custom_op("streamppo::repeat_keys", mutates_args=())
 def _repeat(
     tensors: list[Tensor], token_K: Tensor, first_N: Tensor, repeated_P: Tensor, places_PR: Tensor
 ) -> list[Tensor]:
-    """tensor[..., token_K, :] of each of `tensors`."""
+    """Return tensor[..., token_K, :] for each of `tensors`."""
     return [tensor.index_select(-2, token_K) for tensor in tensors]
 
 
 @torch.library.custom_op("streamppo::repeat_keys_backward", mutates_args=())
 def _add_gradients(gradients: list[Tensor], first_N: Tensor, repeated_P: Tensor, places_PR: Tensor) -> list[Tensor]:
-    """The gradients of tokens, each the sum of those of its keys; `index_select`'s own would sort all keys first."""
+    """The gradient of each token, summed over its keys; the backward of `index_select` would sort all keys first."""
     sums: list[Tensor] = []
     for gradient in gradients:
         padded = torch.nn.functional.pad(gradient, (0, 0, 0, 1))

@@ -1,10 +1,11 @@
-"""Attention over short rows on a CPU: rotary positions and attention as one operation with its own gradient.
+"""Attention over short rows on a CPU: rotary positions and attention as one operation with a gradient of its own.
 
 G rows of W tokens, H heads of width D for queries and K for keys and values, C = D / 2 complex numbers of a head.
 
 torch's attention for CPUs is tuned for long rows, and transformers' rotary positions read and write each head several
 times. This operation keeps all scores as one tensor. With 8 heads of width 8, it takes 0.59 of torch's time for rows of
-22 tokens, and the same time for rows of 48; with wider heads less time also for those (benchmarks/cost/short_rows.py).
+22 tokens, and as much time as torch for rows of 48. With wider heads it is faster also there
+(benchmarks/cost/short_rows.py).
 """
 
 from collections.abc import Callable
@@ -20,11 +21,11 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 LONGEST = 48
-"""The longest row, in tokens, for which this operation is faster."""
+"""The longest row, in tokens, for which this operation is at least as fast as torch's."""
 
 
 def prepare(transformer: "PreTrainedModel") -> None:
-    """Replace the attention of `transformer` for short rows; other families are left unchanged."""
+    """Replace the attention of `transformer` for short rows; models of other families stay unchanged."""
     if not attention.has_full_attention(transformer.config):
         return
     for layer in layers.layers_of(transformer):
@@ -40,7 +41,7 @@ def attend(
     attention_mask: Tensor | None,
     **others: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    """The attention of llama, qwen2 and qwen3; `otherwise`, the original, for long rows, caches and other dtypes."""
+    """Attend as llama, qwen2 and qwen3 do; for long rows, caches and other dtypes call `otherwise`, the original."""
     rows, width = hidden_states.shape[:2]
     has_cache = any(others.get(name) is not None for name in layers.CACHE_NAMES)
     if width > LONGEST or has_cache or hidden_states.dtype is not torch.float32:
@@ -58,7 +59,7 @@ def attend(
 
 
 def _bias(mask: Tensor | None, width: int) -> Tensor:
-    """0 where a token sees another, -inf elsewhere; causal without a `mask`."""
+    """[..., W, W]: 0 where a token sees another, -inf elsewhere; causal without a `mask`."""
     if mask is None:
         mask = torch.ones(1, 1, width, width, dtype=torch.bool).tril_()
     return torch.zeros(mask.shape).masked_fill_(~mask, -torch.inf)
@@ -72,7 +73,7 @@ class _Attention(torch.autograd.Function):
         ctx: Any, query_GWHD: Tensor, key_GWKD: Tensor, value_GWKD: Tensor, turn: Tensor, bias: Tensor
     ) -> Tensor:
         heads, scale = key_GWKD.shape[2], key_GWKD.shape[3] ** -0.5
-        # Grouped queries: heads that share keys are rows of one matrix product.
+        # With grouped queries, heads that share keys are rows of one matrix product.
         query, key = _rotate(query_GWHD, turn, heads), _rotate(key_GWKD, turn, heads)
         value = _fold_heads(value_GWKD, heads)
         share = torch.bmm(query, key.transpose(1, 2)).mul_(scale)
@@ -86,29 +87,29 @@ class _Attention(torch.autograd.Function):
     def backward(ctx: Any, gradient_GWHD: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore
         query, key, value, share, turn = ctx.saved_tensors
         gradient = _fold_heads(gradient_GWHD, len(key) // ctx.rows)
-        of_share = torch.bmm(gradient, value.transpose(1, 2))
-        of_score = torch._softmax_backward_data(of_share, share, -1, share.dtype)
+        grad_share = torch.bmm(gradient, value.transpose(1, 2))
+        grad_score = torch._softmax_backward_data(grad_share, share, -1, share.dtype)
         shape, back = gradient_GWHD.shape[:2], turn.conj() * ctx.scale
-        of_query = _turned_back(_unfold_heads(torch.bmm(of_score, key), *shape), back)
-        of_key = _turned_back(_unfold_heads(torch.bmm(of_score.transpose(1, 2), query), *shape), back)
-        return of_query, of_key, _unfold_heads(torch.bmm(share.transpose(1, 2), gradient), *shape), None, None
+        grad_query = _rotate_back(_unfold_heads(torch.bmm(grad_score, key), *shape), back)
+        grad_key = _rotate_back(_unfold_heads(torch.bmm(grad_score.transpose(1, 2), query), *shape), back)
+        return grad_query, grad_key, _unfold_heads(torch.bmm(share.transpose(1, 2), gradient), *shape), None, None
 
 
 def _rotate(part_GWHD: Tensor, turn_G1WC: Tensor, heads: int) -> Tensor:
-    """Rotate complex numbers: the input has real parts, then imaginary parts; in the result the two alternate."""
+    """Rotate complex numbers. In the input all real parts precede all imaginary parts; in the result they alternate."""
     complex_GHWC = torch.complex(*part_GWHD.chunk(2, -1)).transpose(1, 2)
     turned = torch.empty(complex_GHWC.shape, dtype=complex_GHWC.dtype)
     torch.mul(complex_GHWC, turn_G1WC, out=turned)
     return torch.view_as_real(turned).view(len(turned) * heads, -1, part_GWHD.shape[-1])
 
 
-def _turned_back(part_GWHD: Tensor, back_G1WC: Tensor) -> Tensor:
+def _rotate_back(part_GWHD: Tensor, back_G1WC: Tensor) -> Tensor:
     complex_GWHC = torch.view_as_complex(part_GWHD.unflatten(-1, (-1, 2))) * back_G1WC.transpose(1, 2)
     return torch.cat([complex_GWHC.real, complex_GWHC.imag], -1)
 
 
 def _fold_heads(part_GWHD: Tensor, heads: int) -> Tensor:
-    """[G * K, H / K * W, D]: query heads that share keys become rows of one product."""
+    """[G * K, H / K * W, D]: query heads that share keys become rows of one matrix product."""
     return part_GWHD.transpose(1, 2).reshape(len(part_GWHD) * heads, -1, part_GWHD.shape[-1])
 
 

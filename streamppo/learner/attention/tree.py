@@ -1,19 +1,19 @@
-"""Rows whose tokens are a tree (types/branches.py), as lines of a transformer's input.
+"""Lays out rows whose tokens are a tree (types/branches.py) as lines of a transformer's input.
 
 B trajectories, L prompt + completion tokens (padded), G lines, W tokens of a line (padded), P pieces of all lines.
 
     row      0  1  2  3  4  5  6  7  8        branches (5, 2) and (8, -1)
 
-    masked   0  1  2  3  4  5  6  7           a tree as one line: a token sees its ancestors, and its position is their
+    masked   0  1  2  3  4  5  6  7           a tree is one line: a token sees its ancestors, and its position is their
              8                                number; nothing is computed twice
 
-    paths    0  1  2  3  4                    a line for each leaf: its ancestors in order, as in any row
+    paths    0  1  2  3  4                    each leaf has a line: its ancestors in order, as in any row
              0  1  2  5  6  7
              8
 
-SDPA masks a tree if that costs less than its paths: many short paths may have fewer than W * W pairs of tokens. Other
+SDPA masks a tree if that costs less than its paths: many short paths may have fewer pairs of tokens than W * W. Other
 attention, sliding windows, and models with other state than keys and values compute paths. Both give the same scores
-and gradients. A token's result is taken from its first line; in other lines it is only context.
+and gradients. The result of a token is taken from its first line; in other lines it is only context.
 """
 
 from itertools import groupby
@@ -32,9 +32,9 @@ from streamppo.types.branches import Size
 
 
 class RowSizes(NamedTuple):
-    """The tokens of each row's longest line, its lines, and `prompts` if they are computed once for their samples.
+    """The tokens of each row's longest line, each row's number of lines, and `prompts` that samples share, if any.
 
-    Without `lines_B` the row is one line.
+    Without `lines_B` every row is one line.
     """
 
     tokens_B: Tensor
@@ -43,14 +43,14 @@ class RowSizes(NamedTuple):
 
 
 class TreeLine(NamedTuple):
-    """One line: the number of its trajectory, and the tokens of that row, in the line's order."""
+    """One line: the number of its trajectory, and the indices of its tokens in that row, in the line's order."""
 
     row: int
     tokens: Ints
 
 
 def sizes(host: Host, layout: Layout, hidden: int | None) -> RowSizes:
-    """The sizes of rows in a pass over `host`, for micro-batches; `layout` and `hidden` are those of `lay_out`."""
+    """The sizes of rows in a pass over `host`, for micro-batches; `layout` and `hidden` are as in `lay_out`."""
     width_B = host.start_B + host.length_B
     if host.branches is None:
         return RowSizes(width_B)
@@ -80,9 +80,9 @@ def _is_masked(tree: Size, hidden: int | None) -> bool:
 
 
 def lay_out(host: Host, layout: Layout, hidden: int | None, device: torch.device = CPU) -> RowLayout:
-    """Lay out the rows of `host`, which has branches. Trees may be masked for a model of width `hidden`, if not None.
+    """Lay out the rows of `host`, which has branches. A tree may be masked if `hidden`, the model's width, is not None.
 
-    Single paths use `layout`, which is `padded` where trees may be masked.
+    Single paths use `layout`, which must be `padded` if trees may be masked.
     """
     assert host.branches is not None
     lines, masked = _lines(host.branches, (host.start_B + host.length_B).tolist(), hidden)
@@ -97,14 +97,14 @@ def lay_out(host: Host, layout: Layout, hidden: int | None, device: torch.device
     is_token_GW = source_GW >= 0
     source_N = torch.full((row_layout.arguments["input_ids"].numel(),), -1)
     source_N[row_layout.index_BL[is_token_GW]] = source_GW[is_token_GW]
-    # The first line that has a token comes last, and stays.
+    # Lines are written last to first, so that the first line with a token determines its index.
     for number, line in reversed(list(enumerate(lines))):
         index_N[torch.from_numpy(line.tokens).long() + line.row * L] = row_layout.index_BL[number, : len(line.tokens)]
     return row_layout._replace(index_BL=index_N.view(B, L), source_N=source_N)
 
 
 def _lines(columns: tuple[bytes, ...], widths: list[int], hidden: int | None) -> tuple[list[TreeLine], bool]:
-    """The lines of all rows, and True if one of them is a masked tree."""
+    """The lines of all rows, and True if at least one line is a masked tree."""
     lines, masked = list[TreeLine](), False
     for row, (column, width) in enumerate(zip(columns, widths, strict=True)):
         paths = branches.paths(column, width)
@@ -117,7 +117,7 @@ def _lines(columns: tuple[bytes, ...], widths: list[int], hidden: int | None) ->
 
 
 def _masked(inputs_GW: Tensor, columns: tuple[bytes, ...], lines: list[TreeLine], device: torch.device) -> RowLayout:
-    """Lines by a mask: positions are depths, and a token sees itself and those that it follows; padding sees all."""
+    """Lay out lines with a mask: positions are depths; a token sees itself and its ancestors; padding sees all."""
     G, W = inputs_GW.shape
     position_GW, piece_GW = np.zeros((G, W), np.int64), np.zeros((G, W), np.int64)
     sees, count = [np.ones((1, W), np.bool_)], 1

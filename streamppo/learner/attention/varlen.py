@@ -1,4 +1,4 @@
-"""Torch's own flash attention for rows end to end, under the name "varlen": a GPU needs no package for it.
+"""Torch's flash attention for rows end to end, under the name "varlen"; a GPU needs no further package for it.
 
 N tokens of all queries, K of all keys, end to end; H heads of width D.
 """
@@ -19,22 +19,22 @@ if TYPE_CHECKING:
 NAME = "varlen"
 KERNEL = f'torch\'s flash attention (model.attention = "{NAME}")'
 CAP = "attn_logit_softcapping"
-"""transformers' field for a bound on attention scores, which flash-attn and eager attention apply, and no other."""
+"""transformers' field for a bound on attention scores, which only flash-attn and eager attention apply."""
 BOUNDS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
-"""transformers' arguments for the rows."""
+"""transformers' arguments that describe the rows."""
 WIDEST = 256
-"""The widest head that the kernels compute."""
+"""The widest head that the kernels can compute."""
 WIDTHS = ("head_dim", "qk_head_dim", "v_head_dim", "global_head_dim")
-"""transformers' fields for the width of a head."""
+"""transformers' fields that may hold the width of a head."""
 SINKS = ("gpt_oss", "deepseek_v4", "flint", "granite_swa", "granitemoe_swa", "hy_v4", "mimo_v2_flash")
 """Values of model_type whose attention adds a learned score that belongs to no token."""
 
 _registered: dict[str, Callable[..., object]] = {}
-"""Torch's kernel, once transformers knows it."""
+"""Torch's kernel, by `NAME`, after `register` has registered it with transformers."""
 
 
 def is_available() -> bool:
-    """True if torch has the kernel, since 2.10, and this GPU runs it."""
+    """True if torch has the kernel (from 2.10 on) and this GPU runs it."""
     try:
         import torch.nn.attention.varlen
     except ImportError:
@@ -45,8 +45,9 @@ def is_available() -> bool:
 def register() -> str:
     """Register the kernel with transformers, which makes no mask for it; return its name.
 
-    A second call changes nothing: context parallelism may have wrapped the kernel since (context_parallel.py). cuDNN is
-    off, because torch 2.15 would choose its kernels for some rows, also for deterministic computation.
+    A second call changes nothing, because context parallelism may have wrapped the kernel meanwhile
+    (context_parallel.py). cuDNN is turned off: torch 2.15 would choose its kernels for some rows, even in deterministic
+    mode.
     """
     from torch.nn.attention.varlen import varlen_attn
     from transformers import AttentionInterface
@@ -55,9 +56,9 @@ def register() -> str:
         return NAME
     _registered[NAME] = varlen_attn
     torch.backends.cuda.enable_cudnn_sdp(False)
-    # Since torch 2.12 shared keys of query heads must be enabled.
-    asks = "enable_gqa" in inspect.signature(varlen_attn).parameters
-    kernel = partial(varlen_attn, enable_gqa=True) if asks else varlen_attn
+    # Since torch 2.12, keys that several query heads share must be enabled.
+    has_flag = "enable_gqa" in inspect.signature(varlen_attn).parameters
+    kernel = partial(varlen_attn, enable_gqa=True) if has_flag else varlen_attn
     AttentionInterface.register(NAME, partial(attend, kernel))
     return NAME
 

@@ -1,6 +1,6 @@
-"""Prefetch of batches: fetched and padded in a thread, during the update before them.
+"""Prefetch of batches: each batch is fetched and padded in a thread during the previous update.
 
-With several ranks, each fetches the outline of a batch, finds its rows, and fetches only their tokens.
+With several ranks, each rank fetches the outline of a batch, finds its rows, and fetches only the tokens of these rows.
 """
 
 import time
@@ -24,11 +24,11 @@ RETRY_S = 0.5
 """Seconds between retries to fetch a batch whose owner has died."""
 
 RankRows: TypeAlias = Callable[[PaddedBatch], list[int]]
-"""A batch without tokens -> the rows whose tokens this rank reads."""
+"""Maps a batch without tokens to the rows whose tokens this rank reads."""
 
 
 class FetchedBatch(NamedTuple):
-    """A batch, its number of tokens by lag, and the seconds of its fetch."""
+    """A batch, its number of tokens by lag, and the seconds that its fetch took."""
 
     batch: PaddedBatch
     lags: dict[int, int]
@@ -36,7 +36,7 @@ class FetchedBatch(NamedTuple):
 
 
 class Fetcher:
-    """Fetches at most one batch ahead: `start` begins the fetch, `result` waits for it."""
+    """Fetches at most one batch ahead: `start` begins a fetch, `result` waits for it."""
 
     def __init__(self, source: ActorProxy[BatchSource]) -> None:
         self._source = source
@@ -44,7 +44,7 @@ class Fetcher:
         self._under_way: Future[FetchedBatch | None] = Future()
 
     def start(self, version: int, rank_rows: RankRows | None) -> None:
-        """Start to fetch the batch of the update that starts at `version`; without `rank_rows`, with all tokens."""
+        """Start to fetch the batch of the update that starts at `version`, with all tokens if `rank_rows` is None."""
         self._under_way = self._thread.submit(self._fetch, version, rank_rows)
 
     def result(self) -> FetchedBatch | None:
@@ -52,9 +52,9 @@ class Fetcher:
         return self._under_way.result()
 
     def of_archive(self, run: str) -> Iterator[PaddedBatch]:
-        """The batches of another run, in the order of its updates.
+        """Yield the batches of another run, in the order of its updates.
 
-        Raises `JournalError` if it has no archived batch, or if it is damaged.
+        Raises `JournalError` if the run has no archived batch or its archive is damaged.
         """
         versions = ray.get(self._source.archived_versions.remote(run))
         if not versions:
@@ -76,7 +76,7 @@ class Fetcher:
             try:
                 return self._fetch_whole(version) if rank_rows is None else self._fetch_rank_rows(version, rank_rows)
             except ObjectLostError:
-                # The queue died with the object; the restarted queue has the same batch.
+                # The queue's process died with the object; the restarted queue has the same batch.
                 time.sleep(RETRY_S)
 
     def _fetch_whole(self, version: int) -> Batch | None:
@@ -84,7 +84,7 @@ class Fetcher:
         return None if refs is None else batch_parts.merge([decode(part.data, Batch) for part in ray.get(refs)])
 
     def _fetch_rank_rows(self, version: int, rank_rows: RankRows) -> Batch | None:
-        """The batch with the tokens of this rank's rows; None if the run was stopped."""
+        """Fetch a batch with the tokens of this rank's rows; None if the run was stopped."""
         if (refs := ray.get(self._source.outline.remote(version))) is None:
             return None
         outline = batch_parts.merge_outlines([decode(piece.data, Outline) for piece in ray.get(refs)])
@@ -98,6 +98,6 @@ class Fetcher:
 
 
 def lag_histogram(batch: PaddedBatch) -> dict[int, int]:
-    """The number of sampled tokens of a batch by lag, in versions."""
+    """The number of sampled tokens of a batch at each lag, in versions."""
     lags, counts = batch.lag_BT[batch.mask_BT].unique(return_counts=True)
     return dict(zip(lags.tolist(), counts.tolist(), strict=True))

@@ -1,7 +1,7 @@
-"""A batch of trajectories as padded tensors. Pure: no Ray, no group.
+"""A batch of trajectories as padded tensors. Pure: no Ray, no process group.
 
-B trajectories, L prompt + completion tokens (padded), T completion tokens (padded). Rows are padded on the right: with
-causal attention no real token ever sees padding, so no attention mask is needed.
+B trajectories, L prompt + completion tokens (padded), T completion tokens (padded). Rows are padded on the right, so
+under causal attention no real token sees padding, and no attention mask is needed.
 """
 
 import hashlib
@@ -24,12 +24,12 @@ from streamppo.types import Batch, Trajectory, flags, floats, ints
 
 @dataclass(frozen=True)
 class Host:
-    """The columns that lay out passes, in the host's memory: reading them does not wait for a GPU.
+    """The columns that determine the layout of passes, in host memory: reading them does not wait for a GPU.
 
-    Not a tuple: FSDP would move its tensors to the GPU with a pass's other arguments.
+    This is no tuple, because FSDP would move a tuple's tensors to the GPU with a pass's other arguments.
 
-    `widths` are the lengths in tokens of a selection's longest completion and of its longest row. `branches` are those
-    of each row, None if none has any.
+    `widths` are the lengths, in tokens, of a selection's longest completion and of its longest row. `branches` has an
+    entry for each row; it is None if no row has branches.
     """
 
     inputs_BL: Tensor
@@ -41,33 +41,33 @@ class Host:
     branches: tuple[bytes, ...] | None = None
 
     def select(self, rows: Tensor) -> "Host":
-        """The trajectories at `rows`, cut to the longest one."""
+        """Select the trajectories at `rows`, cut to the longest of them."""
         start_B, length_B = self.start_B[rows], self.length_B[rows]
         widths = int(length_B.max()), int((start_B + length_B).max())
         branches = None if self.branches is None else _some([self.branches[row] for row in rows.tolist()])
         columns = start_B, length_B, self.prompt_B[rows], self.prefix_B[rows]
-        # Pinned memory keeps strides, and only contiguous memory is copied to a GPU without a wait.
+        # Pinning keeps strides, and only contiguous memory is copied to a GPU without waiting.
         return Host(self.inputs_BL[rows, : widths[1]].contiguous(), *columns, widths, branches)
 
     def shared_prompts(self) -> "SharedPrompts":
-        """The groups of rows with equal tokens before their completions."""
+        """Group the rows that have equal tokens before their completions."""
         group_B = self.prompt_B * (1 + self.start_B.max()) + self.start_B
-        # A row that continues an earlier segment shares it with no other.
+        # A row that continues an earlier segment shares its prefix with no other row.
         group_B = torch.where(self.prefix_B > 0, -1 - torch.arange(len(self.prefix_B)), group_B)
         return SharedPrompts(group_B, self.start_B)
 
 
 class PaddedBatch(NamedTuple):
-    """One batch as tensors, each row padded on the right to the longest.
+    """One batch as tensors; rows are padded on the right to the longest.
 
-    `mask_BT` are the tokens that the policy sampled, `fresh_BT` those within max_lag. `lag_BT` is the batch's version
-    minus the token's. `rewards_BT` sums to `reward_B`; `components_B` are its components by name, float64, NaN for a
-    trajectory without the component. `start_B` and `length_B` are the lengths of prompt and completion in tokens.
-    `truncated_B`: the completion was truncated. `cut_B`: another segment follows. `prefix_B` is the number of tokens in
-    earlier segments, which count as the prompt's. `candidates` [B, T] is None unless tokens were sampled with top-p or
-    top-k. `teacher_logprobs_BT` is None unless a teacher's server gave some, and NaN for a trajectory without them.
-    `routes` are the engine's experts for the tokens of this rank's rows. `branches` make a tree of each row's tokens,
-    if any has branches. `host` has the columns that lay out passes, for a batch on a GPU.
+    `mask_BT` is True for tokens that the policy sampled, `fresh_BT` for those of them that are within max_lag. `lag_BT`
+    is the batch's version minus the token's version. `rewards_BT` sums to `reward_B` over a row. `components_B` are the
+    reward's components by name, float64; NaN for a trajectory without the component. `start_B` and `length_B` are the
+    lengths of prompt and completion in tokens. `truncated_B`: the completion was truncated. `cut_B`: another segment
+    follows. `prefix_B` is the number of tokens in earlier segments, which count as part of the prompt. `candidates`
+    [B, T] is None unless tokens were sampled with top-p or top-k. `teacher_logprobs_BT` is None without a teacher's
+    server, and NaN for a trajectory without them. `routes` are the engine's experts for the tokens of this rank's rows.
+    `branches` describe each row's tokens as a tree; None without trees. `host` is set for a batch on a GPU.
     """
 
     version: int
@@ -93,14 +93,14 @@ class PaddedBatch(NamedTuple):
 
     @property
     def on_host(self) -> Host:
-        """The columns that lay out passes."""
+        """The columns that determine the layout of passes."""
         if self.host is not None:
             return self.host
         inputs_BL, start_B, length_B = self.inputs_BL.cpu(), self.start_B.cpu(), self.length_B.cpu()
         return Host(inputs_BL, start_B, length_B, self.prompt_B.cpu(), self.prefix_B.cpu(), branches=self.branches)
 
     def to(self, device: torch.device) -> "PaddedBatch":
-        """The same batch on `device`; its routes stay in the host's memory."""
+        """Copy the batch to `device`; its routes stay in host memory."""
         candidates = None if self.candidates is None else self.candidates.to(device)
         components_B = {name: tensor.to(device) for name, tensor in self.components_B.items()}
         moved = {name: tensor.to(device) for name, tensor in self._tensors().items()}
@@ -108,7 +108,7 @@ class PaddedBatch(NamedTuple):
         return self._replace(**moved, components_B=components_B, candidates=candidates, host=host)
 
     def select(self, rows: Tensor) -> "PaddedBatch":
-        """The trajectories at `rows` (a CPU tensor), cut to the longest one."""
+        """Select the trajectories at `rows` (a CPU tensor), cut to the longest of them."""
         host = self.on_host.select(rows)
         (width_T, width_L), device_rows = host.widths, to_device(rows, self.start_B.device)
         picked = {name: tensor[device_rows] for name, tensor in self._tensors().items()}
@@ -126,7 +126,7 @@ class PaddedBatch(NamedTuple):
 
 @phase("pack")
 def pad(batch: Batch) -> PaddedBatch:
-    """A whole batch as right-padded CPU tensors."""
+    """Convert a batch to right-padded CPU tensors."""
     trajectories = batch.trajectories
     start_B = torch.tensor([len(trajectory.prompt_tokens) // 4 for trajectory in trajectories])
     length_B = torch.tensor([trajectory.num_tokens for trajectory in trajectories])
@@ -162,12 +162,12 @@ def pad(batch: Batch) -> PaddedBatch:
 
 
 def _some(columns: Sequence[bytes]) -> tuple[bytes, ...] | None:
-    """The columns, or None if all of them are empty."""
+    """Return the columns, or None if all of them are empty."""
     return tuple(columns) if any(columns) else None
 
 
 def _teacher_logprobs(trajectories: Sequence[Trajectory], length_B: Tensor) -> Tensor | None:
-    """The log-probs of a teacher's server; NaN for a trajectory without them."""
+    """[B, T], the log-probs from a teacher's server; NaN for a trajectory without them; None if all lack them."""
     if not any(trajectory.teacher_logprobs for trajectory in trajectories):
         return None
     logprobs = [
@@ -178,7 +178,7 @@ def _teacher_logprobs(trajectories: Sequence[Trajectory], length_B: Tensor) -> T
 
 
 def _candidates(trajectories: Sequence[Trajectory], length_B: Tensor) -> Candidates | None:
-    """The candidates of all tokens; a trajectory without any has the whole vocabulary."""
+    """The candidates of all tokens; for a trajectory without recorded candidates, the whole vocabulary."""
     if not any(trajectory.candidate_counts for trajectory in trajectories):
         return None
     joined = b"".join(trajectory.candidate_counts or bytes(4 * trajectory.num_tokens) for trajectory in trajectories)
@@ -194,7 +194,7 @@ def _candidates(trajectories: Sequence[Trajectory], length_B: Tensor) -> Candida
 
 
 def _rewards(trajectories: Sequence[Trajectory], reward_B: Tensor, mask_BT: Tensor) -> Tensor:
-    """A trajectory's own token rewards, or its reward on the last token that the policy sampled."""
+    """[B, T], each trajectory's token rewards or, without them, its reward on its last sampled token."""
     rewards_BT = on_last_token(reward_B, mask_BT)
     for row, trajectory in enumerate(trajectories):
         if trajectory.token_rewards:
@@ -209,7 +209,7 @@ def _components(trajectories: Sequence[Trajectory]) -> dict[str, Tensor]:
 
 
 def _pad_column(joined: np.ndarray, length_B: Tensor, value: int) -> Tensor:
-    """Split a flat column of all rows end to end into rows, padded on the right with `value`."""
+    """Split a column with the entries of all rows end to end into rows, padded on the right with `value`."""
     lengths = length_B.numpy()
     padded = np.full((len(lengths), lengths.max()), value, dtype=joined.dtype)
     padded[np.arange(lengths.max()) < lengths[:, None]] = joined
@@ -217,13 +217,13 @@ def _pad_column(joined: np.ndarray, length_B: Tensor, value: int) -> Tensor:
 
 
 def flatten_column(column_BT: Tensor, length_B: Tensor) -> bytes:
-    """The entries of all completions end to end, as a bytes column of float32."""
+    """Join the entries of all completions end to end, as float32 bytes without padding."""
     valid_BT = torch.arange(column_BT.shape[1], device=column_BT.device) < length_B[:, None]
     return column_BT[valid_BT].cpu().numpy().astype("<f4").tobytes()
 
 
 def row_order(num_rows: int, seed: int, version: int, epoch: int) -> Tensor:
-    """The order of rows in an epoch: a function of only these numbers, equal in every process and Python version.
+    """The order of rows in an epoch: it depends only on these numbers, not on the process or the Python version.
 
     The generator's seed is the BLAKE2b hash of "seed version epoch", 8 bytes, big-endian.
     """
@@ -232,7 +232,7 @@ def row_order(num_rows: int, seed: int, version: int, epoch: int) -> Tensor:
 
 
 class SharedPrompts(NamedTuple):
-    """The group of each row, and the tokens that a micro-batch computes once for all rows of a group."""
+    """The group of each row, and the number of tokens that a micro-batch computes once for all rows of a group."""
 
     group_B: Tensor
     shared_B: Tensor

@@ -1,8 +1,8 @@
-"""The engine's experts for the tokens of a batch's rows, in the host's memory. Pure: no Ray, no group.
+"""The engine's experts for the tokens of a batch's rows, in host memory. Pure: no Ray, no process group.
 
-B rows, M tokens of the rows whose routes a rank has, E numbers of a token, N tokens of a pass.
+B rows, M tokens of the rows whose routes a rank has, E expert numbers per token, N tokens of a pass.
 
-A pass takes its own tokens' numbers to its device. The rows of other ranks have none.
+Each pass copies only the numbers of its tokens to its device. A rank has no routes for the rows of other ranks.
 """
 
 from collections.abc import Sequence
@@ -18,10 +18,10 @@ from streamppo.types.routes import Numbers
 
 @dataclass(frozen=True)
 class RowRoutes:
-    """The expert numbers of M tokens, rows end to end, and True for each token with experts.
+    """The expert numbers of M tokens, rows end to end; `known_M` is True for tokens with recorded experts.
 
-    Row b has those of its first `count_B[b]` tokens, beginning at entry `begin_B[b]`. `largest` is an upper bound of
-    the experts. Not a tuple: FSDP would move its tensors to the GPU with a pass's other arguments.
+    The numbers of row b's first `count_B[b]` tokens begin at entry `begin_B[b]`. `largest` is an upper bound of all
+    numbers. This is no tuple, because FSDP would move a tuple's tensors to the GPU with a pass's other arguments.
     """
 
     numbers_ME: Tensor
@@ -31,19 +31,21 @@ class RowRoutes:
     largest: int
 
     def select(self, rows: Tensor) -> "RowRoutes":
-        """The routes of `rows`; nothing is copied."""
+        """Select the routes of `rows` without a copy."""
         return replace(self, begin_B=self.begin_B[rows], count_B=self.count_B[rows])
 
     def at(self, row_N: Tensor, token_N: Tensor) -> tuple[Tensor, Tensor]:
-        """[N, E] the expert numbers of tokens by row and index in it, and True where a token has some; index -1 has
-        none."""
+        """[N, E], the expert numbers of tokens by row and index in the row, and [N], True if they are known.
+
+        An index of -1 has no numbers.
+        """
         has_N = (token_N >= 0) & (token_N < self.count_B[row_N])
         index_N = torch.where(has_N, self.begin_B[row_N] + token_N, 0)
         return self.numbers_ME[index_N], has_N & self.known_M[index_N]
 
 
 def routes_of_rows(trajectories: Sequence[Trajectory]) -> RowRoutes | None:
-    """The routes of all rows with routes; None if no row has any."""
+    """Join the routes of all rows that have them; None if no row has routes."""
     counts = [
         (len(trajectory.prompt_tokens) // 4 + trajectory.num_tokens - 1) * bool(trajectory.routes)
         for trajectory in trajectories
@@ -68,7 +70,7 @@ def routes_of_rows(trajectories: Sequence[Trajectory]) -> RowRoutes | None:
 
 
 def _concatenate(rows: Sequence[Numbers]) -> Numbers:
-    """All rows end to end, in the wider of their types; a row of another model has fewer numbers, which are -1."""
+    """Join all rows end to end, in the widest of their types; rows with fewer numbers are padded with -1."""
     wide = max(numbers.shape[1] for numbers in rows)
     if all(numbers.shape[1] == wide for numbers in rows):
         return np.concatenate(rows)

@@ -2,10 +2,10 @@
 
 start             copies all tensors to the CPU; the learner waits only for this copy
 first thread      writes this rank's files, waits until the version is published, adds the manifest, renames the folder
-second thread     copies this rank's files to `checkpoint.remote`, if set; a checkpoint that is completed during a copy
-                  is not copied, unless it is the last one
+second thread     copies this rank's files to `checkpoint.remote`, if set; a checkpoint that is completed during another
+                  copy is not copied, unless it is the last one
 
-Nodes may have their own disks: in each folder one leading rank writes the manifest and renames it.
+Nodes may have separate disks: for each folder one leading rank writes the manifest and renames the folder.
 """
 
 import logging
@@ -40,7 +40,7 @@ T = TypeVar("T")
 
 
 class TrainState(NamedTuple):
-    """All tensors of a checkpoint; it has `reference` only with `State.reference_moved`."""
+    """All tensors of a checkpoint; it contains `reference` only if `State.reference_moved`."""
 
     policy: torch.nn.Module
     optimizer: torch.optim.Optimizer
@@ -48,9 +48,10 @@ class TrainState(NamedTuple):
 
 
 class Saver:
-    """Writes checkpoints concurrently with training, one at a time: memory holds at most one copy.
+    """Writes checkpoints during training, one at a time, so that memory holds at most one copy.
 
-    `group` is for CPU tensors and not shared: its collectives run concurrently with those of the updates.
+    `group` is a process group for CPU tensors. Only the saver uses it, because its collectives run concurrently with
+    those of the updates.
     """
 
     def __init__(self, group: dist.ProcessGroup, config: Checkpoint) -> None:
@@ -62,17 +63,17 @@ class Saver:
         self._uncopied: tuple[Path, list[str]] | None = None
 
     def start(self, folder: Path, state: CheckpointState, trained: TrainState, pushed: "Future[PushedVersion]") -> None:
-        """Start a checkpoint under `folder` once the last one is complete; on return `trained` may change.
+        """Start a checkpoint under `folder` after the last one is complete; on return `trained` may change.
 
-        `pushed` is the push of its version, which gives `state` its digest. A collective. Raises `CheckpointError` if
-        the last one could not be written.
+        `pushed` is the push of the checkpoint's version, which gives `state` its digest. A collective. Raises
+        `CheckpointError` if the last checkpoint could not be written.
         """
         self.wait()
         final = folder / f"{state.version:08d}"
         if self._is_there(final):
             return
         leads = _leads(folder, self._group)
-        # All ranks copy the checkpoint, or none.
+        # Either all ranks copy the checkpoint, or none does.
         copies = self._copier.remote is not None and not any(_gather(self._copier.is_busy, self._group))
         if leads:
             shutil.rmtree(durable.aside(final), ignore_errors=True)
@@ -81,7 +82,7 @@ class Saver:
             tensors,
             checkpoint_id=durable.aside(final),
             process_group=self._group,
-            # With several replicas of the model the first one writes.
+            # If the model has several replicas, the first one writes.
             planner=DefaultSavePlanner(dedup_save_to_lowest_rank=True),
         )
         assert isinstance(write, Future), "async_save gives a future unless it is asked for more"
@@ -93,7 +94,7 @@ class Saver:
             self._under_way.result()
 
     def settle(self) -> None:
-        """Wait until the last checkpoint is complete and copied to the address. Raises as `wait` does."""
+        """Wait until the last checkpoint is complete and copied to the address. Raises the errors of `wait`."""
         self.wait()
         self._copier.wait()
         if self._uncopied is not None and self._copier.remote is not None:
@@ -106,7 +107,7 @@ class Saver:
             self._under_way.result()
 
     def _is_there(self, final: Path) -> bool:
-        """Rank 0's answer on every rank: the ranks may see the rename at different times."""
+        """True on every rank if `final` exists for rank 0: the ranks may see the rename at different times."""
         return _from_first_rank(final.exists(), self._group)
 
     def _complete(
@@ -129,35 +130,35 @@ class Saver:
             sealed = manifest.seal(aside, f"__{dist.get_rank()}_*")
             ranks = _gather(sealed, self._group)
             if dist.get_rank() == 0:
-                # Wait for the push: a run must never resume from a version that was not published.
+                # Wait for the push, because a run must never resume from a version that was not published.
                 state = msgspec.structs.replace(state, digest=pushed.result().digest)
                 metadata = durable.read(aside / METADATA)
             else:
                 metadata = b""
             state, metadata = _from_first_rank((state, metadata), self._group)
             if leads:
-                # torch.distributed.checkpoint writes it only on rank 0's disk, but every rank reads it.
+                # torch.distributed.checkpoint writes the metadata only on rank 0's disk, but every rank reads them.
                 (aside / METADATA).write_bytes(metadata)
                 files = CheckpointFiles(shared=manifest.seal(aside, METADATA), ranks=tuple(ranks))
                 manifest.write(aside, state, files)
                 durable.settle(final)
                 manifest.drop(final.parent, self._config.keep, self._config.keep_every)
             if self._copier.remote is not None:
-                # After this the leading ranks have renamed the folder on every disk.
+                # After the barrier, the leading ranks have renamed the folder on every disk.
                 dist.barrier(self._group)
                 self._uncopied = final, list(sealed)
                 if copies:
                     self._copy(*self._uncopied)
 
     def _copy(self, final: Path, rank_files: Sequence[str]) -> None:
-        """Start a copy of this rank's files; they are opened first, since `manifest.drop` may delete them meanwhile."""
+        """Start to copy this rank's files. They are opened first, because `manifest.drop` may delete them meanwhile."""
         is_first, self._uncopied = dist.get_rank() == 0, None
         names = [*rank_files, METADATA, manifest.MANIFEST] if is_first else rank_files
         self._copier.start(final, {name: (final / name).open("rb") for name in names}, prunes=is_first)
 
 
 def checkpoint_process_group() -> dist.ProcessGroup:
-    """A new group of all ranks for CPU tensors, for a `Saver`. A collective."""
+    """Make a group of all ranks for CPU tensors, for a `Saver`. A collective."""
     group = dist.new_group(backend="gloo")
     assert isinstance(group, dist.ProcessGroup)
     return group
@@ -168,8 +169,8 @@ def load_newest(
 ) -> CheckpointState | None:
     """Load the checkpoint at `path` in place, or the newest intact one before it. A collective.
 
-    A checkpoint with a damaged file, or of another run than `past`, is skipped; None if all are. Ranks fetch missing
-    files from `address`, if set. Raises the other errors of `load`.
+    Skips a checkpoint that has a damaged file or does not belong to the run's `past`; returns None if it skips all.
+    Ranks fetch missing files from `address`, if set. Raises the other errors of `load`.
     """
     copies = CheckpointStore(address) if address else None
     local = [folder.name for folder in manifest.complete(path.parent)]
@@ -186,7 +187,7 @@ def load_newest(
 
 
 def _complete_copies(copies: CheckpointStore) -> list[str]:
-    """The names of the complete copies; empty if the address does not answer: a missing file then raises in `load`."""
+    """The names of the complete copies; none if the address does not answer: then `load` raises."""
     try:
         return [f"{version:08d}" for version in copies.versions()]
     except CheckpointError as error:
@@ -195,9 +196,9 @@ def _complete_copies(copies: CheckpointStore) -> list[str]:
 
 
 def reference_has_moved(path: Path) -> bool:
-    """True if the checkpoint at `path` has a reference, or its manifest is damaged or missing. A collective.
+    """True if the checkpoint at `path` has a reference, or if its manifest is damaged or missing. A collective.
 
-    In the second case an older checkpoint with a reference may be loaded in its place.
+    Without an intact manifest, an older checkpoint that has a reference may be loaded instead.
     """
     try:
         moved = manifest.read(path).state.reference_moved
@@ -209,10 +210,11 @@ def reference_has_moved(path: Path) -> bool:
 def load(
     path: Path, trained: TrainState, copies: CheckpointStore | None = None, past: History | None = None
 ) -> CheckpointState:
-    """Load one checkpoint in place, RNG included; each rank verifies the files that it reads. A collective.
+    """Load one checkpoint in place, with the states of the random number generators. A collective.
 
-    A rank fetches missing files from `copies`. Raises `CheckpointError` on all ranks if another number of ranks wrote
-    the checkpoint, or if a rank lacks a file; `DamagedFile` if a file is damaged, or not of the run's `past`.
+    Each rank verifies the files that it reads, and fetches missing files from `copies`. Raises `CheckpointError` on all
+    ranks if another number of ranks wrote the checkpoint or if a rank lacks a file, and `DamagedFile` if a file is
+    damaged or the checkpoint does not belong to the run's `past`.
     """
     parameter = next(trained.policy.parameters())
     writer = rank_in_copy(parameter.device_mesh) if isinstance(parameter, DTensor) else dist.get_rank()
@@ -225,7 +227,7 @@ def load(
     moments = {name: {**shards, **rank_state["state"][name]} for name, shards in tensors["optimizer"].items()}
     optimizer_state = {"state": moments, "param_groups": rank_state["param_groups"]}
     policy, optimizer, _ = trained
-    # Not strict, because frozen weights are not in a checkpoint; the load above raised for any missing tensor.
+    # Not strict, because a checkpoint lacks frozen weights; the load above has raised for any other missing tensor.
     lenient = StateDictOptions(strict=False)
     set_state_dict(
         policy, optimizer, model_state_dict=tensors["policy"], optim_state_dict=optimizer_state, options=lenient
@@ -237,9 +239,10 @@ def load(
 
 
 def restore(trained: TrainState, tensors: Mapping[str, torch.Tensor]) -> None:
-    """Fill `trained`, which is not sharded, from a checkpoint's unsharded tensors by their flat names (`distcp.room`).
+    """Fill `trained`, which is not sharded, from a checkpoint's unsharded tensors, by their flat names (`distcp.room`).
 
-    Without any moment the optimizer stays new. Raises `CheckpointError` for a tensor that is missing or does not fit.
+    If there are no moments, the optimizer stays new. Raises `CheckpointError` for a tensor that is missing or does not
+    fit.
     """
     policy, optimizer, reference = trained
     parameters = dict(policy.named_parameters())
@@ -263,9 +266,9 @@ def restore(trained: TrainState, tensors: Mapping[str, torch.Tensor]) -> None:
 
 
 def _verify(path: Path, shards_of: int, copies: CheckpointStore | None, past: History | None) -> CheckpointState:
-    """Verify on every rank the files that it reads; `shards_of` is the rank that wrote its shards.
+    """Verify on every rank the files that it reads; `shards_of` is the rank that wrote this rank's shards.
 
-    All ranks raise the same error, the first of any rank; a missing file comes before damage.
+    All ranks raise the same error, that of the lowest failing rank; a missing file takes precedence over damage.
     """
     outcome: CheckpointState | CheckpointError
     try:
@@ -280,7 +283,7 @@ def _verify(path: Path, shards_of: int, copies: CheckpointStore | None, past: Hi
 
 
 def _leads(folder: Path, group: dist.ProcessGroup | None) -> bool:
-    """True on the lowest of the ranks that see the same `folder`. A collective."""
+    """True on the lowest of all ranks that share this `folder`. A collective."""
     rank = dist.get_rank(group)
     if dist.get_world_size(group) == 1:
         return True
@@ -312,17 +315,17 @@ def _from_first_rank(value: T, group: dist.ProcessGroup | None) -> T:
 
 
 def _tensors(trained: TrainState, state: CheckpointState) -> dict[str, Any]:
-    """The tensors of a checkpoint: the shards, and under this rank's name all that is not sharded.
+    """The tensors of a checkpoint: shards under common names, and everything unsharded under this rank's name.
 
-    Under a common name one rank would write the unsharded values for all. Frozen weights under adapters are left out:
-    they are in the run's first model.
+    Under a common name, one rank would write the unsharded values for all. Frozen weights under adapters are left out,
+    because the run's first model has them.
     """
     policy, optimizer, reference = trained
     model_state, optimizer_state = get_state_dict(policy, optimizer)
     sharded: dict[str, dict[str, Any]] = {}
     unsharded: dict[str, dict[str, Any]] = {}
     moments_of = cast("dict[str, dict[str, object]]", optimizer_state["state"])
-    # With a working copy moments are stored as FSDP's shards are: either kind of policy reads the other's files.
+    # Moments of a working copy are stored like FSDP's shards, so each kind of policy can read the other's files.
     is_full = getattr(policy, "working_copy", None) is not None
     for name, moments in moments_of.items():
         sharded_keys = {
@@ -330,7 +333,7 @@ def _tensors(trained: TrainState, state: CheckpointState) -> dict[str, Any]:
         }
         sharded[name] = {key: moments[key] for key in sharded_keys}
         unsharded[name] = {key: value for key, value in moments.items() if key not in sharded_keys}
-    # A rank on a CPU may see GPUs; asking for their state would open a context on one.
+    # A rank on a CPU may see GPUs; reading a GPU's random state would open a context on it.
     on_gpu = torch.cuda.is_initialized()
     rng = {"cpu": torch.get_rng_state()} | ({"cuda": torch.cuda.get_rng_state()} if on_gpu else {})
     rank_state = {"state": unsharded, "param_groups": optimizer_state["param_groups"], "rng": rng}

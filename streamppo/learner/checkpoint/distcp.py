@@ -1,7 +1,7 @@
-"""Reads untrusted files of torch.distributed.checkpoint: no code from a file runs.
+"""Reads untrusted files of torch.distributed.checkpoint without running code from them.
 
-torch itself unpickles `.metadata` and every value that is not a tensor. Here `.metadata` may name only torch's metadata
-classes, its files must lie in the checkpoint's folder, and other values are loaded with `weights_only`.
+torch itself unpickles `.metadata` and every value that is not a tensor. In this reader `.metadata` may name only
+torch's metadata classes and only files in the checkpoint's folder. Other values are loaded with `weights_only`.
 """
 
 # torch leaves parts of its signatures untyped.
@@ -30,10 +30,10 @@ from streamppo import durable
 from streamppo.errors import CheckpointError
 
 METADATA = ".metadata"
-"""The file that says which file holds which tensor."""
+"""The file that lists which file holds which tensor."""
 PACKAGE = "torch.distributed.checkpoint"
 PATHS = ("pathlib.PosixPath", "pathlib._local.PosixPath")
-"""A path's class, and its name in a checkpoint that Python 3.13 wrote, which other versions lack."""
+"""The class of a path; a checkpoint that Python 3.13 wrote has the second name, which other versions lack."""
 NAMED = {
     *(f"{PACKAGE}.metadata.{name}" for name in ("Metadata", "MetadataIndex", "StorageMeta", "_MEM_FORMAT_ENCODING")),
     *(f"{PACKAGE}.metadata.{name}" for name in ("TensorStorageMetadata", "TensorProperties", "ChunkStorageMetadata")),
@@ -43,17 +43,17 @@ NAMED = {
     "torch.serialization._get_layout",
     *PATHS,
 }
-"""All names that `.metadata` may contain, besides tensor dtypes."""
+"""All names that `.metadata` may contain, except tensor dtypes."""
 MOST_PARTS = 10**8
 GROWS = ("APPEND", "APPENDS", "SETITEM", "SETITEMS", "ADDITEMS", "BUILD")
-"""Opcodes that change the stack object below their operands."""
+"""Opcodes that extend the stack object below their operands."""
 MARK = [0]
 
 
 def load(tensors: dict[str, Any], path: Path, *, alone: bool = False) -> None:
-    """Load the checkpoint at `path` in place; a collective, unless `alone`.
+    """Load the checkpoint at `path` in place. A collective, unless `alone`.
 
-    Raises `CheckpointError` for files that lack a tensor or contain a name that is not allowed.
+    Raises `CheckpointError` for files that lack a tensor or contain a forbidden name.
     """
     root, reader = logging.getLogger(), Reader(path)
     root.addFilter(_is_no_fallback)
@@ -71,17 +71,16 @@ def load(tensors: dict[str, Any], path: Path, *, alone: bool = False) -> None:
 
 @contextmanager
 def _without_warning() -> Generator[None]:
-    """Silence torch's warning about a load without a process group, which is intended here."""
+    """Silence torch's warning about a load without a process group."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
         yield
 
 
 def room(path: Path) -> dict[str, torch.Tensor]:
-    """An empty tensor for each tensor of the checkpoint at `path`, unsharded, by its flat name; memory is allocated at
-    first use.
+    """Return an empty, unsharded tensor for each tensor of the checkpoint at `path`, by its flat name.
 
-    `load` fills them. Raises `CheckpointError` as `load` does.
+    Memory is allocated when `load` fills the tensors. Raises `CheckpointError` as `load` does.
     """
     stored = Reader(path).read_metadata().state_dict_metadata
     return {
@@ -92,18 +91,18 @@ def room(path: Path) -> dict[str, torch.Tensor]:
 
 
 def _is_no_fallback(record: logging.LogRecord) -> bool:
-    """A log filter: False for torch's traceback of unreadable metadata, because the raised error says the same."""
+    """A log filter: False for torch's traceback of unreadable metadata, because `load` raises the same error."""
     return record.module != "state_dict_loader"
 
 
 class Reader(FileSystemReader):
-    """torch's reader, limited to unpickling metadata classes."""
+    """torch's reader, restricted: it unpickles only metadata classes."""
 
     refusal: CheckpointError | None = None
-    """Why the metadata were refused; the oldest supported torch does not pass it on."""
+    """The reason why the metadata were refused; the oldest supported torch does not pass it on."""
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """Read the metadata. Raises `CheckpointError` for any other pickle, and for files outside the folder."""
+        """Read the metadata. Raises `CheckpointError` for any other pickle, and if they name files elsewhere."""
         try:
             return self._read_metadata()
         except CheckpointError as error:
@@ -125,7 +124,7 @@ class Reader(FileSystemReader):
 
 
 class Planner(DefaultLoadPlanner):
-    """torch's planner, limited to unpickling plain values and tensors."""
+    """torch's planner, restricted: it unpickles only plain values and tensors."""
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
         """Load a value that is not a tensor."""
@@ -136,7 +135,7 @@ class Planner(DefaultLoadPlanner):
 def _refuse_repeats(content: bytes) -> None:
     """Raise `ValueError` for a pickle that expands to more than `MOST_PARTS` values.
 
-    Nested pairs (x, x) take a few bytes each, and hashing them as a key takes exponential time.
+    A nested pair (x, x) takes a few bytes per level, and hashing it as a key takes exponential time.
     """
     stack, memo = list[list[int]](), dict[int, list[int]]()
     for opcode, argument, _ in pickletools.genops(content):
@@ -157,7 +156,7 @@ def _refuse_repeats(content: bytes) -> None:
 
 
 def _reduce(stack: list[list[int]], opcode: pickletools.OpcodeInfo, *, grows: bool) -> None:
-    """Replace an opcode's operands by its result; for an opcode that extends an object, add to that object's count."""
+    """Replace an opcode's operands by its result; if the opcode extends an object, add to that object's count."""
     operands = opcode.stack_before
     parts = 0
     if pickletools.markobject in operands:
@@ -175,7 +174,7 @@ def _reduce(stack: list[list[int]], opcode: pickletools.OpcodeInfo, *, grows: bo
 
 class _Unpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str, /) -> object:
-        """A metadata class or a tensor dtype."""
+        """Return a metadata class or a tensor dtype; raise `UnpicklingError` for any other name."""
         if f"{module}.{name}" in PATHS:
             return PosixPath
         if f"{module}.{name}" in NAMED:

@@ -1,7 +1,7 @@
-"""The versions in a run's journal, for loading a version or redoing an update. Needs no torch.
+"""The history of a run, read from its journal, for loading a version or redoing an update. Needs no torch.
 
 configs    the configuration of every update: a redone update uses its original configuration
-digests    hashes of every version's weights: a checkpoint with another hash is of another run, whatever its name
+digests    hashes of every version's weights: a checkpoint with another hash belongs to another run, whatever its name
 """
 
 from collections.abc import Mapping
@@ -16,11 +16,11 @@ from streamppo.queue.rules.records import PublishedVersion
 from streamppo.queue.store.journal import Journal
 
 ANY = ""
-"""In place of a digest: a redo of the version may give slightly different weights."""
+"""Stands for any digest: a redo of the version may give slightly different weights."""
 
 
 class History(msgspec.Struct, frozen=True):
-    """`configs` by the first version of each, `digests` by version; without digests nothing is compared."""
+    """`configs` by the first version that each applies to, `digests` by version; an empty `digests` accepts all."""
 
     configs: dict[int, Config]
     digests: dict[int, str] = {}
@@ -28,12 +28,12 @@ class History(msgspec.Struct, frozen=True):
     def at(self, version: int) -> Config:
         """The configuration of the update that starts at `version`.
 
-        Example: with configurations from versions 0 and 50, version 49 has the first, 50 and 51 the second.
+        Example: if configurations begin at versions 0 and 50, version 49 has the first, and 50 and 51 have the second.
         """
         return self.configs[max((first for first in self.configs if first <= version), default=min(self.configs))]
 
     def refusal(self, version: int, digest: str) -> str:
-        """The reason why weights with this digest are not those of `version`; "" if they are."""
+        """The reason why a checkpoint of `version` with weights of this digest is not the run's; "" if it is."""
         if not self.digests:
             return ""
         if (known := self.digests.get(version)) is None:
@@ -46,7 +46,7 @@ class History(msgspec.Struct, frozen=True):
 
 
 def read_history(run: Path, present: Config) -> History:
-    """The history of the run in the folder `run`, or only the configuration `present` for a new run.
+    """Read the history of the run in the folder `run`; for a new run, return only the configuration `present`.
 
     Raises `JournalError` for a journal that cannot be read.
     """
@@ -62,7 +62,7 @@ def read_history(run: Path, present: Config) -> History:
 
 
 def digests(recorded: Mapping[int, Config], versions: Mapping[int, PublishedVersion]) -> dict[int, str]:
-    """The digest of each version; `ANY` where a redo may not give the same weights."""
+    """The digest of each version; `ANY` if a redo of the version may give other weights."""
     return {
         version: published.digest if resume_checks.is_exact(recorded, version) else ANY
         for version, published in versions.items()

@@ -1,11 +1,11 @@
-"""Manifests mark complete checkpoints, and have the hashes that verify their files. Needs no torch.
+"""Manifests mark checkpoints as complete, and hold the hashes that verify their files. Needs no torch.
 
-Nodes may have their own disks: each rank hashes and verifies its own files, and a folder may lack the others.
+Nodes may have separate disks: each rank hashes and verifies its own files, and a folder may lack those of other ranks.
 
 runs/NAME/checkpoints/00000050/        one folder for each version
     *.distcp  .metadata                torch.distributed.checkpoint: policy or its adapters, critic, optimizer, RNG of
                                        every rank, and a reference that follows the policy
-    manifest.json                      the rest of the state, and the SHA-256 of each rank's files; written last
+    manifest.json                      all other state, and the SHA-256 of each rank's files; written last
 runs/NAME/checkpoints/00000050.damaged a checkpoint that was found damaged
 """
 
@@ -24,12 +24,12 @@ from streamppo import durable
 from streamppo.errors import CheckpointError
 
 if TYPE_CHECKING:
-    # It imports Ray, which a search for checkpoints does not need.
+    # `history` imports Ray, which a search for checkpoints does not need.
     from streamppo.learner.checkpoint.history import History
 
 MANIFEST = "manifest.json"
 Fetch: TypeAlias = Callable[[str, str, Path], None]
-"""(version, name of a file, folder) -> None: fetches the file from the run's address into the folder."""
+"""(version, file name, folder) -> None: fetches the file from the run's address into the folder."""
 Name: TypeAlias = Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z0-9_.]*[A-Za-z0-9_]$")]
 """The name of a file in the checkpoint's folder, without a path."""
 
@@ -40,10 +40,10 @@ class CheckpointState(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     """The part of a checkpoint that is not a tensor.
 
     `version` is also the queue's position: batch number `version` is the next to train on. `digest` is the hash of the
-    pushed weights, known once they are published. `beta` is the adaptive weight of the KL in the reward. `bad_steps`
-    are skipped steps in a row: the policy's, and those of a critic with its own steps. `bonus` is the coefficient and
-    the weight of an adaptive entropy bonus. `reference_moved`: the reference is no longer the run's first model, and is
-    among the tensors. `lag` is an adaptive lag (`algorithms.lag.AdmittedLag`).
+    pushed weights, known after they are published. `beta` is the adaptive weight of the KL in the reward. `bad_steps`
+    are numbers of skipped steps in a row: the policy's, and those of a critic that makes separate steps. `bonus` is the
+    coefficient and the weight of an adaptive entropy bonus. `reference_moved`: the reference is no longer the run's
+    first model, and its weights are in the checkpoint. `lag` is an adaptive lag (`algorithms.lag.AdmittedLag`).
     """
 
     version: int
@@ -57,14 +57,14 @@ class CheckpointState(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
 
 
 class CheckpointFiles(msgspec.Struct, frozen=True, kw_only=True):
-    """SHA-256 of files by name: `shared` files, which all ranks read, and the files of each rank."""
+    """The SHA-256 of files, by name: of `shared` files, which all ranks read, and of each rank's files."""
 
     shared: dict[Name, str]
     ranks: tuple[dict[Name, str], ...]
 
 
 class Manifest(msgspec.Struct, frozen=True, kw_only=True):
-    """The content of manifest.json; `check` is the SHA-256 of the rest."""
+    """The content of manifest.json; `check` is the SHA-256 of the other fields."""
 
     state: CheckpointState
     files: CheckpointFiles
@@ -72,7 +72,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class DamagedFile(CheckpointError):
-    """A file is damaged, or of another run."""
+    """A file is damaged or belongs to another run."""
 
 
 def seal(folder: Path, pattern: str) -> dict[str, str]:
@@ -90,7 +90,7 @@ def write(folder: Path, state: CheckpointState, files: CheckpointFiles) -> None:
 
 
 def read(path: Path, past: "History | None" = None) -> Manifest:
-    """The manifest of the checkpoint at `path`. Raises `DamagedFile`, also if it is not of the run's `past`."""
+    """Read the manifest of the checkpoint at `path`; raise `DamagedFile` for damage and if it is not of `past`."""
     try:
         with durable.reading(path / MANIFEST, whole=True) as file:
             manifest = msgspec.json.decode(file.read(), type=Manifest)
@@ -112,9 +112,9 @@ def verify(
 ) -> CheckpointState:
     """Verify the files that `rank` reads in the checkpoint at `path`, and return its state.
 
-    They are its own files and those of the rank `shards_of`, which wrote its shards if the model has several replicas.
-    `fetch`, if given, fetches missing and damaged files. Raises `DamagedFile`, also if the
-    weights are not of the run's `past`, or `CheckpointError` for a missing file; both name the file.
+    A rank reads its own files. If the model has several replicas, it also reads the files of the rank `shards_of`,
+    which wrote its shards. `fetch`, if given, fetches missing and damaged files. Raises `DamagedFile` for damage and if
+    the weights do not belong to the run's `past`, and `CheckpointError` for a missing file; both name the file.
     """
     _fetch_manifest(path, fetch)
     if not path.is_dir():
@@ -147,7 +147,7 @@ def _defect(file: Path, expected: str, rank: int) -> CheckpointError | None:
 
 
 def is_of(path: Path, past: "History | None") -> bool:
-    """True if the manifest of the checkpoint at `path` is whole and of the run's `past`; else the reason is logged."""
+    """True if the manifest of the checkpoint at `path` is intact and of the run's `past`; if not, log the reason."""
     try:
         read(path, past)
     except DamagedFile as error:
@@ -157,9 +157,10 @@ def is_of(path: Path, past: "History | None") -> bool:
 
 
 def verify_whole(path: Path, past: "History | None" = None, fetch: Fetch | None = None) -> CheckpointState:
-    """Verify the files of every rank in the checkpoint at `path`, and return its state; `fetch` as in `verify`.
+    """Verify all files of the checkpoint at `path`, of every rank, and return its state; `fetch` is as in `verify`.
 
-    Raises `DamagedFile`, also if it is not of the run's `past`, or `CheckpointError` for a missing file.
+    Raises `DamagedFile` for damage and if the checkpoint does not belong to the run's `past`, and `CheckpointError` for
+    a missing file.
     """
     _fetch_manifest(path, fetch)
     state = read(path, past).state
@@ -169,10 +170,10 @@ def verify_whole(path: Path, past: "History | None" = None, fetch: Fetch | None 
 
 
 def newest(folder: Path, at_most: float = math.inf, past: "History | None" = None) -> Path | None:
-    """The newest checkpoint up to version `at_most` under `folder` with a whole manifest, or None.
+    """The newest checkpoint up to version `at_most` under `folder` with an intact manifest, or None.
 
-    A checkpoint whose manifest is damaged, or not of the run's `past`, is logged and moved aside. Its other files are
-    not verified here: ranks do it.
+    A checkpoint that has a damaged manifest or does not belong to the run's `past` is logged and moved aside. The other
+    files are not verified here, because each rank verifies those that it reads.
     """
     for path in reversed([path for path in complete(folder) if int(path.name) <= at_most]):
         try:
@@ -185,7 +186,7 @@ def newest(folder: Path, at_most: float = math.inf, past: "History | None" = Non
 
 
 def set_aside(path: Path, reason: object) -> None:
-    """Log a damaged checkpoint, and rename its folder to *.damaged."""
+    """Log why a checkpoint is damaged, and rename its folder to *.damaged."""
     damaged = path.with_name(f"{path.name}.damaged")
     log.info("%s; moved to %s, continuing from the checkpoint before it", reason, damaged.name)
     shutil.rmtree(damaged, ignore_errors=True)
@@ -193,24 +194,24 @@ def set_aside(path: Path, reason: object) -> None:
 
 
 def drop(folder: Path, keep: int, keep_every: int) -> None:
-    """Remove all but the newest `keep` checkpoints and those whose version `keep_every` divides."""
+    """Remove all checkpoints except the newest `keep` and those whose version is a multiple of `keep_every`."""
     for path in complete(folder)[:-keep]:
         if not keep_every or int(path.name) % keep_every:
-            # Rename first: a partly deleted checkpoint must not look complete.
+            # Renaming first ensures that a partly deleted checkpoint never looks complete.
             path.rename(durable.aside(path))
     for path in folder.glob(f"*{durable.ASIDE}"):
         shutil.rmtree(path)
 
 
 def complete(folder: Path) -> list[Path]:
-    """Every complete checkpoint under `folder`, oldest first."""
+    """All complete checkpoints under `folder`, oldest first."""
     return sorted(path.parent for path in folder.glob(f"*/{MANIFEST}") if path.parent.name.isdigit())
 
 
 def seconds_to_write(folder: Path, model: Path) -> float:
-    """The time limit of a checkpoint in seconds: 6 s plus 10 s per GB of the newest checkpoint under `folder`.
+    """The time limit for writing a checkpoint: 6 s plus 10 s per GB of the newest checkpoint under `folder`.
 
-    Without a checkpoint, six times the size of `model`'s files is assumed: float32 weights and two moments.
+    If there is no checkpoint, its size is taken to be six times `model`'s files: float32 weights and two moments.
     """
     written = [_bytes(path) for path in complete(folder)[-1:]] or [6 * _bytes(model)]
     return 6.0 + written[0] / 1e8

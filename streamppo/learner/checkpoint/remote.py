@@ -1,11 +1,11 @@
 """Copies of a run's checkpoints at an fsspec address: an object store or a folder. Needs no torch.
 
 checkpoint.remote/NAME-ID/00000050/     the files of a checkpoint, as on disk
-runs/NAME/remote.address                NAME-ID is unique to the run: copies of two runs are never confused; a copied
-                                        folder gets another one (weights/owner.py)
+runs/NAME/remote.address                contains NAME-ID, which is unique to the run, so that copies of two runs are
+                                        never confused; a copied folder gets a new ID (weights/owner.py)
 
-Every rank copies its own files in its own thread and does not wait for other ranks. A copy is whole when the manifest
-and all its files are there, in any order of arrival. A file is verified when it is fetched.
+Every rank copies its own files in a thread of its own and does not wait for other ranks. A copy is whole when the
+manifest and all its files have arrived, in any order. A file is verified when it is fetched.
 """
 
 import logging
@@ -30,9 +30,9 @@ log = logging.getLogger(__name__)
 
 
 def address_of(config: Config, folder: Path) -> str:
-    """Claim and return the address of copies of the run in `folder`; "" without `checkpoint.remote`.
+    """Claim and return the address for copies of the run in `folder`; "" if `checkpoint.remote` is not set.
 
-    A run without an address there gets a new one, and so does a copied folder, whose address belongs to the original.
+    A run without an address gets a new one. A copied folder does too, because its address belongs to the original.
     """
     if not (under := config.checkpoint.remote.rstrip("/")):
         return ""
@@ -53,9 +53,9 @@ def address_of(config: Config, folder: Path) -> str:
 def belongs_to(config: Config, folder: Path) -> str:
     """The reason why the address of the run in `folder` belongs to another folder.
 
-    "" if it belongs to this one, or does not answer. The address also belongs to another folder if it has checkpoints
-    that the journal lacks, as after a restored backup of `folder`. Raises `JournalError` for a journal that cannot be
-    read.
+    The result is "" if it belongs to this folder or does not answer. The address also belongs to another folder if it
+    has checkpoints that the journal lacks, as after `folder` was restored from a backup. Raises `JournalError` for a
+    journal that cannot be read.
     """
     if not (address := known_address(folder)) or not address.startswith(f"{config.checkpoint.remote.rstrip('/')}/"):
         return ""
@@ -71,18 +71,18 @@ def belongs_to(config: Config, folder: Path) -> str:
 
 
 def refuse_copy(config: Config, folder: Path) -> None:
-    """Raise `CheckpointError` if nodes read from an address that does not belong to the run's `folder`."""
+    """Raise `CheckpointError` if nodes would read from an address that does not belong to the run's `folder`."""
     if config.cluster.own_disks and config.checkpoint.remote and (reason := belongs_to(config, folder)):
         raise CheckpointError(f"{folder}: {reason}; {owner.forget(folder)}")
 
 
 def config_for_actors(config: Config, folder: Path) -> Config:
-    """The configuration for ranks and rollout actors: with the run's own address and folder of weights."""
+    """The configuration for ranks and rollout actors, with the run's address and the run's folder of weights."""
     return _with_weight_folder(config, folder, address_of(config, folder))
 
 
 def at_rest(config: Config, folder: Path) -> Config:
-    """The configuration for ranks that publish nothing, as in a replay: no address is claimed, no folder needed."""
+    """The configuration for ranks that publish nothing, as in a replay: it claims no address and needs no folder."""
     return factory.without_transport(
         _with_weight_folder(config, folder, known_address(folder) if config.checkpoint.remote else "")
     )
@@ -94,10 +94,10 @@ def _with_weight_folder(config: Config, folder: Path, address: str) -> Config:
 
 
 def newest(folder: Path, address: str, at_most: float, past: History | None = None) -> Path | None:
-    """The path under `folder` of the newest checkpoint up to version `at_most`; it may exist only at `address`.
+    """The path under `folder` of the newest checkpoint up to version `at_most`, which may exist only at `address`.
 
-    A checkpoint with a damaged manifest, or not of the run's `past`, is moved aside. Raises `CheckpointError` if
-    `folder` has none and the address does not answer.
+    A checkpoint that has a damaged manifest or does not belong to the run's `past` is moved aside. Raises
+    `CheckpointError` if `folder` has no checkpoint and the address does not answer.
     """
     local = manifest.newest(folder, at_most, past)
     try:
@@ -115,24 +115,24 @@ def newest(folder: Path, address: str, at_most: float, past: History | None = No
 
 
 def fetcher(run: Path) -> Fetch | None:
-    """The function that fetches a file of a checkpoint from the address of `run`; None if the run has none."""
+    """The function that fetches a checkpoint's files from the address of `run`; None if the run has no address."""
     address = known_address(run)
     return CheckpointStore(address).fetch if address else None
 
 
 class CheckpointStore(Store):
-    """The copies of a run's checkpoints. Methods raise the errors of `Store`'s methods."""
+    """The copies of a run's checkpoints. Its methods raise the errors of `Store`'s methods."""
 
     def versions(self, past: History | None = None) -> list[int]:
-        """The versions of the whole copies of the run's `past`, in ascending order."""
+        """The versions of all whole copies that belong to the run's `past`, in ascending order."""
         return [version for version in self._versions() if self._is_whole(version, past)]
 
     def fetch_checkpoint(self, path: Path) -> None:
-        """Fetch all files of the checkpoint `path.name` into `path`, which does not exist yet."""
+        """Fetch all files of the checkpoint `path.name` into `path`, which must not exist."""
         self.fetch_folder(path.name, path)
 
     def drop(self, config: Checkpoint) -> None:
-        """Delete whole copies beyond `config.keep` and `keep_every`, and partial copies older than a whole one."""
+        """Delete whole copies that `config` does not keep, and partial copies older than the newest whole copy."""
         listed, complete = self._versions(), self.versions()
         keep = {
             *complete[-config.keep :],
@@ -142,10 +142,10 @@ class CheckpointStore(Store):
             if version not in keep and complete and version < complete[-1]:
                 self.delete(f"{version:08d}")
 
-    # --- the pieces ------------------------------------------------------------------------------------------
+    # --- reading copies --------------------------------------------------------------------------------------
 
     def _versions(self) -> list[int]:
-        """The versions with at least one file."""
+        """The versions of which at least one file has arrived."""
         return sorted(int(name) for name in self.names() if name.isdigit())
 
     def _is_whole(self, version: int, past: History | None) -> bool:
@@ -174,11 +174,11 @@ class Copier:
 
     @property
     def is_busy(self) -> bool:
-        """True during a copy."""
+        """True while a copy is being made."""
         return self._under_way is not None and not self._under_way.done()
 
     def start(self, path: Path, files: Mapping[str, BinaryIO], *, prunes: bool) -> None:
-        """Copy the open `files` of the checkpoint at `path`, then close them; `prunes` also calls `Remote.drop`."""
+        """Copy the open `files` of the checkpoint at `path`, then close them; if `prunes`, also delete old copies."""
         if self.remote is not None:
             self._under_way = self._thread.submit(self._copy, self.remote, path.name, files, prunes=prunes)
 
@@ -193,7 +193,7 @@ class Copier:
             if prunes:
                 remote.drop(self._config)
         except CheckpointError as error:
-            # A store that does not answer must not end the run: the checkpoint is on the disk.
+            # The checkpoint is on disk, so a store that does not answer must not end the run.
             log.info("checkpoint %s was not copied: %s", version, error)
         finally:
             for file in files.values():

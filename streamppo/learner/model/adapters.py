@@ -1,7 +1,7 @@
 """Low-rank adapters of the policy, by peft: small trained matrices on frozen weights.
 
-In a version a weight has the same name as without adapters; its adapter is `NAME.lora_A.weight` and
-`NAME.lora_B.weight`, as in peft's own files.
+In a version, each weight has the same name as without adapters. Its adapter is `NAME.lora_A.weight` and
+`NAME.lora_B.weight`, as in peft's files.
 """
 
 import shutil
@@ -22,25 +22,25 @@ from streamppo.errors import ModelError
 NAME = "default"
 """peft's name of the only adapter."""
 EXPERTS = ("gate_proj", "up_proj", "down_proj", "w1", "w2", "w3")
-"""Names of an expert's layers in the files of models."""
+"""The names of an expert's layers in model files."""
 ROUTERS = ("gate", "router")
-"""Names of the modules that choose a token's experts."""
+"""The names of the modules that choose a token's experts."""
 REFUSED = dict.fromkeys(("falcon_h1", "falcon_mamba", "mamba", "mamba2", "nemotron_h"), ("out_proj", "conv1d"))
-"""By model_type the modules that peft gives no adapter, because their kernels read the weights themselves."""
+"""The modules, by model_type, for which peft refuses adapters, because their kernels read the weights themselves."""
 
 
 def add(lm: Any, lora: Lora, dtype: str) -> None:
     """Add float32 adapters to `lm`, and freeze its weights in `dtype`.
 
-    B starts at 0, so the policy starts equal to the model. Raises `ModelError` if no target is found, and for one that
-    is not a linear layer.
+    B starts at 0, so that the policy starts equal to the model. Raises `ModelError` if no target exists, and for a
+    target that is not a linear layer.
     """
     from peft import inject_adapter_in_model
 
     name = f"model.lora.targets ({', '.join(lora.targets)})"
     try:
         with warnings.catch_warnings():
-            # peft warns of experts without adapters, and of layers that are refused below.
+            # peft warns of experts without adapters, and of layers that the check below refuses.
             warnings.filterwarnings("ignore", message="The following .*_pattern|fan_in_fan_out is set")
             inject_adapter_in_model(_settings(lora, lora.targets or linear_layers(lm)), lm)
     except ValueError as error:
@@ -57,9 +57,9 @@ def add(lm: Any, lora: Lora, dtype: str) -> None:
 
 
 def linear_layers(lm: Any) -> list[str]:
-    """The names of all linear layers but the head, routers of experts, and what peft refuses.
+    """The names of all linear layers except the head, routers of experts, and modules that peft refuses.
 
-    In a mixture of experts, layers with the name of an expert's layer are left out: peft would take the experts.
+    In a mixture of experts, layers named like an expert's layer are left out, because peft would match the experts.
     """
     has_experts = any(name.endswith(".experts") for name, _ in lm.named_modules())
     excluded = {*ROUTERS, *(EXPERTS if has_experts else ()), *REFUSED.get(lm.config.model_type, ())}
@@ -73,20 +73,21 @@ def linear_layers(lm: Any) -> list[str]:
 
 
 def published_name(name: str) -> str:
-    """The name in a version of peft's parameter `name`."""
+    """The name that peft's parameter `name` has in a version."""
     return name.replace(".base_layer.", ".").replace(f".{NAME}.", ".")
 
 
 def adapter_parameters(lm: nn.Module) -> dict[str, nn.Parameter]:
-    """The parameters of a version, by their names in it: those of adapters, or without adapters all.
+    """The pushed parameters, by their names in a version: those of the adapters, or without adapters all.
 
-    transformers freezes a few of some models, such as the bias of a router, which an engine needs as well.
+    transformers freezes a few parameters of some models, such as the bias of a router. An engine needs them, so without
+    adapters they are pushed too.
     """
     return {name: parameter for name, parameter, is_pushed in _named(lm) if is_pushed}
 
 
 def frozen(lm: nn.Module) -> dict[str, nn.Parameter]:
-    """The parameters that adapters leave unchanged, by their names in a version; none without adapters."""
+    """The parameters that adapters leave unchanged, by their names in a version; empty without adapters."""
     return {name: parameter for name, parameter, is_pushed in _named(lm) if not is_pushed}
 
 
@@ -98,10 +99,7 @@ def _named(lm: nn.Module) -> Iterator[tuple[str, nn.Parameter, bool]]:
 
 
 def write(adapters: Mapping[str, Tensor], lora: Lora, start: str, folder: Path) -> None:
-    """Write `adapters` of the model `start` to `folder`, in peft's format.
-
-    Raises `ModelError` if it cannot be written.
-    """
+    """Write `adapters` of the model `start` to `folder`, in peft's format. Raises `ModelError` if the disk refuses."""
     aside, names = durable.aside(folder), {name.rpartition(".lora_")[0] for name in adapters}
     settings = _settings(lora, sorted({name.rpartition(".")[2] for name in names}))
     settings.base_model_name_or_path, settings.task_type, settings.inference_mode = start, "CAUSAL_LM", True
@@ -122,5 +120,5 @@ def write(adapters: Mapping[str, Tensor], lora: Lora, start: str, folder: Path) 
 def _settings(lora: Lora, targets: Any) -> Any:
     from peft import LoraConfig
 
-    # With dropout a token's log-prob would differ in every pass.
+    # Dropout would give a token another log-prob in every pass.
     return LoraConfig(r=lora.rank, lora_alpha=lora.alpha, target_modules=targets, lora_dropout=0.0)

@@ -1,8 +1,8 @@
 """Frozen models on the learner's ranks: the reference of the KL, and the teacher of on-policy distillation.
 
-reference    the run's first model, which stays fixed or moves to the policy at intervals; with adapters it is the
-             policy without them, and no second model is loaded
-teacher      scores the policy's tokens
+reference    the run's first model, which stays fixed or is moved towards the policy at intervals; with adapters it is
+             the policy with its adapters switched off, and no second model is loaded
+teacher      a model that scores the policy's tokens
 """
 
 import torch
@@ -20,16 +20,13 @@ from streamppo.weights.models.settings import settings
 
 
 class NoReferenceWeights:
-    """The policy without its adapters: the run's first model, without a second copy of the weights.
-
-    For passes without gradient.
-    """
+    """The policy without its adapters: the run's first model, for passes without gradient, with no second copy."""
 
     def __init__(self, policy: Policy) -> None:
         self._policy = policy
 
     def __call__(self, rows: PaddedBatch, part: Part) -> PolicyOutput:
-        """See `Policy.forward`."""
+        """Score `rows` as `Policy.forward` does."""
         self._scale_adapters(0.0)
         try:
             return self._policy(rows, part)
@@ -54,11 +51,11 @@ def load_reference(
     *,
     has_moved: bool = False,
 ) -> Policy | NoReferenceWeights | None:
-    """The reference of `config`; `leader` is the policy that trains. A collective. None without a KL.
+    """Return the reference of `config`, or None without a KL; `leader` is the policy that trains. A collective.
 
-    Without adapters the reference has separate weights, which are read unless a `present` reference is given. They are
-    float32 if it follows the policy or `has_moved` (a checkpoint then has its weights), else in the type of
-    computation.
+    Without adapters the reference has separate weights. They are read unless a `present` reference is given. They are
+    float32 if the reference follows the policy or `has_moved`, in which case a checkpoint has its weights; else they
+    are in the compute type.
     """
     kl, temperature = config.algorithm.kl, config.rollout.temperature
     if not kl.on:
@@ -81,13 +78,14 @@ def separate_reference(reference: Policy | NoReferenceWeights | None) -> Policy 
 
 
 def follow(reference: Policy, leader: Policy, share: float) -> None:
-    """Move every weight of `reference` by `share` of the difference to `leader`, both sharded alike.
+    """Move every weight of `reference` by `share` of its difference to `leader`, which is sharded alike.
 
         reference += share * (leader - reference)
 
     TR-DPO, https://arxiv.org/abs/2404.09656, equations 3 (share below 1) and 4 (share = 1: equal to the leader bit for
-    bit). The critic is left out.
+    bit). The critic stays unchanged.
     """
+    # Gathered weights are copies, so only a write to the shards lasts.
     # Gathered weights are copies: only a write to the shards lasts.
     if isinstance(leader, FSDPModule):
         leader.reshard()
@@ -103,8 +101,8 @@ def load_teacher(
 ) -> Policy | None:
     """Load the teacher of `config`, or return the `present` one; rows are split into `slices`. A collective.
 
-    None without a teacher, and for a teacher at a url: its log-probs come with the trajectories.
-    Raises `ModelError` if its path has no model, or if it does not have the tokens of the model at `model_path`.
+    Returns None without a teacher, and for a teacher at a url, whose log-probs come with the trajectories. Raises
+    `ModelError` if its path has no model, or if its tokens are not those of the model at `model_path`.
     """
     chosen, temperature = config.algorithm.teacher, config.rollout.temperature
     if not chosen.model:
@@ -119,7 +117,7 @@ def load_teacher(
 
 
 def check_teacher_tokens(teacher: str, model_path: str) -> None:
-    """Raise `ModelError` unless every token of the model at `model_path` has the same number in the `teacher`'s."""
+    """Raise `ModelError` unless the `teacher` gives every token of the model at `model_path` the same number."""
     try:
         teacher_tokens, policy_tokens = Tokenizer(teacher).numbers(), Tokenizer(model_path).numbers()
     except TaskError as error:

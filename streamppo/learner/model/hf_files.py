@@ -1,4 +1,4 @@
-"""Reads models from Hugging Face folders or hub names, in float32, and writes them as Hugging Face folders."""
+"""Reads models from Hugging Face folders or hub names in float32, and writes them as Hugging Face folders."""
 
 import shutil
 import tempfile
@@ -22,11 +22,11 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 PART = "5GB"
-"""The size above which a model's weights are split into several files with an index, as in published models."""
+"""The size above which weights are split into several files with an index, as in published models."""
 
 
 class CriticStart(NamedTuple):
-    """A critic's own transformer, and the weights of its value head if its model has a score head."""
+    """A critic's separate transformer, and the weights of its value head if its model has a score head."""
 
     transformer: Any = None
     head_1D: Tensor | None = None
@@ -41,10 +41,10 @@ def read(
     body: bool = False,
     untied: bool = False,
 ) -> Any:
-    """The model at `path`; without `weights` only its modules, for which config.json is enough.
+    """Read the model at `path`; without `weights` only its modules, for which config.json is enough.
 
-    With `body` its files need only the transformer's tensors; `untied` is used without weights, as by `settings`.
-    Raises `ModelError` if the model cannot be loaded, or lacks a tensor.
+    With `body` its files need only the transformer's tensors. `untied` applies without weights, and is as in
+    `settings`. Raises `ModelError` if the model cannot be loaded or lacks a tensor.
     """
     if weights:
         return models.load(path, kind, attention=attention, body=body).model
@@ -54,11 +54,12 @@ def read(
 def write(
     lm: "PreTrainedModel", tokenizer: "PreTrainedTokenizerBase | None", folder: Path, start: str | None = None
 ) -> tuple[str, ...]:
-    """Write a model and its tokenizer to `folder`, which exists only when it is complete.
+    """Write a model and its tokenizer to `folder`, which appears only when it is complete.
 
-    A defect of the other files does not prevent writing the weights. A generation_config.json that transformers refuses
-    to write is left out; a tokenizer that it would change is copied from the model at `start`. The result has a
-    sentence about each. Without a tokenizer its files at `start` are copied. Raises `ModelError` if the disk refuses.
+    A defect in other files does not prevent writing the weights. A generation_config.json that transformers refuses to
+    write is left out. A tokenizer that transformers would change is copied from the model at `start`, and so are the
+    tokenizer's files if `tokenizer` is None. The result has a sentence about each of these cases. Raises `ModelError`
+    if the disk refuses.
     """
     aside = durable.aside(folder)
     with durable.naming(folder, ModelError):
@@ -78,7 +79,7 @@ def write(
 def _write_model(lm: "PreTrainedModel", folder: Path) -> list[str]:
     from transformers import GenerationConfig
 
-    # Code that came with the model is not copied, and transformers' own class has written these files.
+    # Code that came with the model is not copied, so its class must not be named; transformers' class fits the files.
     vars(lm.config).pop("auto_map", None)
     for has_settings in (True, False):
         try:
@@ -96,8 +97,8 @@ def _write_model(lm: "PreTrainedModel", folder: Path) -> list[str]:
 def export(weights: Mapping[str, Tensor], start: str, folder: Path, dtype: str) -> tuple[str, ...]:
     """Write the model and the tokenizer of `start` to `folder`, with `weights` by their Hugging Face names.
 
-    Returns a sentence about each setting or file that differs from `start`, besides the weights. Raises `ModelError`
-    if the names in `weights` are not exactly the model's; those that transformers does not train may be missing.
+    Returns a sentence about each setting or file, other than weights, that differs from `start`. Raises `ModelError`
+    unless the names in `weights` are the model's; names of parameters that transformers does not train may be missing.
     """
     lm = models.load(start, dtype=getattr(torch, dtype)).model
     parameters: dict[str, Tensor] = dict(lm.named_parameters())
@@ -122,7 +123,7 @@ def _tokenizer(start: str) -> "PreTrainedTokenizerBase | None":
 
 
 def rehearse(path: str) -> tuple[str, ...]:
-    """Write and read all but the weights of an export of the model at `path`; returns sentences about what differs.
+    """Try an export of the model at `path` without its weights; return sentences about what would differ.
 
     Raises `ModelError` for a configuration that cannot be saved.
     """
@@ -138,11 +139,11 @@ def rehearse(path: str) -> tuple[str, ...]:
 
 
 def critic(choice: str, policy: str | Path, attention: str, *, weights: bool = True) -> CriticStart:
-    """The critic of a configuration: "head", a copy of the "policy", its architecture from "scratch", or a path.
+    """Read the critic of a `choice`: "head", a copy of the "policy", its architecture from "scratch", or a path.
 
-    A path is of a causal LM, or of a sequence classification model of one label, whose head becomes the value head. Its
-    files need only the transformer's tensors. `weights` is as in `read`. Raises `ModelError` for a model that cannot be
-    loaded, has more than one label, no `score` head, or fewer tokens than the policy.
+    At a path there is a causal LM, or a sequence classification model of one label whose head becomes the value head.
+    Its files need only the transformer's tensors. `weights` is as in `read`. Raises `ModelError` for a model that
+    cannot be loaded, that has more than one label or no `score` head, or that has fewer tokens than the policy.
     """
     match choice:
         case "head":
@@ -160,7 +161,7 @@ def critic(choice: str, policy: str | Path, attention: str, *, weights: bool = T
 
 
 def critic_kind(path: str | Path) -> Kind:
-    """The class of the critic at `path`. Raises `ModelError` if there is no configuration."""
+    """The class of the critic at `path`. Raises `ModelError` if it has no configuration."""
     names = settings(path).architectures or []
     is_classifier = any(name.endswith("ForSequenceClassification") for name in names)
     return "AutoModelForSequenceClassification" if is_classifier else "AutoModelForCausalLM"

@@ -1,8 +1,8 @@
-"""The head of a causal LM as the learner computes it, and a comparison with the model's own.
+"""The head of a causal LM as the learner computes it, and its comparison with the model's own computation.
 
     hidden states @ weights.T  -> + bias  -> * scale  -> soft cap  -> logits
 
-Scale and soft cap come from the model's config. `check` rejects a model with any other logit processing at load.
+Scale and soft cap are read from the model's config. At load, `check` rejects a model that processes logits otherwise.
 """
 
 from pathlib import Path
@@ -17,13 +17,13 @@ from streamppo.errors import ModelError
 from streamppo.tasks import tokenizer
 
 UNSAMPLED = -1e9
-"""A bias that gives a token no probability; it is finite, so its product with 0 is not NaN."""
+"""A bias that leaves a token no probability. It is finite, because the product of infinity and 0 is NaN."""
 GAP, PROBED = 1e-3, 4
-"""The largest difference between the model's and the learner's log-probs, in nats, and the tokens compared."""
+"""The largest accepted difference between the model's and the learner's log-probs, in nats; the tokens compared."""
 
 
 def shape_of(lm: Any) -> LogitShape:
-    """The logit scale and soft cap from the model's config; each family has its own field names.
+    """The logit scale and soft cap in the model's config, under the field names of its family.
 
     Gemma: `final_logit_softcapping`; Granite: divided by `logits_scaling`; Cohere: times `logit_scale`; Falcon-H1:
     times `lm_head_multiplier`.
@@ -35,7 +35,7 @@ def shape_of(lm: Any) -> LogitShape:
 
 
 def bias_of(lm: Any, unknown_V: Tensor | None = None) -> Tensor | None:
-    """The bias [V] of a model's head plus `unknown_V`, the bias of tokens that are never sampled; None without both."""
+    """The bias [V] of a model's head plus `unknown_V`, which excludes tokens from sampling; None without both."""
     bias_V = getattr(lm.get_output_embeddings(), "bias", None)
     if bias_V is None or unknown_V is None:
         return unknown_V if bias_V is None else bias_V
@@ -43,10 +43,10 @@ def bias_of(lm: Any, unknown_V: Tensor | None = None) -> Tensor | None:
 
 
 def unknown(path: str | Path, rows: int, device: str) -> Tensor | None:
-    """A bias [V] against head rows that are not tokens of the tokenizer at `path`: they get no probability.
+    """A bias [V] that leaves no probability to head rows that are no tokens of the tokenizer at `path`. A collective.
 
-    Rank 0 reads the tokenizer. A collective. None if all rows are tokens, or if there is no tokenizer. With a soft cap
-    the bias lowers their logits only to the cap.
+    Rank 0 reads the tokenizer. None if all rows are tokens, or if there is no tokenizer. Under a soft cap the bias
+    lowers these rows' logits only to the cap.
     """
     bias_V = torch.zeros(rows, device=device)
     if dist.get_rank() == 0:
@@ -57,7 +57,7 @@ def unknown(path: str | Path, rows: int, device: str) -> Tensor | None:
 
 @torch.no_grad()
 def check(lm: Any, path: str | Path) -> None:
-    """Compare log-probs of a few tokens with the model's own. Raises `ModelError` if they differ by more than `GAP`."""
+    """Compare log-probs of a few tokens with those of the model. Raises `ModelError` if they differ more than `GAP`."""
     if lm.base_model is lm:
         raise ModelError(f"the model {str(path)!r} is a {lm.config.model_type}, whose layers and head are not apart")
     head_VD = lm.get_output_embeddings().weight
@@ -66,7 +66,7 @@ def check(lm: Any, path: str | Path) -> None:
     hidden_LD = lm.base_model(tokens_1L, use_cache=False).last_hidden_state[0]
     head_LV = chunk_logits(hidden_LD, head_VD, bias_of(lm), Extent(PROBED, None, shape=shape_of(lm)))
     gap = (head_LV.log_softmax(-1) - model_1LV[0]).abs().max().item()
-    # `gap > GAP` would be False for a NaN.
+    # `gap > GAP` would be False for NaN.
     if not gap <= GAP:
         raise ModelError(
             f"the model {str(path)!r} computes its logits by more than its head's weights, a bias, a scale and a soft "

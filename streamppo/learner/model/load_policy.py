@@ -1,4 +1,4 @@
-"""Loads the policy from a model's files: sharded on the meta device first, then filled rank by rank."""
+"""Loads the policy from a model's files: it is sharded on the meta device first, then filled rank by rank."""
 
 from copy import deepcopy
 from functools import partial
@@ -29,7 +29,7 @@ from streamppo.weights.models.loading import fetch, not_finite
 from streamppo.weights.models.settings import is_tied, read_settings, settings
 
 SHARD_LAYERS_ABOVE = 16_000_000
-"""Parameters above which FSDP gathers layer by layer; a smaller model is gathered at once."""
+"""The number of parameters above which FSDP gathers layer by layer; a smaller model is gathered at once."""
 
 
 def load(
@@ -46,16 +46,17 @@ def load(
 ) -> Policy:
     """Load a Hugging Face causal LM with fp32 master weights and shard it over `mesh`. A collective.
 
-    Without `master` its weights are in the type of computation; for a frozen model this changes only their memory.
+    Without `master` its weights are in the compute type; for a frozen model this changes only their memory.
 
     If all ranks have the files of a large model, each reads its own rows (weight_files.py). Otherwise rank 0 reads the
-    weights and sends them tensor by tensor: another rank never holds more than its shards and one tensor, and needs
-    only config.json at `path`. The state of random number generators is unchanged.
-    `critic` is the configuration's; a path to a sequence classification model of one label (a reward model) also gives
-    the value head its weights. `offload` keeps the shards in CPU memory.
-    With `lora` the policy's weights are frozen, in the type of computation, and its adapters are trained.
-    Rows are split into `slices`.
-    Raises `ModelError` if a model cannot be loaded, if its own log-probs differ from those of `Policy`, or if it leaks
+    weights and sends them tensor by tensor. Another rank then never holds more than its shards and one tensor, and
+    needs only config.json at `path`. The states of random number generators are unchanged.
+
+    `critic` is the configuration's choice; a path to a sequence classification model of one label (a reward model) also
+    gives the value head its weights. `offload` keeps the shards in CPU memory. With `lora` the policy's weights are
+    frozen, in the compute type, and its adapters are trained. Rows are split into `slices`.
+
+    Raises `ModelError` if a model cannot be loaded, if its log-probs differ from those of `Policy`, or if it leaks
     state between rows in the configured layout.
     """
     device = mesh.device_type
@@ -76,7 +77,7 @@ def load(
         prefix_kv.prepare(policy.transformers)
     policy.to_empty(device="cpu" if offload else device)
     if not isinstance(policy, FSDPModule):
-        # `to_empty` gave tied weights separate memory.
+        # `to_empty` has given tied weights separate memory.
         policy.lm.tie_weights()
     if plan is None:
         options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
@@ -86,7 +87,7 @@ def load(
     _send_buffers(policy, cpu_policy, device)
     policy.unknown_V = lm_head.unknown(path, len(policy.lm.get_output_embeddings().weight), device)
     if not isinstance(policy, FSDPModule) and config.dtype != "float32":
-        # No copy of the value head: values are computed in float32, as with FSDP.
+        # The value head needs no copy, because values are computed in float32, as with FSDP.
         policy.working_copy = WorkingCopy([policy.lm, *filter(None, [policy.critic])], getattr(torch, config.dtype))
     return policy
 
@@ -104,7 +105,7 @@ def shard_without_weights(
     slices: Slices = context_parallel.WHOLE,
     untied: bool = False,
 ) -> Policy:
-    """Make the policy of config.json at `path` on the meta device, sharded over `mesh`: its layout without memory.
+    """Make the policy of config.json at `path` on the meta device, sharded over `mesh`, without allocating weights.
 
     A single rank does not shard: FSDP would move nothing, and its hooks, copies and DTensors cost a tenth of a small
     model's update. `attends` is transformers' name of the attention; `untied` is as in `settings`. Raises `ModelError`
@@ -140,23 +141,23 @@ def shard_without_weights(
 
 
 def is_whole(ranks: int, *, offload: bool) -> bool:
-    """True if a policy on this many ranks needs no FSDP: on a single rank without offload."""
+    """True if a policy on this many ranks does without FSDP: on a single rank without offload."""
     return ranks == 1 and not offload
 
 
 def _shard(policy: Policy, dtype: str, mesh: DeviceMesh, slices: Slices, *, offload: bool) -> None:
-    """Shard `policy` by FSDP; it computes in `dtype`."""
+    """Shard `policy` by FSDP, to compute in `dtype`."""
     precision = MixedPrecisionPolicy(
         param_dtype=torch.bfloat16 if dtype == "bfloat16" else None, reduce_dtype=torch.float32
     )
-    # FSDP moves its shards layer by layer: no GPU ever holds the whole model in float32.
+    # FSDP moves its shards layer by layer, so that no GPU ever holds the whole model in float32.
     offloading = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda") if offload else OffloadPolicy()
     sharding = partial(fully_shard, mp_policy=precision, offload_policy=offloading)
     if sum(parameter.numel() for parameter in policy.parameters()) > SHARD_LAYERS_ABOVE:
         for transformer in policy.transformers:
             for layer in layers.layers_of(transformer):
                 tensor_parallel.shard_fully(layer, mesh, slices.cut, sharding)
-    # float32 for the value head: a bfloat16 weight (8 bits) would change values by up to 1 / 256 of their size.
+    # The value head is float32: a bfloat16 weight (8 bits) would change values by up to 1 / 256 of their size.
     exact = MixedPrecisionPolicy(reduce_dtype=torch.float32)
     tensor_parallel.shard_fully(
         policy.value_head, mesh, slices.cut, partial(fully_shard, mp_policy=exact, offload_policy=offloading)
@@ -165,7 +166,7 @@ def _shard(policy: Policy, dtype: str, mesh: DeviceMesh, slices: Slices, *, offl
 
 
 def _is_untied(path: str | Path) -> bool:
-    """True if the model's head is not tied to its embedding, by rank 0's files. A collective."""
+    """True if rank 0's files say that the model's head is not tied to its embedding. A collective."""
     answers = [False]
     if dist.get_rank() == 0:
         fetch(path)
@@ -182,7 +183,7 @@ def _read(
 
 
 def _on_cpu(path: str | Path, critic: str, lora: Lora | None, plan: weight_files.LoadPlan | None) -> Policy:
-    """The policy with all weights, on the CPU; with a `plan` only the first layers."""
+    """The policy with all its weights, on the CPU; with a `plan` only its first layers."""
     if plan is not None:
         lm_head.check(plan.first, path)
         return Policy(plan.first, 1.0, None if critic == "head" else deepcopy(plan.first.base_model))
@@ -199,9 +200,9 @@ def _on_cpu(path: str | Path, critic: str, lora: Lora | None, plan: weight_files
 
 @torch.no_grad()
 def _read_rows(policy: Policy, plan: weight_files.LoadPlan, path: str | Path) -> None:
-    """Read this rank's shards from the files; a value head, which is in no file, starts at 0. A collective.
+    """Read this rank's shards from the files; a value head that is in no file starts at 0. A collective.
 
-    Raises `ModelError` on all ranks if a number is not finite.
+    Raises `ModelError` on all ranks if a weight is not finite.
     """
     for name, parameter in policy.named_parameters():
         shard = local(parameter)
@@ -216,7 +217,7 @@ def _read_rows(policy: Policy, plan: weight_files.LoadPlan, path: str | Path) ->
 
 
 def _shard_slices(parameter: Tensor) -> list[slice]:
-    """The slices of this rank's shard in a weight, one per dimension; the shard must not be empty."""
+    """The slices of a weight, one per dimension, that are this rank's shard, which must not be empty."""
     if not isinstance(parameter, DTensor):
         return [slice(0, size) for size in parameter.shape]
     chunk = parameter.__create_chunk_list__()[0]
@@ -226,7 +227,7 @@ def _shard_slices(parameter: Tensor) -> list[slice]:
 def _send_buffers(policy: Policy, cpu_policy: Policy | None, device: str) -> None:
     """Broadcast the buffers of `cpu_policy`, which only rank 0 has, to every rank's `device`.
 
-    A model computes them when it is made and does not save them: frequencies of rotary embeddings, for example.
+    A model computes buffers when it is made and does not save them; frequencies of rotary embeddings are an example.
     """
     modules = {} if cpu_policy is None else dict(cpu_policy.named_modules())
     for module_name, module in policy.named_modules():

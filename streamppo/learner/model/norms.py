@@ -1,11 +1,11 @@
-"""RMS norms as one operation with its own gradient. N tokens of width C.
+"""RMS norms as one operation with a gradient of its own. N tokens of width C.
 
     y = w * n,   n = x * inv,   inv = 1 / sqrt(mean(x * x) + eps)        https://arxiv.org/abs/1910.07467, equation 4
     dx = inv * (w * dy - n * mean(n * w * dy)),   dw = sum over tokens of n * dy
 
-transformers' own norm is a chain of operations, whose gradients pass over all tokens several times. On a CPU, forward
-and backward, this one takes half to two thirds of its time (benchmarks/cost/short_rows.py). On a GPU it is torch's
-kernel, which rounds once in 16 bits, as engines do; transformers rounds n, and then w * n.
+transformers' norm is a chain of operations, whose gradients pass over all tokens several times. On a CPU, forward and
+backward, this operation takes half to two thirds of its time (benchmarks/cost/short_rows.py). On a GPU torch's kernel
+is used. In 16 bits it rounds once, as engines do; transformers rounds n, and then w * n.
 """
 
 from collections.abc import Callable
@@ -21,18 +21,18 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 NAMES = tuple(f"{family.capitalize()}RMSNorm" for family in FAMILIES)
-"""Transformers' classes with exactly this norm; other families have other norms, for example with 1 + w."""
+"""transformers' classes with exactly this norm; other families have other norms, for example with 1 + w."""
 
 
 def prepare(transformer: "PreTrainedModel") -> None:
-    """Replace the norms of `transformer` by this one; norms of other families are left unchanged."""
+    """Replace the norms of `transformer` by this operation; norms of other families stay unchanged."""
     for module in transformer.modules():
         if type(module).__name__ in NAMES:
             module.forward = partial(normalise, module, module.forward)
 
 
 def normalise(module: Any, otherwise: Callable[[Tensor], Tensor], hidden_states: Tensor) -> Tensor:
-    """The norm of llama, qwen2 and qwen3; on a CPU `otherwise`, the original, if a type is not float32."""
+    """Apply the norm of llama, qwen2 and qwen3; on a CPU, other types than float32 go to `otherwise`, the original."""
     if hidden_states.is_cuda:
         return torch.nn.functional.rms_norm(hidden_states, module.weight.shape, module.weight, module.variance_epsilon)
     if hidden_states.dtype is not torch.float32 or module.weight.dtype is not torch.float32:
@@ -55,5 +55,5 @@ class _RMSNorm(torch.autograd.Function):
         normed_NC, inverse_N1, weight_C = ctx.saved_tensors
         product_NC = gradient_NC * normed_NC
         mean_N1 = (product_NC @ weight_C)[..., None] / len(weight_C)
-        of_x_NC = (gradient_NC * weight_C).addcmul_(normed_NC, mean_N1, value=-1).mul_(inverse_N1)
-        return of_x_NC, product_NC.flatten(0, -2).sum(0), None
+        grad_x_NC = (gradient_NC * weight_C).addcmul_(normed_NC, mean_N1, value=-1).mul_(inverse_N1)
+        return grad_x_NC, product_NC.flatten(0, -2).sum(0), None

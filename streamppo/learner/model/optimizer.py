@@ -1,4 +1,4 @@
-"""AdamW over the policy and its critic, each with its own learning rate; clipping of sharded gradients."""
+"""AdamW for the policy and its critic, each with a separate learning rate, and clipping of sharded gradients."""
 
 import math
 from collections.abc import Iterable
@@ -19,17 +19,17 @@ Norm = Literal["2-norm", "max-norm"]
 
 
 def adamw(policy: Policy, config: Config) -> torch.optim.AdamW:
-    """AdamW with two groups, policy first, critic second; `full_lr` of each is its rate before any schedule.
+    """Make AdamW with two groups, policy first, critic second; `full_lr` of each is its rate before any schedule.
 
-    Every parameter has its moments from the start; torch would create them at its first gradient. A checkpoint without
+    Every parameter has moments from the start. torch would create them at the first gradient, and a checkpoint without
     the moments of an unused critic, or of a policy in warm-up, could not be loaded.
     """
     policy_weights = [parameter for parameter in policy.lm.parameters() if parameter.requires_grad]
     groups = [{"params": parameters} for parameters in (policy_weights, list(policy.critic_parameters()))]
-    # fused: one kernel for a tensor's arithmetic; the default makes a dozen passes over every tensor.
+    # `fused` is one kernel for a tensor's arithmetic; the default makes a dozen passes over every tensor.
     optimizer = torch.optim.AdamW(groups, lr=config.learner.lr, fused=True)
     configure(optimizer, config)
-    # torch does not count the writes of a fused step, and a working copy compares that count.
+    # torch does not count the writes of a fused step in a tensor's version, and a working copy compares versions.
     optimizer.register_step_post_hook(_count_writes)
     for parameter in (member for group in groups for member in group["params"]):
         moments = {name: torch.zeros_like(parameter) for name in ("exp_avg", "exp_avg_sq")}
@@ -44,7 +44,7 @@ def _count_writes(optimizer: torch.optim.Optimizer, *_: object) -> None:
 
 
 def configure(optimizer: torch.optim.Optimizer, config: Config) -> None:
-    """Set the values of `config`, which replace those of a loaded checkpoint."""
+    """Set the values of `config`, which replace the values from a checkpoint."""
     learner = config.learner
     full_lrs = (learner.lr, config.algorithm.critic.lr or learner.lr)
     for group, full_lr in zip(optimizer.param_groups, full_lrs, strict=True):
@@ -54,7 +54,7 @@ def configure(optimizer: torch.optim.Optimizer, config: Config) -> None:
 def follow_schedule(optimizer: torch.optim.Optimizer, config: Config, version: int) -> None:
     """Set the learning rates of the update after `version`.
 
-    The critic's schedule begins at version 0, the policy's at `critic.warmup_updates`: its rate is 0 until then.
+    The critic's schedule begins at version 0. The policy's begins at `critic.warmup_updates`; until then its rate is 0.
     """
     frozen_until = config.algorithm.critic.warmup_updates
     policy = (
@@ -68,18 +68,18 @@ def follow_schedule(optimizer: torch.optim.Optimizer, config: Config, version: i
 
 
 def lower_policy(optimizer: torch.optim.Optimizer, share: float) -> None:
-    """Multiply the policy's learning rate by `share`; the critic, whose loss has no weights, keeps its own."""
+    """Multiply the policy's learning rate by `share`; the critic's rate is unchanged, as its loss is not weighted."""
     optimizer.param_groups[0]["lr"] *= share
 
 
 def set_rate(optimizer: torch.optim.Optimizer, share: float) -> None:
-    """Set every group's learning rate to `share` of its full one."""
+    """Set every group's learning rate to `share` of its full rate."""
     for group in optimizer.param_groups:
         group["lr"] = group["full_lr"] * share
 
 
 def lr_share(config: Learner, version: int, updates: int) -> float:
-    """The share of the full learning rate that the update after `version` uses: warm-up, then decay."""
+    """The share of the full learning rate for the update after `version`: warm-up, then decay."""
     if version < config.warmup_updates:
         return (version + 1) / config.warmup_updates
     progress = (version - config.warmup_updates) / max(1, updates - config.warmup_updates)
@@ -94,12 +94,13 @@ def lr_share(config: Learner, version: int, updates: int) -> float:
 
 
 def clip(parameters: Iterable[nn.Parameter], bound: float, norm: Norm) -> float:
-    """Scale all gradients to a common norm of at most `bound`; return the norm before scaling. NaN gives inf or NaN.
+    """Scale all gradients to a common norm of at most `bound`; return the norm before scaling. A collective.
 
-    The max-norm is the largest absolute entry. A collective of all ranks. Parameters without a gradient are left out.
+    The max-norm is the largest absolute entry. With NaN in a gradient the result is inf or NaN. Parameters without a
+    gradient are left out.
     """
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-    # torch's own norms need weights that are all sharded over the same ranks, with a row on each rank.
+    # torch's own norms need all weights sharded over the same ranks, with a row on each rank.
     shards = [local(gradient) for gradient in gradients]
     if norm == "2-norm":
         squares = torch.nn.utils.get_total_norm(shards).double().square()
@@ -110,7 +111,7 @@ def clip(parameters: Iterable[nn.Parameter], bound: float, norm: Norm) -> float:
         return float(total.item())
     sizes = [shard.abs().max() for shard in shards if shard.numel()]
     largest = torch.stack(sizes).max() if sizes else shards[0].new_zeros(())
-    # A maximum over ranks may lose a NaN, but never an infinity.
+    # A maximum over ranks may lose a NaN, never an infinity.
     largest = largest.nan_to_num(nan=torch.inf, posinf=torch.inf)
     add_up(largest, op=dist.ReduceOp.MAX)
     if largest > bound:

@@ -34,16 +34,16 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 Part: TypeAlias = Literal["policy", "critic", "both"]
-"""The results of a pass: "policy" log-probs and entropies, "critic" values, "both" all of them."""
+"""The results of a pass: "policy" gives log-probs and entropies, "critic" gives values, "both" gives all of them."""
 HEAD_CHUNK = 4096
-"""The number of tokens whose logits are in memory at once, if the head has no kernels."""
+"""The number of tokens whose logits exist at one time, if the head has no kernels."""
 
 
 class PolicyOutput(NamedTuple):
     """The scores of the completion tokens of some rows; 0 beyond `length_B` and for a part that was not computed.
 
-    Log-probs and entropies are normalised over the rows' candidates, if there are any. `bootstrap_B` is the critic's
-    value after the last token.
+    If rows have candidates, log-probs and entropies are normalised over them. `bootstrap_B` is the critic's value after
+    the last token.
     """
 
     logprobs_BT: Tensor
@@ -53,13 +53,13 @@ class PolicyOutput(NamedTuple):
 
 
 class Entries(NamedTuple):
-    """Entries of a [B, T] result, (rows [N], columns [N]), and their indices in a transformer's flattened output."""
+    """Entries of a [B, T] result (rows [N], columns [N]), and their indices in a transformer's flattened output."""
 
     entry_2N: tuple[Tensor, Tensor]
     index_N: Tensor
 
     def spread(self, result_N: Tensor, zeros_BT: Tensor) -> Tensor:
-        """The results at their entries, and zeros elsewhere."""
+        """[B, T], the results at their entries and zeros elsewhere."""
         return zeros_BT.index_put(self.entry_2N, result_N)
 
 
@@ -79,13 +79,13 @@ class Policy(nn.Module):
     """Scores completions: log-probs and entropies at `temperature`, and values.
 
     The critic is a value head on the policy's hidden states, or on those of `critic`, a separate transformer. Policy
-    and critic use the same `layout`. With `share_prompts`, samples of a prompt share its forward pass (shared_keys.py),
-    in padded rows when that is cheaper (prefix_sharing.py). A row with branches is a tree (tree.py). `detach_context`
-    computes the context of completions without gradient (prefix_kv.py). Rows are split into `slices`, and each of their
-    ranks gets the scores of all tokens (context_parallel.py). With `replays_routes`, tokens go to the engine's experts
-    (routing.py). Rows end to end are filled up to a multiple of `step` tokens. `unknown_V` excludes tokens from the
-    distribution (lm_head.py). A `working_copy` has the weights in the type of computation, unless FSDP casts them for
-    each pass (working_copy.py).
+    and critic use the same `layout`. `share_prompts`: the samples of a prompt share its forward pass (shared_keys.py),
+    in padded rows if that is less work (prefix_sharing.py). A row with branches is a tree (tree.py). `detach_context`:
+    the context of completions is computed without gradient (prefix_kv.py). `slices`: rows are split, and each rank of a
+    row gets the scores of all its tokens (context_parallel.py). `replays_routes`: tokens go to the engine's experts
+    (routing.py). Rows end to end are padded to a multiple of `step` tokens. `unknown_V` excludes tokens from the
+    distribution (lm_head.py). `working_copy` has the weights in the compute type, unless FSDP casts them for each pass
+    (working_copy.py).
     """
 
     def __init__(
@@ -130,7 +130,7 @@ class Policy(nn.Module):
         if part != "critic":
             hidden_ND = self._hidden(self.lm.base_model, pass_layout.row_layout)
             logprobs_N, entropy_N = chunked_logprobs_entropy(
-                # Rows by index, not `gather` by entry: a deterministic gradient on a GPU sorts D times fewer indices.
+                # Indexing rows, not `gather`: on a GPU its deterministic gradient sorts D times fewer indices.
                 hidden_ND[pass_layout.policy.index_N],
                 self.lm.get_output_embeddings().weight,
                 pass_layout.target_N,
@@ -176,25 +176,25 @@ class Policy(nn.Module):
         )
 
     def set_context(self, prefix: Literal["attached", "detached"]) -> None:
-        """Compute the context of completions with or without gradient. Raises `ModelError` if the model cannot."""
+        """Set whether the context of completions gets a gradient. Raises `ModelError` if the model cannot do so."""
         self.detach_context = prefix == "detached"
         if self.detach_context:
             prefix_kv.prepare(self.transformers)
 
     def set_routes(self, *, replayed: bool) -> None:
-        """Use the engine's experts or the routers' own. Raises `ModelError` for replay in a model without experts."""
+        """Use the engine's or the routers' choice of experts. Raises `ModelError` for replay without experts."""
         if replayed and not self.routers:
             raise ModelError("rollout.engine.routes needs a mixture of experts, which the model is not")
         self.replays_routes = replayed
 
     @property
     def transformers(self) -> "list[PreTrainedModel]":
-        """The policy's transformer, and the critic's own if it has one."""
+        """The policy's transformer, and the critic's if it is separate."""
         return [self.lm.base_model, *([] if self.critic is None else [self.critic])]
 
     @property
     def masked_width(self) -> int | None:
-        """The model's width if a row with branches may be computed by a mask, in place of each of its paths."""
+        """The model's width if a mask may represent a row's branches; None if each path must be computed separately."""
         masked = (transformer.config._attn_implementation == "sdpa" for transformer in self.transformers)
         full = (
             attention.has_full_attention(transformer.config, context_parallel.KNOWN)
@@ -203,7 +203,7 @@ class Policy(nn.Module):
         return self.lm.config.hidden_size if all(masked) and all(full) else None
 
     def sizes(self, host: Host) -> tree.RowSizes:
-        """The tokens of each row in a pass, for micro-batches."""
+        """The number of tokens of each row in a pass, for micro-batches."""
         sizes = tree.sizes(host, self.layout, None if host.branches is None else self.masked_width)
         if host.branches is not None or not (self.shares_keys or self.shares_rows):
             return sizes
@@ -211,8 +211,8 @@ class Policy(nn.Module):
 
     @property
     def shares_keys(self) -> bool:
-        """True if rows lie end to end and samples take their prompt's keys (shared_keys.py)."""
-        # With slices, keys would be repeated before their exchange.
+        """True if rows lie end to end and all samples of a prompt use its keys (shared_keys.py)."""
+        # With slices, keys would be repeated before they are exchanged.
         is_whole = self.slices.ranks == 1 and not self.detach_context
         return self.share_prompts and self.layout is attention.joined and is_whole
 
@@ -222,7 +222,7 @@ class Policy(nn.Module):
         return self.share_prompts and self.layout is not attention.joined and not self.detach_context
 
     def critic_parameters(self) -> Iterable[nn.Parameter]:
-        """The critic's own parameters: its transformer, if it has one, and the value head."""
+        """The parameters of the value head and, if the critic has a separate transformer, of the transformer."""
         parameters = [] if self.critic is None else list(self.critic.parameters())
         return [*parameters, *self.value_head.parameters()]
 
@@ -263,7 +263,7 @@ class Policy(nn.Module):
 
 
 def _entries(is_scored_BT: Tensor, index_BT: Tensor, device: torch.device) -> Entries:
-    """The entries where `is_scored_BT` is true; `index_BT` may have more columns."""
+    """The entries at which `is_scored_BT` is True; `index_BT` may have more columns."""
     row_N, column_N = is_scored_BT.nonzero(as_tuple=True)
     index_N = index_BT[row_N, column_N]
     row_N, column_N, index_N = (to_device(index, device) for index in (row_N, column_N, index_N))
@@ -271,22 +271,22 @@ def _entries(is_scored_BT: Tensor, index_BT: Tensor, device: torch.device) -> En
 
 
 def empty_output(rows: PaddedBatch) -> PolicyOutput:
-    """Zeros in the shape of `rows`, in float32."""
+    """Scores of zero in the shape of `rows`, in float32."""
     zeros_BT = torch.zeros(rows.mask_BT.shape, device=rows.mask_BT.device)
     zeros_B = torch.zeros(rows.start_B.shape, device=rows.start_B.device)
     return PolicyOutput(zeros_BT, zeros_BT.clone(), zeros_BT.clone(), zeros_B)
 
 
 def release(policy: Policy) -> None:
-    """Free FSDP's state of forward passes: the record of each pass, and gathered weights.
+    """Free FSDP's state of forward passes: the record of each pass, and the gathered weights.
 
-    No backward pass is possible afterwards. A policy without FSDP is left unchanged.
+    No backward pass is possible afterwards. Without FSDP nothing changes.
     """
     if not isinstance(policy, FSDPModule):
         return
     sharded: Any = policy
     sharded.reshard()
-    # Only the newest torch has a public API for this.
+    # Only the newest torch has a public API that does this.
     order = sharded._get_fsdp_state()._comm_ctx.post_forward_order
     for group in order:
         group._post_forward_indices.clear()
@@ -296,7 +296,7 @@ def release(policy: Policy) -> None:
 def shards(policy: Policy, dtype: str) -> dict[str, Shard]:
     """This rank's shard of every trained tensor of the policy, without the critic, in `dtype`.
 
-    Tied weights appear once, under their name in `named_parameters`.
+    Tied weights appear once, under the name that `named_parameters` gives them.
     """
     target = getattr(torch, dtype)
     return {name: _shard(parameter, target) for name, parameter in adapters.adapter_parameters(policy.lm).items()}
@@ -304,7 +304,7 @@ def shards(policy: Policy, dtype: str) -> dict[str, Shard]:
 
 @torch.no_grad()
 def frozen(policy: Policy, dtype: str) -> tuple[Described, ...]:
-    """The frozen tensors of a version in `dtype`, with the hash of this rank's shard; they are never pushed."""
+    """Describe a version's frozen tensors in `dtype`, with the hash of this rank's shards; they are never pushed."""
     target = getattr(torch, dtype)
     described: list[Described] = []
     for name, parameter in adapters.frozen(policy.lm).items():
@@ -317,7 +317,7 @@ def frozen(policy: Policy, dtype: str) -> tuple[Described, ...]:
 def _shard(parameter: Tensor, dtype: torch.dtype) -> Shard:
     shape = tuple(parameter.shape)
     if not isinstance(parameter, DTensor):
-        # An unsharded weight is equal on all ranks, and rank 0 publishes it.
+        # An unsharded weight is equal on all ranks; rank 0 publishes it.
         whole = Shard.whole(parameter)
         return Shard(dtype, shape, 0, whole.rows if dist.get_rank() == 0 else 0)
     # FSDP shards the first dimension; a rank without rows has no chunk.
@@ -334,12 +334,12 @@ def _shard(parameter: Tensor, dtype: torch.dtype) -> Shard:
 
 
 def rank_in_copy(mesh: DeviceMesh) -> int:
-    """The rank in the model's first replica with the same shards as this rank."""
+    """The rank in the model's first replica that has the same shards as this rank."""
     return dist.get_rank() % (mesh.size() // tensor_parallel.copies(mesh))
 
 
 def device_of(policy: nn.Module) -> torch.device:
-    """The device on which `policy` computes; its shards may be offloaded."""
+    """The device on which `policy` computes; its shards may be in CPU memory."""
     parameter = next(policy.parameters())
     return torch.device(parameter.device_mesh.device_type) if isinstance(parameter, DTensor) else parameter.device
 
@@ -351,7 +351,7 @@ def local(parameter: Tensor) -> Tensor:
 
 @torch.no_grad()
 def gather_weights(policy: Policy, dtype: str, lora: Lora | None = None) -> dict[str, Tensor]:
-    """All weights of a version in `dtype`, adapters merged, on rank 0; empty on other ranks. A collective."""
+    """All weights of a version in `dtype`, with adapters merged, on rank 0; empty on other ranks. A collective."""
     frozen_weights, trained_weights = (
         {name: _full_tensor(parameter.detach().to(getattr(torch, dtype))) for name, parameter in parameters.items()}
         for parameters in (adapters.frozen(policy.lm), adapters.adapter_parameters(policy.lm))
@@ -362,6 +362,6 @@ def gather_weights(policy: Policy, dtype: str, lora: Lora | None = None) -> dict
 
 
 def _full_tensor(cast: Tensor) -> Tensor:
-    """The whole tensor; on rank 0 as a copy in CPU memory."""
+    """The whole tensor; on rank 0 it is a copy in CPU memory."""
     whole = tensor_parallel.whole_of(cast) if isinstance(cast, DTensor) else cast
     return whole if dist.get_rank() else whole.to("cpu", copy=True)

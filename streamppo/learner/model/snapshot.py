@@ -1,9 +1,9 @@
-"""Copies a version's weights to the host's memory for its push, concurrently with the learner.
+"""Copies a version's weights to host memory for its push, during training.
 
     learner's stream    step n | passes of update n + 1 ............ | step n + 1
     stream of copies           | weights -> their type -> the host   |
 
-The host does not wait, and the GPU waits only before its next step.
+The host does not wait for the copy, and the GPU waits for it only before its next step.
 """
 
 from collections.abc import Callable, Mapping
@@ -20,7 +20,7 @@ from streamppo.process import phase
 
 
 class WeightSnapshots:
-    """Copies the weights of `policy`, which `optimizer` changes. Weights in host memory need no stream."""
+    """Copies the weights of `policy`, which `optimizer` changes. Weights in host memory need no CUDA stream."""
 
     def __init__(self, policy: Policy, optimizer: torch.optim.Optimizer) -> None:
         self._policy = policy
@@ -30,7 +30,7 @@ class WeightSnapshots:
 
     @phase("snapshot")
     def write(self, into: Mapping[str, Tensor]) -> Callable[[], None]:
-        """Write this rank's shards to `into`, as `snapshot`. Returns a function that waits for the end of the copy."""
+        """Write this rank's shards to `into`, as `snapshot` does. Returns a function that waits for the copy's end."""
         if self._stream is None:
             snapshot(self._policy, into)
             return lambda: None
@@ -40,13 +40,13 @@ class WeightSnapshots:
             return self._stream.record_event().synchronize
 
     def _wait(self, *_: Any) -> None:
-        """Let the next step wait on the GPU until the weights are copied."""
+        """Make the GPU wait, before the next step, until the weights are copied."""
         assert self._stream is not None
         torch.cuda.current_stream().wait_stream(self._stream)
 
 
 def is_on_gpu(policy: Policy) -> bool:
-    """True if the trained weights are in a GPU's memory; offloaded weights are not."""
+    """True if the trained weights are in GPU memory; offloaded weights are not."""
     return any(local(parameter).is_cuda for parameter in adapters.adapter_parameters(policy.lm).values())
 
 
@@ -54,7 +54,7 @@ def is_on_gpu(policy: Policy) -> bool:
 def snapshot(policy: Policy, into: Mapping[str, Tensor]) -> None:
     """Write this rank's shards to `into`, which has the layout of `policy.shards`.
 
-    From a GPU to pinned memory the copy is only started. A collective only of ranks that split a weight by columns.
+    A copy from a GPU to pinned memory is only started. A collective of ranks that split a weight by columns.
     """
     for name, parameter in adapters.adapter_parameters(policy.lm).items():
         if isinstance(parameter, DTensor) and tensor_parallel.is_cut_by_columns(parameter):
@@ -63,5 +63,5 @@ def snapshot(policy: Policy, into: Mapping[str, Tensor]) -> None:
                 into[name].copy_(rows, non_blocking=True)
         elif into[name].numel():
             shard = local(parameter)
-            # Cast on the GPU first: torch would otherwise move 32 bits and round on the host.
+            # The cast is on the GPU: torch alone would move 32 bits and round on the host.
             into[name].copy_(shard.to(into[name].dtype) if shard.is_cuda else shard, non_blocking=True)

@@ -1,8 +1,8 @@
 """builtin:tiny: a Qwen2 model of 0.1 to 1M parameters with a character tokenizer, made from the seed.
 
-A short supervised warm start trains it on the format and some right answers: reinforcement learning needs rewards that
-are not all zero. Its tokens are the task's characters (tasks/warmup_data.py). It is saved as an ordinary Hugging Face
-folder.
+Reinforcement learning needs rewards that are not all zero. So a short supervised warm start trains the model on the
+format and some right answers. Its tokens are the task's characters (tasks/warmup_data.py). It is saved as an ordinary
+Hugging Face folder.
 """
 
 import logging
@@ -29,30 +29,30 @@ if TYPE_CHECKING:
 IGNORED = -100
 """The label that cross_entropy ignores."""
 INIT_STD = 0.09
-"""Initial weights are about as large as trained ones of this width; with 0.02 addition takes several times longer."""
+"""Initial weights are as large as trained ones of this width. With 0.02, addition is learned several times later."""
 QK_BIAS_STD = 1.0
-"""Random biases of queries and keys: through the rotary embedding, heads attend by position from the start."""
+"""Queries and keys get random biases, by which heads attend to positions (rotary embedding) from the start."""
 CHECKED = 512
-"""Training problems in a check of the warm start; fewer if they are long."""
+"""The number of training problems in a check of the warm start; fewer if they are long."""
 CHECK_EVERY = 2
-"""Supervised steps between two checks."""
+"""The number of supervised steps between two checks."""
 BATCH_SIZE = 256
-"""Problems in a supervised step; fewer if they are long."""
+"""The number of problems in a supervised step; fewer if they are long."""
 LONG = 32
-"""Tokens of a problem with its answer above which a step has fewer problems: steps of all tasks take about as long."""
+"""The tokens of a problem with its answer above which a step has fewer problems, so that steps take equally long."""
 LR = 5e-3
 """AdamW's learning rate in the supervised steps."""
 MOST_THREADS = 4
-"""Threads of the supervised steps, if there are as many cores: the model's bits do not depend on their number."""
+"""The most threads for supervised steps; the model's bits do not depend on the number of threads."""
 WARM_UP_STEPS = 10
 PROGRESS_S = 5.0
-"""Seconds between two log lines of the warm start."""
+"""The seconds between two log lines of the warm start."""
 
 log = logging.getLogger(__name__)
 
 
 def make(config: Config, folder: Path) -> None:
-    """Create, warm up and save the model. Raises `TaskError` for a task outside the limits of `lesson.of`."""
+    """Make, warm up and save the model. Raises `TaskError` for a task outside the limits of `warmup_data.prepare`."""
     from transformers import Qwen2ForCausalLM
 
     lesson = warmup_data.prepare(config)
@@ -72,7 +72,7 @@ def make(config: Config, folder: Path) -> None:
 
 
 def settings(config: Model, vocabulary: int) -> "Qwen2Config":
-    """The Hugging Face configuration of the model, with `vocabulary` tokens."""
+    """The model's Hugging Face configuration, with `vocabulary` tokens."""
     from transformers import Qwen2Config
 
     return Qwen2Config(
@@ -102,14 +102,14 @@ def _threads(number: int) -> Generator[None]:
 
 
 class Problems(NamedTuple):
-    """Right-padded prompts with answers [N, L], labels only on answers and their end token, and lengths in tokens."""
+    """Right-padded prompts with answers [N, L]; labels, only on answers and their end token; and lengths in tokens."""
 
     inputs_NL: Tensor
     labels_NL: Tensor
     length_N: Tensor
 
     def at(self, rows: Tensor | slice) -> "Problems":
-        """The problems at `rows`, cut to the longest one."""
+        """Select the problems at `rows`, cut to the longest of them."""
         width = int(self.length_N[rows].max())
         return Problems(self.inputs_NL[rows, :width], self.labels_NL[rows, :width], self.length_N[rows])
 
@@ -121,9 +121,9 @@ def _warm_up(
     config: Tiny,
     seed: int,
 ) -> None:
-    """Train on answers until greedy accuracy reaches the target, for at most `max_steps`, whatever time that takes."""
+    """Train on answers until greedy accuracy reaches the target, for at most `max_steps` steps and any time."""
     generator, problems = np.random.default_rng((seed, 0x3A23)), _encode(tokenizer, lesson)
-    # Fewer problems if they are long: memory and time do not grow with the length.
+    # Long problems are fewer in a step, so that memory and time do not grow with their length.
     part = min(1.0, LONG / lesson.longest)
     checked = problems.at(slice(max(1, int(CHECKED * part))))
     count, batch_size = len(problems.length_N), max(1, int(BATCH_SIZE * part))
@@ -154,12 +154,12 @@ def _warm_up(
 
 
 def _may_pass(step_accuracy: float, target: float) -> bool:
-    """True if the last step had half of the target accuracy: a check, which costs as much as a step, may pass."""
+    """True if the last step reached half of the target accuracy; below that, a check would only cost a step's time."""
     return step_accuracy >= target / 2
 
 
 def _encode(tokenizer: "PreTrainedTokenizerBase", lesson: warmup_data.Lesson) -> Problems:
-    """All problems of a lesson as tokens."""
+    """Convert all problems of a lesson to tokens."""
     prompts = tokenizer([problem.text for problem in lesson.problems])["input_ids"]
     answers = tokenizer([problem.columns["answer"] for problem in lesson.problems])["input_ids"]
     rows = [(prompt, [*answer, tokenizer.eos_token_id]) for prompt, answer in zip(prompts, answers, strict=True)]
@@ -185,7 +185,7 @@ def _accuracy(model: "Qwen2ForCausalLM", problems: Problems) -> float:
 
 
 def _right(logits_BLV: Tensor, problems: Problems) -> float:
-    """Greedy accuracy: the share of answers of which every token is the most likely one after the right prefix."""
+    """Greedy accuracy: the share of answers in which every token is the most likely one after the right prefix."""
     best_BL = logits_BLV[:, :-1].argmax(-1)
     label_BL = problems.labels_NL[:, 1:]
     right_BL = (best_BL == label_BL) | (label_BL == IGNORED)

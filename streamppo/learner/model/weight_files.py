@@ -1,8 +1,9 @@
-"""A model's weights from its safetensors files: each rank reads only its own rows.
+"""Reads a model's weights from its safetensors files; each rank reads only its own rows.
 
-first layers    rank 0 loads them with transformers and compares them with its own reading; if they differ (a family
-                with another file format), rank 0 reads everything and sends it
-names           tensor names of the files, by transformers' own conversion: a layer's experts are one parameter here
+first layers    rank 0 loads them with transformers and compares them with what this module reads; if they differ (a
+                family with another file format), rank 0 reads everything and sends it
+names           tensor names in the files, by transformers' own conversion: in the model, a layer's experts are one
+                parameter
 """
 
 import hashlib
@@ -25,22 +26,22 @@ from streamppo.weights.models.settings import settings
 
 log = logging.getLogger(__name__)
 LARGE = 1 << 26
-"""Bytes of a model, in 16 bits, below which rank 0 reads it faster than all ranks agree."""
+"""The bytes of a model, in 16 bits, below which it is faster if rank 0 reads for all ranks."""
 SAMPLED = 256
-"""Tensors that are hashed to compare the models of all ranks."""
+"""The number of tensors that are hashed to compare the models of all ranks."""
 FIRST = 2
 """The least number of layers that are compared."""
 
 
 class TensorFiles:
-    """The tensors of a model's files, which stay open; `names` maps each tensor to its file."""
+    """The tensors of a model's files, which are kept open; `names` maps each tensor to its file."""
 
     def __init__(self, names: Mapping[str, str]) -> None:
         self.names = names
         self._open: dict[str, Any] = {}
 
     def tensor(self, name: str) -> Any:
-        """The tensor `name`, read only when it is sliced. Raises `SafetensorError`."""
+        """The tensor `name`, which is read only when it is sliced. Raises `SafetensorError`."""
         file = self.names[name]
         if file not in self._open:
             self._open[file] = safe_open(file, framework="pt")
@@ -48,13 +49,13 @@ class TensorFiles:
 
 
 class ParameterSource(NamedTuple):
-    """The file tensors of a parameter: one tensor, or several for each row, which are concatenated."""
+    """The file tensors of a parameter: one tensor, or for each row several tensors, which are concatenated."""
 
     rows: tuple[tuple[str, ...], ...]
     is_one: bool
 
     def read(self, files: TensorFiles, begin: int, end: int) -> Tensor:
-        """Read the rows from `begin` to `end`, in float32."""
+        """Read the rows from `begin` to `end`, as float32."""
         if self.is_one:
             return files.tensor(self.rows[0][0])[begin:end].float()
         return torch.stack([torch.cat([files.tensor(name)[:] for name in row]).float() for row in self.rows[begin:end]])
@@ -63,7 +64,7 @@ class ParameterSource(NamedTuple):
 class LoadPlan(NamedTuple):
     """The sources of a causal LM's parameters in `files`, by parameter name.
 
-    `first` is the model with only its first layers, on rank 0; None on other ranks.
+    `first`, on rank 0, is the model with only its first layers; it is None on other ranks.
     """
 
     files: TensorFiles
@@ -80,11 +81,11 @@ class LoadPlan(NamedTuple):
 
 
 def plan(path: str, critic: str, *, adapted: bool) -> LoadPlan | None:
-    """The plan by which all ranks read the model at `path`; `critic` is the configuration's. A collective.
+    """Make the plan by which all ranks read the model at `path`; `critic` is the configuration's choice. A collective.
 
-    None if rank 0 must read for all ranks: the model is small or `adapted`, the critic is not made from its files, a
-    rank lacks the files or has different ones, or our reading differs from transformers'. Raises `ModelError`; on rank
-    0 also for files of another model.
+    Returns None if rank 0 must read for all ranks: if the model is small or `adapted`, if the critic is not made from
+    its files, if a rank lacks the files or has different ones, or if this module and transformers read different
+    weights. Raises `ModelError`; on rank 0 also for files of another model.
     """
     files = None if adapted or critic not in ("head", "policy") else _files(path)
     digest = "" if files is None else _digest(files)
@@ -112,8 +113,7 @@ def plan(path: str, critic: str, *, adapted: bool) -> LoadPlan | None:
 
 
 def _digest(files: TensorFiles) -> str:
-    """A hash of all tensor names and of the first rows of at most `SAMPLED` tensors, to compare the models of all
-    ranks."""
+    """A hash of all tensor names and the first rows of up to `SAMPLED` tensors, to compare the models of ranks."""
     digest = hashlib.blake2b("\n".join(sorted(files.names)).encode())
     names = [name for name in sorted(files.names) if files.tensor(name).get_shape()]
     for name in names[:: -(-len(names) // SAMPLED)]:
@@ -127,7 +127,7 @@ def _log_progress(path: str) -> None:
 
 
 def _files(path: str) -> TensorFiles | None:
-    """The safetensors files of a large model; None for any other, and for missing files on ranks other than 0."""
+    """The safetensors files of a large model; None for other models and, except on rank 0, for missing files."""
     try:
         stored = headers.folder_headers(fetch(path))
     except ModelError:
@@ -142,7 +142,7 @@ def _files(path: str) -> TensorFiles | None:
 def _source(model: Any, name: str, parameter: Tensor) -> ParameterSource | None:
     """The file tensors of a parameter of `model`, by transformers' save conversion; None if they are unknown.
 
-    For experts the conversion lists all tensors of one kind, then all of the next.
+    For experts, the conversion lists all tensors of one kind, then all tensors of the next kind.
     """
     from transformers.core_model_loading import revert_weight_conversion
 
@@ -163,9 +163,9 @@ def _has(files: TensorFiles, source: ParameterSource) -> bool:
 
 
 def _of_first_layers(config: Any, model: Any) -> Any:
-    """The configuration of a model of the first layers, with every layer type; None if a later layer has buffers.
+    """The configuration of a model of only the first layers, which contains every layer type.
 
-    Buffers are in no file, so they would be missing.
+    Returns None if a later layer has buffers: buffers are in no file, so they would be missing.
     """
     text: Any = config.get_text_config()
     types = getattr(text, "layer_types", None) or []
@@ -180,7 +180,7 @@ def _of_first_layers(config: Any, model: Any) -> Any:
 
 
 def _first(config: Any, files: TensorFiles, sources: Mapping[str, ParameterSource]) -> Any:
-    """The model of `config`, loaded by transformers from its tensors in `files`; no other tensor is read."""
+    """Load the model of `config` with transformers, from its tensors in `files`; no other tensor is read."""
     from transformers import AutoModelForCausalLM
 
     with torch.device("meta"):
@@ -192,7 +192,7 @@ def _first(config: Any, files: TensorFiles, sources: Mapping[str, ParameterSourc
 
 
 def _is_read_alike(first: Any, files: TensorFiles, sources: Mapping[str, ParameterSource]) -> bool:
-    """True if the weights of `first`, loaded by transformers, equal our own reading of the files."""
+    """True if the weights of `first`, which transformers loaded, equal what this module reads from the files."""
     return all(
         torch.equal(sources[name].read(files, 0, len(parameter)), parameter)
         for name, parameter in first.named_parameters()

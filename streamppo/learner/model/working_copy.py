@@ -1,9 +1,9 @@
-"""A single rank's copy of its weights in the type of computation; the trained weights stay float32.
+"""A single rank's copy of its weights in the compute type; the trained weights stay float32.
 
     weights w (float32)  --rounded after each step-->  copy c (bfloat16)  --passes-->  dc (bfloat16), then dw += dc
 
-It equals FSDP's mixed precision bit for bit: a micro-batch's gradient is bfloat16, and micro-batches add up in float32.
-Nothing is gathered, and no gradient of a whole layer exists twice.
+The result equals FSDP's mixed precision bit for bit: a micro-batch's gradient is bfloat16, and micro-batches add up in
+float32. Nothing is gathered, and no gradient of a whole layer exists twice.
 """
 
 from collections.abc import Sequence
@@ -14,11 +14,11 @@ from torch import Tensor, nn
 
 
 class WorkingCopy:
-    """Lets `modules` compute with copies of their weights in `dtype`; their parameters stay the trained weights.
+    """Makes `modules` compute with copies of their weights in `dtype`; their parameters stay the trained weights.
 
     Python looks up a module's attributes before its parameters. So a forward pass, also a recomputed one, finds the
-    copy under a weight's name; optimizers, checkpoints and pushes find the parameter. Weights already in `dtype` have
-    no copy; tied weights share one.
+    copy under a weight's name, while optimizers, checkpoints and pushes find the parameter. Weights that already have
+    `dtype` have no copy. Tied weights share one copy.
     """
 
     def __init__(self, modules: Sequence[nn.Module], dtype: torch.dtype) -> None:
@@ -36,7 +36,7 @@ class WorkingCopy:
         self.refresh()
 
     def refresh(self) -> None:
-        """Copy all weights again if one of them has been written since the last call."""
+        """Copy all weights again if one of them has changed since the last call."""
         versions = [weight._version for weight in self._weights]
         if versions != self._versions:
             with torch.no_grad():

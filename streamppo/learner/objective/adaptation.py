@@ -1,11 +1,11 @@
-"""Everything that adapts from update to update, by the metrics of the last one.
+"""All that adapts from update to update, by the metrics of the last update.
 
-    lag      the admitted lag follows the effective sample size at each lag, by the rule of `algorithms.lag`
-    beta     the weight of the KL in the reward follows the KL to the reference
-    bonus    the entropy bonus follows the policy's entropy
+    lag      the admitted lag adapts to the effective sample size at each lag, by the rule of `algorithms.lag`
+    beta     the weight of the KL in the reward adapts to the KL to the reference
+    bonus    the entropy bonus adapts to the policy's entropy
 
-Nothing adapts to an update with a frozen policy: its data are on-policy at any lag, and neither weight can change its
-KL or its entropy. The learning rate of an update follows the batch itself (`is_lowered_by_ess`, update.py).
+An update with a frozen policy changes none of them: its data are on-policy at any lag, and beta and bonus cannot change
+its KL and entropy. The learning rate of an update depends on the batch itself (`is_lowered_by_ess`, update.py).
 """
 
 from collections.abc import Mapping
@@ -20,11 +20,11 @@ from streamppo.config.sections import Config
 
 
 class UpdaterState(NamedTuple):
-    """The state of an updater between two updates, besides weights and moments.
+    """The state of an updater between two updates, except weights and moments.
 
-    `beta`: the weight of the KL in the reward. `bad_steps`: skipped optimizer steps in a row, the policy's and those of
-    a critic with its own steps. `bonus`: the entropy bonus, None unless it is adaptive. `reference_moved`: the
-    reference is no longer the run's first model.
+    `beta`: the weight of the KL in the reward. `bad_steps`: the numbers of skipped optimizer steps in a row, for the
+    policy and for a critic that makes separate steps. `bonus`: the entropy bonus, None unless it is adaptive.
+    `reference_moved`: the reference is no longer the run's first model.
     """
 
     beta: float
@@ -34,7 +34,7 @@ class UpdaterState(NamedTuple):
 
 
 def lag_under(config: Config, lag: AdmittedLag | None) -> AdmittedLag | None:
-    """The lag under a new `config`, from the `lag` under the previous one; None if the lag is not adaptive."""
+    """The lag to start with under a new `config`, after `lag` under the previous one; None if it is not adaptive."""
     first, at_most = config.queue.first_lag, config.queue.flow_lag
     if first is None:
         return None
@@ -44,7 +44,7 @@ def lag_under(config: Config, lag: AdmittedLag | None) -> AdmittedLag | None:
 def lag_after_update(
     config: Config, lag: AdmittedLag, metrics: Mapping[str, float], tokens_by_lag: Mapping[int, int]
 ) -> AdmittedLag:
-    """The lag after an update on a batch with these `metrics`."""
+    """The lag to use after an update on a batch with these `metrics`."""
     chosen = config.queue.max_lag
     if not isinstance(chosen, AdaptiveLag):
         return lag
@@ -70,6 +70,6 @@ def bonus_after_update(config: Config, bonus: Bonus, metrics: Mapping[str, float
 
 
 def is_lowered_by_ess(config: Config) -> bool:
-    """True if the learning rate follows the effective sample size; this needs a pass before the first step."""
+    """True if the effective sample size lowers the learning rate, which needs a pass before the first step."""
     automatic = config.queue.first_lag is not None and config.algorithm.proximal == "recompute"
     return automatic if config.learner.lr_by_ess == "auto" else config.learner.lr_by_ess == "on"

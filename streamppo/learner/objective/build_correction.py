@@ -1,4 +1,4 @@
-"""The functions of `algorithms` for the configuration's correction and filters, and the names of their metrics.
+"""Builds the configuration's correction and filters from functions of `algorithms`, and names their metrics.
 
 B trajectories, T completion tokens (padded).
 """
@@ -17,11 +17,11 @@ from streamppo.tasks import plugins
 Correct: TypeAlias = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor], Correction]
 """(proximal_logprobs_BT, behavior_logprobs_BT, advantages_BT, lag_BT, mask_BT, trained_BT) -> `Correction`."""
 Filter: TypeAlias = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
-"""(truncated_B, logprobs_BT, behavior_logprobs_BT, advantages_BT, mask_BT) -> [B, T] tokens left out of the loss."""
+"""(truncated_B, logprobs_BT, behavior_logprobs_BT, advantages_BT, mask_BT) -> [B, T], tokens left out of the loss."""
 
 
 def rejection_metric(name: str) -> str:
-    """The metric's name of a correction's rule."""
+    """The metric's name of a rejection rule."""
     return f"rejected_{name}"
 
 
@@ -31,7 +31,7 @@ def filter_metric(name: str) -> str:
 
 
 TRUNCATED = filter_metric(str(choices.FilterTruncated.__struct_config__.tag))
-"""The metric's name of the filter of truncated completions, the only rule that needs no pass."""
+"""The metric's name of the filter of truncated completions, the only rule that can be applied without a pass."""
 
 
 def metrics(choice: choices.Correction, chosen: Sequence[choices.Filter]) -> list[str]:
@@ -43,7 +43,7 @@ def metrics(choice: choices.Correction, chosen: Sequence[choices.Filter]) -> lis
 
 
 def build(choice: choices.Correction) -> Correct:
-    """The function of `choice`."""
+    """Build the correction of `choice`."""
     weights = corrections.importance_weights
     match choice:
         case choices.NoCorrection():
@@ -59,7 +59,7 @@ def build(choice: choices.Correction) -> Correct:
                 proximal_BT, behavior_BT, advantages_BT, mask_BT
             )
         case choices.SecondMoment(threshold=threshold):
-            # Only tokens in the loss: others with small log-ratios would loosen the bound.
+            # The mask counts only tokens in the loss: other tokens with small log-ratios would loosen the bound.
             mask = corrections.second_moment_mask
             return lambda proximal_BT, behavior_BT, _advantages, _lag, _mask, trained_BT: mask(
                 proximal_BT, behavior_BT, trained_BT, threshold=threshold
@@ -75,7 +75,7 @@ def build(choice: choices.Correction) -> Correct:
 def _with_rejections(
     weigh: Callable[[Tensor, Tensor, Tensor], Correction], rules: Sequence[choices.Rejection] = ()
 ) -> Correct:
-    """A correction with rejection `rules`; a response's ratio is over all its tokens, including those too old."""
+    """Add rejection `rules` to a correction; a response's ratio includes its tokens that are too old."""
     rules_N = [_rule(rule) for rule in rules]
 
     def correct(
@@ -103,7 +103,7 @@ def _rule(choice: choices.Rejection) -> rejections.RejectionRule:
 
 
 def filters_of(choices: Sequence[choices.Filter]) -> dict[str, Filter]:
-    """The filters by kind."""
+    """Build the filters, by the names of their kinds."""
     return {str(choice.__struct_config__.tag): _filter(choice) for choice in choices}
 
 

@@ -1,4 +1,4 @@
-"""The functions of the configuration's exploration: the selection of a batch's tokens, and the change of their loss.
+"""Builds the configuration's exploration: a selection of a batch's tokens, and the change of their loss.
 
 B trajectories of a batch, T completion tokens (padded).
 """
@@ -21,14 +21,14 @@ Treat: TypeAlias = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 class Exploration(NamedTuple):
-    """`choose` selects tokens, once a batch; `treat` changes their policy loss."""
+    """`choose` selects tokens, one time per batch; `treat` changes their policy loss."""
 
     choose: Choose
     treat: Treat
 
 
 def build(choice: choices.Exploration, seed: int) -> Exploration | None:
-    """The functions of `choice`; None if no token is selected. `seed` is the run's."""
+    """Build the functions of `choice`; None if no token is selected. `seed` is the run's seed."""
     match choice:
         case choices.NoExploration():
             return None
@@ -55,7 +55,7 @@ def _clip_cov(
     trained_BT: Tensor,
 ) -> Tensor:
     covariance_BT = exploration.covariance(proximal.logprobs_BT, advantages_BT, trained_BT)
-    # No epoch has the number -1, so the draw is independent of every epoch's row order.
+    # Epochs are numbered from 0, so -1 makes the draw independent of every epoch's row order.
     order = partial(row_order, seed=seed, version=batch.version, epoch=-1)
     return exploration.clip_cov(covariance_BT, trained_BT, share=choice.share, band=choice.band, order=order)
 

@@ -27,11 +27,11 @@ from streamppo.learner.objective.targets import Targets
 from streamppo.process import phase
 
 NO_COUNTS = Denominators(tokens=1.0, sequences=1.0)
-"""The counts of a minibatch whose losses are not averaged."""
+"""The counts for losses that are not averaged."""
 
 
 class MicroBatchLoss(NamedTuple):
-    """A micro-batch's share of its minibatch: a differentiable scalar, and sums to add over micro-batches and ranks.
+    """A micro-batch's share of its minibatch: a differentiable loss, and sums to add over micro-batches and ranks.
 
     `policy_pass` is None for an empty micro-batch and for a pass of only the critic.
     """
@@ -42,9 +42,9 @@ class MicroBatchLoss(NamedTuple):
 
 
 class TokenTerms(NamedTuple):
-    """[b, T] each: the terms of the policy's loss at a micro-batch's tokens; `left_out` by the metric of each rule.
+    """[b, T] each: the terms of the policy's loss at a micro-batch's tokens; `left_out` has each rule's metric as key.
 
-    The loss of a token is `loss_bT * weights_bT` where it is kept.
+    The loss of a token is `loss_bT * weights_bT` if the token is kept, else 0.
     """
 
     proximal_bT: Tensor
@@ -57,7 +57,7 @@ class TokenTerms(NamedTuple):
 
 
 class Loss(NamedTuple):
-    """The losses of one update: from rows and their current scores to a share of the loss, without side effects.
+    """The losses of one update. `share` turns rows and their current scores into a share of a minibatch's loss.
 
     `entropy_weight` is the weight of the entropy bonus.
     """
@@ -69,12 +69,12 @@ class Loss(NamedTuple):
     entropy_weight: float
 
     def terms(self, rows: Tensor, current: PolicyOutput) -> TokenTerms:
-        """The terms of the policy's loss for each token of `rows`, with the scores `current`."""
+        """The terms of the policy's loss for each token of `rows`, which have the scores `current`."""
         return _MicroBatch(self, rows, current, NO_COUNTS).terms()
 
     @phase("loss")
     def share(self, rows: Tensor, part: Part, current: PolicyOutput, counts: Denominators) -> MicroBatchLoss:
-        """The share of `rows`, with the scores `current`, in a minibatch with the global `counts`."""
+        """The share of `rows`, which have the scores `current`, in a minibatch with the global `counts`."""
         if not len(rows):
             return MicroBatchLoss(_zero_gradient(part, current), Sums.zero(current.logprobs_BT.device), None)
         piece = _MicroBatch(self, rows, current, counts)
@@ -89,7 +89,7 @@ class Loss(NamedTuple):
 
 
 class _MicroBatch(NamedTuple):
-    """One micro-batch: `rows` of the batch, as wide as the longest one."""
+    """One micro-batch: `rows` of the batch, cut to the longest of them."""
 
     update: Loss
     rows: Tensor
@@ -106,7 +106,7 @@ class _MicroBatch(NamedTuple):
         entropy_bT = self.current.entropy_BT
         total = loss - self.update.entropy_weight * self.average(entropy_bT)
         if self.update.targets.reference_BT is not None and config.kl.loss_beta:
-            # behavior -> proximal weight times proximal -> current weight: the KL is of the current policy.
+            # The KL is of the current policy: weights proximal / behavior times current / proximal.
             current_bT = weights_bT * policy_weights(logprobs_bT, proximal_bT, trained_bT)
             divergence_bT = self.divergence(self.update.targets.reference_BT)
             total = total + config.kl.loss_beta * self.average(current_bT * divergence_bT)
@@ -156,28 +156,28 @@ class _MicroBatch(NamedTuple):
 
     @property
     def trained_bT(self) -> Tensor:
-        """The micro-batch's tokens in the loss."""
+        """[b, T], True for the micro-batch's tokens that are in the loss."""
         return self.slice_rows(self.update.targets.trained_BT)
 
     def slice_rows(self, batch_BT: Tensor) -> Tensor:
-        """[B, T] of the batch -> [b, T] of the micro-batch."""
+        """Take the rows of this micro-batch from a tensor of the batch: [B, T] -> [b, T]."""
         return batch_BT[self.rows, : self.current.logprobs_BT.shape[1]]
 
     def average(self, loss_bT: Tensor) -> Tensor:
-        """Per-token losses -> their share of the minibatch's average; lengths include tokens that are too old."""
+        """The share of token losses in the minibatch's average; lengths include tokens that are too old."""
         batch, kind = self.update.batch, self.update.algorithm.aggregation
         lengths_b = batch.mask_BT[self.rows].sum(-1)
         return aggregate(loss_bT, self.trained_bT, kind, self.counts, lengths_b, batch.prompt_B[self.rows])
 
     def filter_masks(self, advantages_bT: Tensor) -> dict[str, Tensor]:
-        """[b, T] tokens that each filter leaves out of the policy's loss, by the filter's metric."""
+        """[b, T] each, the tokens that each filter leaves out of the policy's loss, by the filter's metric."""
         batch, logprobs_bT = self.update.batch, self.current.logprobs_BT.detach()
         behavior_bT, mask_bT = self.slice_rows(batch.behavior_logprobs_BT), self.slice_rows(batch.mask_BT)
         columns = batch.truncated_B[self.rows], logprobs_bT, behavior_bT, advantages_bT, mask_bT
         return {filter_metric(name): leaves_out(*columns) for name, leaves_out in self.update.objective.filters.items()}
 
     def proximal_and_correction(self, behavior_bT: Tensor, advantages_bT: Tensor) -> tuple[Tensor, Correction]:
-        """Proximal log-probs and their correction: those of `targets`, or computed from the current log-probs."""
+        """Proximal log-probs and their correction, from `targets` or else computed from the current log-probs."""
         objective, targets, batch = self.update.objective, self.update.targets, self.update.batch
         if targets.correction is not None:
             weights_BT, keep_BT, dropped = targets.correction
@@ -191,14 +191,14 @@ class _MicroBatch(NamedTuple):
         return proximal_bT, objective.correct(proximal_bT, *columns)
 
     def apply_exploration(self, loss_bT: Tensor, log_ratio_bT: Tensor) -> Tensor:
-        """The per-token losses, changed at the tokens that exploration selected."""
+        """The token losses, changed at the tokens that exploration has selected."""
         exploration, chosen_BT = self.update.objective.exploration, self.update.targets.chosen_BT
         if exploration is None or chosen_BT is None:
             return loss_bT
         return exploration.treat(loss_bT, log_ratio_bT, self.slice_rows(chosen_BT))
 
     def divergence(self, reference_BT: Tensor) -> Tensor:
-        """The per-token KL to the reference, as a loss."""
+        """[b, T], the KL to the reference at each token, as a loss."""
         config = self.update.algorithm.kl
         return kl_loss(
             self.current.logprobs_BT,
@@ -210,7 +210,7 @@ class _MicroBatch(NamedTuple):
 
 
 def _zero_gradient(part: Part, current: PolicyOutput) -> Tensor:
-    """The loss of an empty micro-batch: a collective backward pass with a gradient of exactly zero."""
+    """The loss of an empty micro-batch: its backward pass is a collective like any other, with a gradient of zero."""
     columns = {"policy": current[:2], "critic": current[2:], "both": current}[part]
     first, *others = (column.sum() * 0.0 for column in columns)
     return sum(others, start=first)

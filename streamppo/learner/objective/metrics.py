@@ -1,4 +1,4 @@
-"""The metrics of one update: the results of every micro-batch and minibatch, and their means over all ranks.
+"""The metrics of one update, from the results of every micro-batch and minibatch, as means over all ranks.
 
 B trajectories, b rows of a micro-batch, T completion tokens (padded).
 """
@@ -26,9 +26,9 @@ from streamppo.learner.objective.targets import Targets
 class Sums(NamedTuple):
     """Shares of losses and sums over tokens, detached, in float64: they add up over micro-batches and ranks.
 
-    `losses_2` are the loss shares of policy and critic, weighted by the loss's aggregation. The others weight all
-    trained tokens equally: `tokens_5` are the sums of `update_sums`, `entropy` the sum over the same tokens, `values_2`
-    the number of the critic's tokens and of those with a clipped value.
+    `losses_2` are the loss shares of policy and critic, weighted by the loss's aggregation. The other sums weight all
+    trained tokens equally. `tokens_5` are the sums of `update_sums`, and `entropy` is over the same tokens. `values_2`
+    are the number of the critic's tokens and the number of those with a clipped value.
     """
 
     losses_2: Tensor
@@ -38,18 +38,18 @@ class Sums(NamedTuple):
 
     @staticmethod
     def zero(device: torch.device) -> "Sums":
-        """All sums zero."""
+        """Sums of zero."""
         return Sums(*(torch.zeros(size, dtype=torch.float64, device=device) for size in (2, 5, 1, 2)))
 
     @staticmethod
     def of_policy(loss: Tensor, tokens_5: Tensor, entropy: Tensor) -> "Sums":
-        """The sums of a micro-batch of the policy; `entropy` is the sum over its trained tokens."""
+        """The sums of the policy in a micro-batch; `entropy` is the sum over its trained tokens."""
         zero = Sums.zero(loss.device)
         return zero._replace(losses_2=_float64(loss, 0), tokens_5=tokens_5, entropy=_float64(entropy))
 
     @staticmethod
     def of_critic(loss: Tensor, trained: Tensor, clipped: Tensor) -> "Sums":
-        """The sums of a micro-batch of the critic: its loss, its trained tokens, and those with a clipped value."""
+        """The sums of the critic in a micro-batch: its loss, its trained tokens, and those with a clipped value."""
         return Sums.zero(loss.device)._replace(losses_2=_float64(0, loss), values_2=_float64(trained, clipped))
 
     def plus(self, other: "Sums") -> "Sums":
@@ -60,8 +60,8 @@ class Sums(NamedTuple):
 class PolicyPass(NamedTuple):
     """A pass of the policy over the rows of a micro-batch: log-probs, and ratios to the proximal policy, in float32.
 
-    `kept` is the number of tokens with a weight in the loss; `left_out` [b, T] are the tokens that each rule leaves
-    out.
+    `kept` is the number of tokens that have a weight in the loss. `left_out` maps the metric of each rule to the tokens
+    [b, T] that the rule leaves out.
     """
 
     rows: Tensor
@@ -74,9 +74,9 @@ class PolicyPass(NamedTuple):
 class Minibatch(NamedTuple):
     """The result of a minibatch; `sums` and `passes` are this rank's part.
 
-    `rows`, on the CPU, are the rows of all ranks; `idle` are rows that were left out of its passes. `grad_norm` is None
-    if no step was due, and not finite if the step was skipped. `stopped_early`: the policy had moved too far, and its
-    steps ended before this one. `is_empty`: no step was made, because no token was left in the loss.
+    `rows`, on the CPU, are the passed rows of all ranks; `idle` are rows that were not passed. `grad_norm` is None if
+    no step was due, and not finite if the step was skipped. `stopped_early`: the policy had moved too far, so no step
+    was made, and the policy's later steps are left out. `is_empty`: no token was left in the loss, so no step was made.
     """
 
     part: Part
@@ -92,7 +92,7 @@ class Minibatch(NamedTuple):
 def first_logprobs(
     minibatches: Iterable[Minibatch], like_BT: Tensor, group: dist.ProcessGroup
 ) -> tuple[Tensor, Tensor]:
-    """[B, T] log-probs of every row's first pass, and [B] True for rows with a pass. A collective."""
+    """[B, T] log-probs from every row's first pass, and [B], True for rows with a pass. A collective."""
     first_BT = torch.zeros(like_BT.shape, device=like_BT.device)
     passed_B = torch.zeros(len(like_BT), dtype=torch.bool, device=like_BT.device)
     for minibatch in _with_policy(minibatches):
@@ -105,7 +105,7 @@ def first_logprobs(
 
 
 def step_metrics(minibatches: Sequence[Minibatch], trained_BT: Tensor, group: dist.ProcessGroup) -> dict[str, float]:
-    """Losses per minibatch, with or without a step, and token sums per trained token. A collective."""
+    """Losses as means over minibatches, also those without a step, and means over trained tokens. A collective."""
     total = Sums.zero(trained_BT.device)
     for minibatch in minibatches:
         total = total.plus(minibatch.sums)
@@ -143,7 +143,7 @@ def step_metrics(minibatches: Sequence[Minibatch], trained_BT: Tensor, group: di
 def _last_ratios(
     minibatches: Iterable[Minibatch], trained_BT: Tensor, group: dist.ProcessGroup
 ) -> tuple[Tensor, Tensor]:
-    """[B, T] ratios of every row's last pass on any rank, and [B, T] True for trained tokens of rows with a pass."""
+    """[B, T] ratios from every row's last pass, and [B, T], True for trained tokens of rows with a pass."""
     ratio_BT = torch.zeros(trained_BT.shape, device=trained_BT.device)
     passed_B = torch.zeros(len(trained_BT), dtype=torch.bool, device=trained_BT.device)
     for minibatch in _with_policy(minibatches):
@@ -156,12 +156,12 @@ def _last_ratios(
 
 
 def _with_policy(minibatches: Iterable[Minibatch]) -> Iterable[Minibatch]:
-    """The minibatches of the policy."""
+    """The minibatches that train the policy."""
     return (minibatch for minibatch in minibatches if minibatch.part != "critic")
 
 
 def _norms(minibatches: Iterable[Minibatch], *, of_critic: bool) -> list[float]:
-    """The gradient norms of the steps that were taken."""
+    """The gradient norms of all steps that were made."""
     steps = (minibatch for minibatch in minibatches if (minibatch.part == "critic") is of_critic)
     return [step.grad_norm for step in steps if step.grad_norm is not None and not _is_bad(step)]
 
@@ -171,7 +171,7 @@ def _is_bad(minibatch: Minibatch) -> bool:
 
 
 def _float64(*numbers: Tensor | float) -> Tensor:
-    """The numbers as one detached vector, on the device of the first tensor; at least one is a tensor."""
+    """Join numbers to one detached vector on the device of the first tensor; at least one must be a tensor."""
     device = next(number.device for number in numbers if isinstance(number, Tensor))
     # `torch.full` runs on the device; `torch.tensor(number)` would copy from the host and wait for the GPU.
     tensors = (scalar if isinstance(scalar, Tensor) else torch.full((), scalar, device=device) for scalar in numbers)
@@ -186,10 +186,10 @@ def batch_metrics(
     trained_BT: Tensor,
     divergences: OffPolicy | None = None,
 ) -> dict[str, float]:
-    """Metrics of the batch before its first step; importance weights are before any truncation.
+    """The metrics of the batch before its first step; importance weights are not truncated.
 
-    `learner` are the proximal policy's scores of the rows `passed_B`, or those of each row's first pass. `divergences`
-    are those of the proximal from the behavior policy, if already computed.
+    `learner` are the proximal policy's scores of the rows `passed_B`, or the scores of each row's first pass.
+    `divergences` are of the proximal from the behavior policy, if they are already computed.
     """
     mask_BT = batch.mask_BT
     compared_BT = mask_BT & passed_B[:, None]
@@ -217,7 +217,7 @@ def batch_metrics(
 
 
 def describe(batch: PaddedBatch, trained_BT: Tensor) -> dict[str, float]:
-    """The metrics of a batch that need no policy; `trained_BT` are its tokens in the loss."""
+    """The metrics of a batch that need no policy; `trained_BT` is True for its tokens in the loss."""
     lag = batch.lag_BT[batch.mask_BT].float()
     return {
         **_completion_metrics(batch),
@@ -233,7 +233,7 @@ def describe(batch: PaddedBatch, trained_BT: Tensor) -> dict[str, float]:
 
 
 def _completion_metrics(batch: PaddedBatch) -> dict[str, float]:
-    """Metrics of the ended completions, each counted with its last segment; a batch of segments may have none."""
+    """The metrics of completions that have ended, each counted with its last segment; none may have ended."""
     ended_B = ~batch.cut_B
     metrics = {"segments_cut": batch.cut_B.float().mean().item()} if batch.cut_B.any() or batch.prefix_B.any() else {}
     if not ended_B.any():
@@ -244,7 +244,7 @@ def _completion_metrics(batch: PaddedBatch) -> dict[str, float]:
 
 
 def _candidates(batch: PaddedBatch) -> dict[str, float]:
-    """Candidates per sampled token that top-p or top-k cut, and the share of sampled tokens with a single candidate."""
+    """The mean number of candidates where top-p or top-k limit them, and the share of tokens with one candidate."""
     if batch.candidates is None:
         return {}
     count_BT = batch.candidates.counts
@@ -254,15 +254,15 @@ def _candidates(batch: PaddedBatch) -> dict[str, float]:
 
 
 def distances(batch: PaddedBatch, targets: Targets, learner: PolicyOutput, passed_B: Tensor) -> dict[str, float]:
-    """The KL of the policy to reference and teacher, and the NLL of right answers; `learner` as in `batch_metrics`.
+    """The KL of the policy to reference and teacher, and the NLL of right answers; `learner` is as in `batch_metrics`.
 
-    The KL to the reference is per response, that to the teacher per token.
+    The KL to the reference is per response, the KL to the teacher per token.
     """
     metrics: dict[str, float] = {}
     mask_BT = batch.mask_BT & passed_B[:, None]
 
     def summed_kl(frozen_BT: Tensor) -> Tensor:
-        # Importance weights: tokens are of an older policy, or of the engine's arithmetic.
+        # The tokens are from an older policy, or from the engine's arithmetic: importance weights correct for both.
         weights_BT = policy_weights(learner.logprobs_BT, batch.behavior_logprobs_BT, mask_BT)
         return (kl(learner.logprobs_BT, frozen_BT, mask_BT, kind="k3") * weights_BT).sum()
 
@@ -279,11 +279,11 @@ def distances(batch: PaddedBatch, targets: Targets, learner: PolicyOutput, passe
 def dropped_shares(
     names_N: Sequence[str], minibatches: Sequence[Minibatch], batch: PaddedBatch, group: dist.ProcessGroup
 ) -> dict[str, float]:
-    """The share of sampled tokens that each rule leaves out, and as `NAME_responses` of responses that lose a token.
+    """The share of sampled tokens that each rule leaves out, and (`NAME_responses`) of responses that lose a token.
 
-    Shares are over all passes of the policy's loss; for truncated completions also over the idle rows, which have no
-    pass. Without tokens a share is 0. A token that several rules leave out counts for each. A collective, unless there
-    is no rule.
+    Shares are over all passes of the policy's loss; for truncated completions also over the idle rows, which are not
+    passed. Without tokens a share is 0. If several rules leave out a token, it counts for each. A collective, unless
+    there is no rule.
     """
     if not names_N:
         return {}
@@ -302,12 +302,12 @@ def dropped_shares(
 
 
 def _counts(mask_bT: Tensor) -> Tensor:
-    """The number of tokens, and of responses with at least one."""
+    """The number of tokens, and the number of responses with at least one of them."""
     return torch.stack([mask_bT.sum(), mask_bT.any(-1).sum()])
 
 
 def _idle_counts(minibatches: Iterable[Minibatch], batch: PaddedBatch) -> tuple[Tensor, Tensor]:
-    """The tokens and responses of truncated idle rows, and of all idle rows."""
+    """The numbers of tokens and responses in truncated idle rows, and in all idle rows."""
     idle = [minibatch.idle for minibatch in minibatches if minibatch.part != "critic" and minibatch.idle is not None]
     rows = to_device(torch.cat([torch.empty(0, dtype=torch.long), *idle]), batch.mask_BT.device)
     mask_bT = batch.mask_BT[rows]

@@ -1,4 +1,4 @@
-"""The functions of `algorithms` that the configuration chooses; its kinds are compared here, and nowhere else.
+"""Builds an update's functions from the configuration; only this room compares the kinds of its choices.
 
 B trajectories, T completion tokens (padded).
 """
@@ -41,16 +41,16 @@ Advantages: TypeAlias = Callable[[PaddedBatch, PolicyOutput, Tensor], AdvantageE
 Trained: TypeAlias = Callable[[PaddedBatch], Tensor]
 """batch -> [B, T] tokens in the loss: within max_lag, not of a masked group, not of a filtered completion."""
 PolicyLoss: TypeAlias = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], TokenLoss]
-"""(logprobs_BT, proximal_logprobs_BT, behavior_logprobs_BT, advantages_BT, mask_BT) -> one loss for each token."""
+"""(logprobs_BT, proximal_logprobs_BT, behavior_logprobs_BT, advantages_BT, mask_BT) -> one loss per token."""
 RatioLoss: TypeAlias = Callable[[Tensor, Tensor, Tensor, Tensor], TokenLoss]
 """A policy loss without behavior log-probs: (logprobs_BT, proximal_logprobs_BT, advantages_BT, mask_BT)."""
 
 Anchor: TypeAlias = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
-"""(behavior_logprobs_BT, logprobs_BT, lag_BT, mask_BT) -> proximal log-probs, constants."""
+"""(behavior_logprobs_BT, logprobs_BT, lag_BT, mask_BT) -> proximal log-probs, without gradient."""
 
 
 class Epoch(NamedTuple):
-    """One pass of an update over its batch: the trained part and its steps. `number` counts from 0 per part."""
+    """One epoch over the batch: the part that it trains and its number of steps. `number` counts from 0 per part."""
 
     part: Part
     number: int
@@ -61,10 +61,10 @@ class Epoch(NamedTuple):
 class Objective(NamedTuple):
     """The functions and the epochs of one run.
 
-    `scored` is the part whose scores of the whole batch are computed before the first step; without the policy in it,
-    the policy's only passes are its steps'. `anchor` computes the proximal log-probs of a micro-batch from its own
-    pass; None takes them from `scored`. `one_step`: the policy makes one step per batch. `rules` are the metrics of
-    all rules that leave tokens out of the policy's loss: the correction's and the `filters`'.
+    `scored` is the part whose scores of the whole batch are computed before the first step. If the policy is not in it,
+    the policy is passed only in its steps. `anchor` computes the proximal log-probs of a micro-batch in the step's own
+    pass; if it is None, they are in `scored`. `one_step`: the policy makes one step per batch. `rules` are the metrics
+    of all rules, of the correction and of the `filters`, that leave tokens out of the policy's loss.
     """
 
     advantages: Advantages
@@ -85,10 +85,10 @@ class Objective(NamedTuple):
         return self.scored in ("policy", "both")
 
     def warm_up(self) -> "Objective":
-        """The objective during warm-up, with a frozen policy: a critic with its own steps makes only these.
+        """The objective during warm-up, when the policy is frozen: a critic with separate steps makes only its steps.
 
-        The policy then passes over a batch once, without gradient, for its metrics. With a value head the objective
-        does not change: it shares the policy's passes.
+        The policy then passes over a batch one time, without gradient, for its metrics. A value head shares the
+        policy's passes, so with one the objective does not change.
         """
         if self.epochs[-1].part != "critic":
             return self
@@ -96,13 +96,13 @@ class Objective(NamedTuple):
         return self._replace(anchor=None, scored="both", epochs=epochs, one_step=False)
 
     def critic_epochs(self) -> list[Epoch]:
-        """The critic's epochs, with a frozen policy."""
+        """The critic's epochs, to be made with a frozen policy."""
         part = self.epochs[-1].part
         return [epoch._replace(part="critic") for epoch in self.epochs if epoch.part == part]
 
 
 def build(config: Config) -> Objective:
-    """The functions and epochs of `config`."""
+    """Build the functions and epochs of `config`."""
     choice, one_step = config.algorithm, config.learner.epochs * config.learner.minibatches == 1
     anchor = _anchor(choice, one_step=one_step and not is_lowered_by_ess(config))
     scored: Part | None = "critic" if choice.has_critic else None
@@ -124,7 +124,7 @@ def build(config: Config) -> Objective:
 
 
 def _anchor(choice: choices.Algorithm, *, one_step: bool) -> Anchor | None:
-    """The function of proximal log-probs in a step's own pass; None if they need a pass before the first step."""
+    """The function for proximal log-probs in a step's pass; None if they need a pass before the first step."""
     match choice.proximal:
         case "loglinear":
             return corrections.loglinear_proximal
@@ -135,7 +135,7 @@ def _anchor(choice: choices.Algorithm, *, one_step: bool) -> Anchor | None:
 
 
 def _epochs(config: Config) -> tuple[Epoch, ...]:
-    """The epochs: a value head trains with the policy, a critic's own transformer after it, by its own schedule."""
+    """The epochs: a value head trains with the policy; a separate critic trains after it, by a schedule of its own."""
     learner, critic = config.learner, config.algorithm.critic
     separate = config.algorithm.has_critic and critic.model != "head"
     part: Part = "both" if config.algorithm.has_critic and not separate else "policy"
@@ -236,7 +236,7 @@ def _vtrace(
 
 
 def _bootstrap(choice: choices.Bootstrapped, batch: PaddedBatch, proximal: PolicyOutput) -> Tensor:
-    """[B] values after the last token of cut segments and, if chosen, of truncated completions; 0 for others."""
+    """[B], the value after the last token of cut segments and, if configured, of truncated completions; else 0."""
     return proximal.bootstrap_B * (batch.cut_B | (batch.truncated_B & choice.bootstrap_truncated))
 
 
@@ -279,7 +279,7 @@ def _scores(batch: PaddedBatch, rewards_BT: Tensor) -> Tensor:
 
 
 def trained_tokens(config: choices.Algorithm, batch: PaddedBatch) -> Tensor:
-    """[B, T]: the tokens of `batch` in the loss."""
+    """[B, T], True at the tokens of `batch` in the loss."""
     trained_BT = batch.fresh_BT
     if config.zero_variance == "mask":
         trained_BT = trained_BT & ~groups.zero_variance(batch.reward_B, batch.prompt_B)[:, None]
@@ -320,7 +320,7 @@ def _ratio_loss(choice: losses.RatioLoss) -> RatioLoss:
 
 
 def _sequence_loss(choice: losses.SequenceLoss) -> RatioLoss:
-    """The loss function of a `choice` whose ratio is of a whole response."""
+    """Build a loss whose ratio is of a whole response."""
     match choice:
         case losses.Gspo(range=(low, high)):
             return partial(sequence_losses.gspo, clip_low=low, clip_high=high)

@@ -1,8 +1,6 @@
 """The constants of the update on one batch: advantages, returns, corrections, masks.
 
-Every rank computes them from the whole gathered batch.
-
-B trajectories of the batch, T completion tokens (padded).
+Every rank computes them from the whole gathered batch. B trajectories of the batch, T completion tokens (padded).
 """
 
 import math
@@ -25,16 +23,16 @@ from streamppo.types import TokenRecord
 
 
 class Frozen(NamedTuple):
-    """[B, T] log-probs of the models without training, from a pass here or a server; None without the model."""
+    """[B, T] log-probs by the frozen models, from a pass of this rank or from a server; None without the model."""
 
     reference_BT: Tensor | None
     teacher_BT: Tensor | None
 
 
 def teacher_logprobs_from_batch(batch: PaddedBatch) -> Tensor:
-    """[B, T] log-probs of a teacher's server, which come with the trajectories: an update makes no call to it.
+    """[B, T] log-probs from a teacher's server. They come with the trajectories: an update does not call the server.
 
-    Raises `ValueError` if trajectories have none.
+    Raises `ValueError` if a trajectory has no such log-probs.
     """
     logprobs_BT = batch.teacher_logprobs_BT
     lacking_BT = batch.mask_BT if logprobs_BT is None else batch.mask_BT & logprobs_BT.isnan()
@@ -49,12 +47,14 @@ def teacher_logprobs_from_batch(batch: PaddedBatch) -> Tensor:
 class Targets(NamedTuple):
     """The constants of the update on one batch, all [B, T] on every rank.
 
-    `trained_BT` are the tokens in the loss (`Objective.trained`). Without a `correction`, each step computes proximal
-    log-probs and weights from its own pass (`Objective.anchor`). `chosen_BT` are the tokens that
-    `Objective.exploration` selects, None without it. `right_BT` are the trained tokens of right answers, None without
-    `positive_nll`. `explained` is the share of outcomes that the critic explains (`outcomes_explained`), if segments
-    are cut by length. `policy_waits`: the share is too small, and only the critic is trained on the batch. Masking only
-    the cut segments would not help: the others train the end of completions, not their beginning.
+    `trained_BT` is True for tokens in the loss (`Objective.trained`). Without a `correction`, each step computes
+    proximal log-probs and weights in its own pass (`Objective.anchor`). `chosen_BT` is True for the tokens that
+    `Objective.exploration` selects; None without exploration. `right_BT` is True for the trained tokens of right
+    answers; None without `positive_nll`.
+
+    `explained` is the share of outcomes that the critic explains (`outcomes_explained`), if segments are cut by length.
+    If the share is too small, `policy_waits` is True, and only the critic is trained on the batch. It would not be
+    enough to mask the cut segments: the other segments train the end of completions, not their beginning.
     """
 
     scored: PolicyOutput
@@ -79,7 +79,8 @@ def compute_targets(
     *,
     beta: float,
 ) -> Targets:
-    """The targets of `batch`, whose rows `scored_B` are `scored`; `beta` is the weight of the KL in the reward.
+    """Compute the targets of `batch`, whose rows `scored_B` have `scored`; `beta` is the weight of the KL in the
+    reward.
 
     Raises `ValueError` for data that must not be trained on.
     """
@@ -96,7 +97,7 @@ def compute_targets(
     estimate = _with_teacher(config.algorithm, objective.advantages(batch, scored, rewards_BT), batch, scored, frozen)
     correction = None
     if objective.anchor is None:
-        # A row that was not scored has the ratio 1.
+        # A row without a score gets the ratio 1.
         is_scored_B1, behavior_BT = to_device(scored_B, mask_BT.device)[:, None], batch.behavior_logprobs_BT
         logprobs_BT = torch.where(is_scored_B1, scored.logprobs_BT, behavior_BT)
         correction = objective.correct(logprobs_BT, behavior_BT, estimate.advantages, batch.lag_BT, mask_BT, trained_BT)
@@ -122,9 +123,9 @@ def compute_targets(
 def per_token_record(
     objective: Objective, config: Config, batch: PaddedBatch, targets: Targets, scored_B: Tensor
 ) -> TokenRecord:
-    """The per-token numbers for the archive, if the pass before the first step computes them.
+    """The numbers per token for the archive, as far as the pass before the first step computes them.
 
-    Log-probs of rows outside `scored_B` are NaN.
+    Log-probs of rows outside of `scored_B` are NaN.
     """
     scored, is_kept = targets.scored, config.archive.numbers
     has_logprobs = is_kept and objective.scored in ("policy", "both")
@@ -137,12 +138,12 @@ def per_token_record(
 
 
 def correct_answer_mask(batch: PaddedBatch, config: Config) -> Tensor:
-    """[B, T] tokens that the policy sampled in right answers."""
+    """[B, T], True at the tokens of right answers that the policy sampled."""
     return batch.mask_BT & (batch.reward_B >= config.reward.correct_at)[:, None]
 
 
 def _rewards(config: Algorithm, batch: PaddedBatch, scored: PolicyOutput, frozen: Frozen, beta: float) -> Tensor:
-    """[B, T] rewards, minus the KL to the reference and to the teacher if the configuration says so."""
+    """[B, T] rewards, minus the KL to the reference and to the teacher, if the configuration says so."""
     rewards_BT, logprobs_BT, mask_BT = batch.rewards_BT, scored.logprobs_BT, batch.mask_BT
     if frozen.reference_BT is not None and config.kl.reward_beta:
         kind = config.kl.reward_estimator
@@ -166,7 +167,7 @@ def _explained(config: Config, batch: PaddedBatch, scored: PolicyOutput, rewards
 def _with_teacher(
     config: Algorithm, estimate: AdvantageEstimate, batch: PaddedBatch, scored: PolicyOutput, frozen: Frozen
 ) -> AdvantageEstimate:
-    """The estimate, with the teacher's advantages mixed in if teacher.signal is "advantage"."""
+    """The estimate, with the teacher's advantages added if teacher.signal is "advantage"."""
     if frozen.teacher_BT is None or config.teacher.signal != "advantage":
         return estimate
     mixed_BT = kl_advantages(

@@ -1,4 +1,4 @@
-"""Context parallelism: each rank computes a slice of every row's tokens, for rows too long for one rank.
+"""Context parallelism: each rank computes a slice of every row's tokens, for rows that are too long for one rank.
 
 Ulysses, https://arxiv.org/abs/2309.14509. All of a layer except attention works token by token, so a rank computes it
 for its slice. For attention the ranks exchange slices of tokens for shares of the heads:
@@ -31,19 +31,20 @@ from streamppo.learner.parallel.tensor_parallel import TensorParallelSpec
 KNOWN = (*FAMILIES, "qwen3_moe")
 """Values of model_type whose layers mix tokens only in attention, and whose attention sees all earlier tokens."""
 NAME = "slices"
-"""The argument of a transformer, and so of its attention, with the ranks of the exchange."""
+"""The name of the argument that brings the exchanging ranks to a transformer and so to its attention."""
 PREFIX = "sliced_"
-"""Prefix of the name in transformers of a wrapped attention that is not flash-attn."""
+"""The prefix of the name under which transformers knows a wrapped attention that is not flash-attn."""
 _wrapped: dict[str, Any] = {}
-"""The functions that `_attend` calls, by the name of their wrapper."""
+"""The attention functions that `_attend` calls, by the name of their wrapper."""
 
 
 class Slices(NamedTuple):
-    """The groups of context parallelism: rows are split over `ranks` ranks; this rank has slice `number`.
+    """The groups of context parallelism: rows are split over `ranks` ranks, and this rank has slice `number`.
 
-    `within`: the ranks with slices of the same rows. `across`: the ranks with the same slice of other rows. Without
-    groups rows are not split. `heads`: the ranks of the exchange. These are all of `within`; with tensor parallelism
-    those with the same share of the heads, or None for a single rank. `cut`: the meshes that split weights.
+    `within`: the ranks that have slices of the same rows. `across`: the ranks that have the same slice of other rows.
+    Both are None if rows are not split. `heads`: the ranks that exchange slices for heads. These are all of `within`;
+    with tensor parallelism, the ranks with the same share of the heads, or None for a single rank. `cut`: the meshes
+    that split weights.
     """
 
     ranks: int = 1
@@ -58,7 +59,7 @@ class Slices(NamedTuple):
         return self.across or everybody()
 
     def groups(self) -> tuple[dist.ProcessGroup, ...]:
-        """All process groups made for the slices."""
+        """All process groups that were made for the slices."""
         groups = tuple(group for group in (self.within, self.across, self.heads) if group is not None)
         return (*groups, *self.cut.groups())
 
@@ -97,10 +98,11 @@ def refusal(config: Any, ranks: int) -> str:
 
 
 def name_of(implementation: str, slices: Slices) -> str:
-    """Register `implementation` wrapped for context parallelism; return its name for transformers.
+    """Register `implementation`, wrapped for context parallelism, and return its name in transformers.
 
-    A flash-attn keeps its name, by which transformers imports it: models without slices pass through the wrapper. SDPA
-    and eager attention get a new name, for which transformers makes no mask: it would mask only a slice.
+    A flash-attn keeps its name, because transformers imports it by this name; models without slices pass through the
+    wrapper unchanged. SDPA and eager attention get a new name. transformers makes no mask for an unknown name, and its
+    mask would cover only a slice.
     """
     from transformers import AttentionInterface
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -124,10 +126,10 @@ def _attend(
     slices: Slices = WHOLE,
     **others: Any,
 ) -> tuple[Tensor, None]:
-    """Attention of a share of the heads over all tokens; the mask covers all tokens. Returns [B, S, H, D]."""
+    """Compute attention for a share of the heads over all tokens; the mask covers all tokens. Returns [B, S, H, D]."""
     compute: Any = _wrapped[module.config._attn_implementation]
     if slices.ranks > 1:
-        # These tensors are of one slice.
+        # The position ids are those of a single slice.
         others.pop("position_ids", None)
     if slices.heads is None:
         return compute(module, query_BHSD, key_BHSD, value_BHSD, attention_mask, **others)
@@ -137,7 +139,7 @@ def _attend(
 
 
 def slice_row_layout(row_layout: RowLayout, slices: Slices) -> RowLayout:
-    """This rank's slice of `row_layout`. Tokens of other ranks have the index -1."""
+    """Take this rank's slice of `row_layout`. Tokens of other ranks get the index -1."""
     if slices.ranks == 1:
         return row_layout
     tokens_BW = row_layout.arguments["input_ids"]
@@ -158,7 +160,7 @@ def slice_row_layout(row_layout: RowLayout, slices: Slices) -> RowLayout:
         arguments |= {"max_length_q": longest, "max_length_k": longest}
     if missing and "attention_mask" in arguments:
         mask = pad(arguments["attention_mask"], (0, missing, 0, missing))
-        # Padding sees itself: attention over no token gives NaN.
+        # Padding sees itself, because attention over no token gives NaN.
         arguments["attention_mask"] = mask | torch.eye(width + missing, dtype=torch.bool, device=mask.device)
     row, place = row_layout.index_BL // width, row_layout.index_BL % width
     here_BL = place // size == slices.number
@@ -166,15 +168,15 @@ def slice_row_layout(row_layout: RowLayout, slices: Slices) -> RowLayout:
 
 
 def sum_over_slices(column_BT: Tensor, slices: Slices) -> Tensor:
-    """The sum of `column_BT` over the ranks of `slices`: an entry is 0 on all ranks but one.
+    """Sum `column_BT` over the ranks of `slices`; each entry is nonzero on at most one rank.
 
-    All ranks compute the same loss from it, so each rank's own entries get the whole gradient.
+    All ranks compute the same loss from the sum, so the gradient of each rank's own entries is complete.
     """
     return column_BT if slices.ranks == 1 else _Sum.apply(column_BT, slices.within)  # pyright: ignore
 
 
 class _ExchangeSlices(torch.autograd.Function):
-    """All-to-all: send each rank its share of dimension `split`, and concatenate the received shares along `join`."""
+    """All-to-all: send each rank its share of dimension `split`; concatenate the received shares along `join`."""
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, group: dist.ProcessGroup, split: int, join: int) -> Tensor:
@@ -190,7 +192,7 @@ class _ExchangeSlices(torch.autograd.Function):
 
 
 class _Sum(torch.autograd.Function):
-    """Forward: the sum over ranks. Backward: the gradient unchanged, for this rank's own part."""
+    """Forward: the sum over ranks. Backward: the gradient, unchanged, for this rank's own entries."""
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, group: dist.ProcessGroup) -> Tensor:

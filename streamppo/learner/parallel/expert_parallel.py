@@ -1,14 +1,15 @@
 """Expert parallelism: tokens go to the ranks of their experts, and the results come back.
 
     pairs      each token with each of its k experts, ordered by the rank of the expert
-    forward    a rank's experts compute the pairs of all ranks, each as a token with one expert
+    forward    a rank's experts compute the pairs of all ranks; each pair is passed as a token with one expert
     return     a token's k results are summed on the token's rank
 
-The ranks of a group may pass different rows, of different widths. As in GShard, https://arxiv.org/abs/2006.16668, but
-without a capacity: no token is left out. If a rank would get more than `UNEVEN` times its even share, the pairs go in
-rounds, and each round is computed again in the backward pass: a rank then holds the activations of one round.
+The ranks of a group may pass different rows of different widths. As in GShard, https://arxiv.org/abs/2006.16668, but
+without a capacity: no token is left out. If a rank would get more than `UNEVEN` times its even share, the pairs are
+exchanged in rounds. Each round is computed again in the backward pass, so a rank holds the activations of one round.
 
-Example: one of 4 ranks gets three quarters of all pairs, 3 times its share: in 2 rounds, 1.5 times its share in each.
+Example: one of 4 ranks gets three quarters of all pairs, 3 times its share. It gets 1.5 times its share in each of 2
+rounds.
 
 N tokens of a rank, D width, M = N * k pairs, P pairs that a rank receives, R ranks.
 """
@@ -26,15 +27,15 @@ from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 Compute = Callable[[Tensor, Tensor, Tensor], Tensor]
 """(tokens, each token's experts, the experts' weights) -> the weighted sum of the experts' outputs for each token."""
 UNEVEN = 1.5
-"""The largest share of the pairs that a rank gets in one round, in shares of an even division."""
+"""The most pairs that a rank gets in one round, as a multiple of its share in an even division."""
 FEW = 4096
-"""A rank always gets up to this many pairs in one round."""
+"""Up to this many pairs, a rank gets all its pairs in one round."""
 
 
 class Round(NamedTuple):
-    """The pairs of one exchange, by the rank of their expert: their number, token, and expert at that rank.
+    """The pairs of one exchange, ordered by the rank of their expert: number, token, and the expert's index there.
 
-    `received` and `sent` are numbers of pairs by rank.
+    `received` and `sent` are the numbers of pairs from and to each rank.
     """
 
     order_M: Tensor
@@ -52,16 +53,16 @@ def dispatch_to_experts(
     index_Nk: Tensor,
     weights_Nk: Tensor,
 ) -> Tensor:
-    """Compute each token by its experts; every rank of `group` has `experts` consecutive ones. A collective.
+    """Compute each token by its experts; every rank of `group` has `experts` consecutive experts. A collective.
 
-    All ranks make the same number of passes, as FSDP2 also needs.
+    All ranks make the same number of passes, because FSDP2 needs that too.
     """
     rounds = _rounds(group, experts, index_Nk)
     if len(rounds) == 1:
         output_MD = _exchange(compute, group, hidden_ND, weights_Nk, rounds[0])
     else:
         run = partial(checkpoint, _exchange, compute, group, use_reentrant=False, preserve_rng_state=False)
-        # Without early stop: either all ranks recompute the returning exchange, or none does.
+        # Without early stop, either all ranks recompute the returning exchange or none does.
         with set_checkpoint_early_stop(False):
             output_MD = torch.cat([run(hidden_ND, weights_Nk, exchange_round) for exchange_round in rounds])
     order_M = torch.cat([exchange_round.order_M for exchange_round in rounds])
@@ -69,13 +70,13 @@ def dispatch_to_experts(
 
 
 def _rounds(group: dist.ProcessGroup, experts: int, index_Nk: Tensor) -> list[Round]:
-    """Divide a rank's pairs into rounds, equally many on all ranks of `group`. A collective."""
+    """Divide a rank's pairs into rounds; all ranks of `group` get equally many rounds. A collective."""
     ranks, rank, index_M = dist.get_world_size(group), dist.get_rank(group), index_Nk.flatten()
     rank_M = index_M // experts
     order_M, sent_R = rank_M.argsort(stable=True), rank_M.bincount(minlength=ranks)
     counts = [torch.empty_like(sent_R) for _ in range(ranks)]
     dist.all_gather(counts, sent_R, group=group)
-    # Entry [r][s]: the pairs from rank r to rank s.
+    # Entry [r][s] is the number of pairs that rank r sends to rank s.
     sent_RR: list[list[int]] = torch.stack(counts).tolist()
     received = [sum(column) for column in zip(*sent_RR, strict=True)]
     number = max(1, math.ceil(max(received) / max(FEW, UNEVEN * sum(received) / ranks)))
@@ -91,14 +92,14 @@ def _rounds(group: dist.ProcessGroup, experts: int, index_Nk: Tensor) -> list[Ro
 
 
 def _parts(pairs: int, number: int) -> list[int]:
-    """The sizes of `number` parts of `pairs` pairs, which differ by one at most."""
+    """Split `pairs` into `number` parts whose sizes differ by at most one."""
     return [pairs * (n + 1) // number - pairs * n // number for n in range(number)]
 
 
 def _exchange(
     compute: Compute, group: dist.ProcessGroup, hidden_ND: Tensor, weights_Nk: Tensor, exchange: Round
 ) -> Tensor:
-    """The results of a round's pairs, in their order. A collective."""
+    """Compute the results of a round's pairs, in the order of the pairs. A collective."""
 
     def send(tensor: Tensor) -> Tensor:
         return _ExchangeTokens.apply(tensor, group, exchange.received, exchange.sent)  # pyright: ignore[reportReturnType]
@@ -106,7 +107,7 @@ def _exchange(
     hidden_PD, expert_P = send(hidden_ND[exchange.token_M]), send(exchange.expert_M)
     weights_P = send(weights_Nk.flatten()[exchange.order_M])
     if not len(hidden_PD):
-        # One zero row, so that unused weights have a gradient too: all ranks reduce the same tensors.
+        # One zero row gives unused weights a gradient too, because all ranks reduce the same tensors.
         hidden_PD, expert_P, weights_P = (_add_zero_row(values) for values in (hidden_PD, expert_P, weights_P))
     output_PD = compute(hidden_PD, expert_P[:, None], weights_P[:, None])[: sum(exchange.received)]
     return _ExchangeTokens.apply(output_PD, group, exchange.sent, exchange.received)  # pyright: ignore[reportReturnType]
@@ -117,7 +118,7 @@ def _add_zero_row(rows: Tensor) -> Tensor:
 
 
 class _ExchangeTokens(torch.autograd.Function):
-    """Send `num_sent[r]` rows to every rank r, and receive `num_received[r]` from it."""
+    """Send `num_sent[r]` rows to every rank r, and receive `num_received[r]` rows from it."""
 
     @staticmethod
     def forward(

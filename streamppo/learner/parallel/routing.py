@@ -1,13 +1,13 @@
 """Routing in mixtures of experts: replay of the engine's choice of experts, and the load of each expert.
 
     own         the router's choice: the k experts with the largest scores
-    replayed    the engine's choice while it sampled the token (Rollout Routing Replay, R3, arXiv 2510.11370,
-                section 4): scores and their gradient are the learner's, only the choice is the engine's
+    replayed    the engine's choice when it sampled the token (Rollout Routing Replay, R3, arXiv 2510.11370,
+                section 4): the learner computes the scores and their gradient, and only the choice is the engine's
 
 N tokens of a pass, X experts, k of them for a token, E = layers * k entries of a token's routes.
 
-A router runs unchanged; only its call to `torch.topk` returns the engine's choice. Each family's own arithmetic on
-scores, before and after that call, is kept.
+A router runs unchanged, except that its call to `torch.topk` returns the engine's choice. This keeps each family's own
+arithmetic on scores before and after the call.
 """
 
 import re
@@ -30,11 +30,11 @@ CHOICES: tuple[Callable[..., Any], ...] = (torch.topk, Tensor.topk)
 
 
 class Routers:
-    """The routers of one transformer; without experts there are none, and every call does nothing.
+    """The routers of one transformer; in a model without experts there are none, and every call does nothing.
 
-    The routes of `expect` hold until its next call: a layer recomputed in the backward pass uses them again. While
-    `counts` is False, `metrics` does not count the tokens of a pass. With `float32`, routers compute their products in
-    float32; their weights keep their type.
+    The routes given to `expect` stay in effect until its next call, so a layer that is recomputed in the backward pass
+    uses them again. If `counts` is False, `metrics` does not count the tokens of a pass. With `float32`, routers
+    compute their products in float32; their weights keep their type.
     """
 
     def __init__(self, transformer: "PreTrainedModel | None", *, float32: bool = False) -> None:
@@ -49,9 +49,9 @@ class Routers:
         return bool(self._routers)
 
     def expect(self, row_layout: RowLayout, width_B: Tensor, routes: RowRoutes | None) -> None:
-        """Give each router the experts of `routes` for a pass over `row_layout`, rows of `width_B` tokens.
+        """Give each router the experts in `routes` for a pass over `row_layout`, rows of `width_B` tokens.
 
-        `width_B` is in the host's memory. Raises `ModelError` for routes of another model.
+        `width_B` must be in host memory. Raises `ModelError` if the routes do not fit the model.
         """
         if not self._routers:
             return
@@ -62,7 +62,7 @@ class Routers:
         real_N[index_M] = self.counts
         real_N, known_routes, highest = to_device(real_N, tokens_BL.device), None, -1
         if routes is not None:
-            # Tokens that are computed several times have the same experts each time.
+            # A token that is computed several times gets the same experts each time.
             entry_N = row_layout.source_N
             if entry_N is None:
                 entry_N = torch.full((tokens,), -1)
@@ -77,7 +77,7 @@ class Routers:
             router.expect(known_routes, highest, real_N)
 
     def metrics(self, device: torch.device) -> dict[str, float]:
-        """The load of the experts over all passes since the last call. A collective of all ranks."""
+        """The load of the experts over all passes since the last call. A collective."""
         if not self._routers:
             return {}
         counts = torch.stack([router.take().to(device) for router in self._routers])
@@ -93,14 +93,14 @@ class Routers:
 
 
 class KnownRoutes(NamedTuple):
-    """[N, entries] the experts of a pass's tokens, of all layers or of one, and True for tokens with experts."""
+    """[N, entries], the experts of a pass's tokens, in all layers or in one, and True for tokens with experts."""
 
     numbers: Tensor
     known_N: Tensor
 
 
 class Pass(NamedTuple):
-    """One router's routes of a pass, None without replay; `real_N` are the tokens that the metrics count."""
+    """A router's routes for a pass, None without replay; `real_N` is True for tokens that the metrics count."""
 
     routes: KnownRoutes | None
     real_N: Tensor
@@ -119,7 +119,7 @@ class Router:
         module.register_forward_hook(self._end, always_call=True)
 
     def expect(self, routes: KnownRoutes | None, highest: int, real_N: Tensor) -> None:
-        """See `Routers.expect`; `highest` is an upper bound of the experts."""
+        """Set the routes of the next pass, as in `Routers.expect`; no expert's number is above `highest`."""
         layer_routes = None
         if routes is not None:
             layer_routes = KnownRoutes(
@@ -133,18 +133,18 @@ class Router:
         self._pass = Pass(layer_routes, real_N)
 
     def take(self) -> Tensor:
-        """[X + 2] counts since the last call: each expert's tokens; replayed choices equal to the router's; all."""
+        """[X + 2], counts since the last call: tokens per expert, replayed choices that the router shares, and all."""
         counts, self._counts = self._counts, None
         return torch.zeros(self.experts + 2, dtype=torch.float64) if counts is None else counts
 
     def answer(self, scores: Tensor, router_choice: Any) -> Any:
-        """The result of the router's topk of [N, X] `scores`: the engine's choice if known, else the router's."""
+        """Replace the result of the router's topk of [N, X] `scores` by the engine's choice where that is known."""
         if self._pass is None or router_choice.indices.shape != (len(self._pass.real_N), self.top_k):
             return router_choice
         if scores.shape[-1] != self.experts:
             return router_choice
         routes, real_N = self._pass
-        # A layer recomputed in the backward pass counts once.
+        # Tokens count only in a layer's first computation, not when the backward pass recomputes it.
         self._pass = self._pass._replace(real_N=torch.zeros_like(real_N))
         if routes is None:
             self._count(router_choice.indices, real_N)
@@ -159,7 +159,7 @@ class Router:
         return torch.return_types.topk((scores.gather(-1, chosen_Nk), chosen_Nk))
 
     def _count(self, chosen_Nk: Tensor, real_N: Tensor) -> Tensor:
-        # Counts stay on the device: copying them would synchronise the host once per layer.
+        # Counts stay on the device, because copying them would synchronise the host once per layer.
         if self._counts is None:
             self._counts = torch.zeros(self.experts + 2, dtype=torch.float64, device=real_N.device)
         return self._counts.scatter_add_(0, chosen_Nk.flatten(), real_N.double().repeat_interleave(self.top_k))
@@ -187,7 +187,7 @@ class _Answers(TorchFunctionMode):
 
 
 def choosers(transformer: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Yield the modules that choose experts, with their names; of nested ones only the outermost."""
+    """Yield the modules that choose experts, with their names; of nested modules only the outermost."""
     names: list[str] = []
     for name, module in transformer.named_modules():
         chooses = isinstance(getattr(module, "top_k", None), int) and experts_of(module)

@@ -5,9 +5,9 @@
              parallelism, https://arxiv.org/abs/2205.05198, figure 5
     expert   a rank has a share of every layer's experts, and tokens are sent to it (expert_parallel.py)
 
-A split weight is a DTensor over the ranks that split it. FSDP2 shards a rank's part over the replica's ranks with the
-same part, and every other weight over all ranks of the replica. A rank's gradient is of its own tokens or of its own
-part; in both cases FSDP2 reduces by a sum.
+A split weight is a DTensor over the ranks that split it. FSDP2 shards each part over the ranks of the replica that have
+the same part, and it shards every other weight over all ranks of the replica. A rank's gradient covers only its own
+tokens or its own part, so in both cases FSDP2 sums gradients.
 
 t ranks that split a weight, S tokens of a slice.
 """
@@ -33,18 +33,18 @@ from streamppo.learner.parallel import expert_parallel
 from streamppo.learner.parallel.routing import experts_of
 
 REPLICATE, PART = "replicate", "part"
-"""Names of the mesh dimensions of replicas and of the ranks that split a weight."""
+"""The names of two mesh dimensions: the replicas, and the ranks that split a weight."""
 EXPERTS = "moe_tp_experts"
-"""Transformers' name, in a family's plans, for the module of a layer's experts."""
+"""The name, in transformers' plans for a family, of the module with a layer's experts."""
 BY_TOKEN = ("hidden_states", "position_embeddings")
-"""Named arguments of attention and MLP with an entry per token; all positional ones have one too."""
+"""The named arguments of attention and MLP that have an entry per token; all positional arguments have one too."""
 TOKENS = -2
 """The token dimension of these arguments."""
 Move = Callable[[Tensor, dist.ProcessGroup], Tensor]
 
 
 class TensorParallelSpec(NamedTuple):
-    """The meshes that split weights: [replicas, if several; ranks that shard a part; parts]."""
+    """The meshes that split weights, with the dimensions [replicas, if several; ranks that shard a part; parts]."""
 
     tensor: DeviceMesh | None = None
     expert: DeviceMesh | None = None
@@ -87,7 +87,7 @@ def refusal(config: Any, ranks: int) -> str:
 
 
 def cut_parameters(transformer: Any, layer: nn.Module) -> tuple[int, int]:
-    """(tensor-parallel, expert-parallel) numbers of sharded parameters of a `layer` of `transformer`."""
+    """Count the parameters of a `layer` of `transformer` that tensor and expert parallelism split."""
     (layer_name,) = [name for name, module in transformer.named_modules() if module is layer]
     by_tensor = _names(transformer.config, "colwise") | _names(transformer.config, "rowwise")
     experts, counts = _names(transformer.config, EXPERTS), [0, 0]
@@ -104,7 +104,7 @@ def cut_parameters(transformer: Any, layer: nn.Module) -> tuple[int, int]:
 
 
 def cut_weights(transformer: Any, cut: TensorParallelSpec) -> None:
-    """Split the weights of `transformer`, which is on the meta device, and let its layers compute with their parts.
+    """Split the weights of `transformer`, which is on the meta device; let its layers compute with their parts.
 
     Raises `ModelError` for a model that cannot be split.
     """
@@ -123,7 +123,7 @@ def cut_weights(transformer: Any, cut: TensorParallelSpec) -> None:
 def shard_fully(module: nn.Module, mesh: DeviceMesh, cut: TensorParallelSpec, fully_shard: Callable[..., Any]) -> None:
     """Shard `module` over `mesh` by FSDP2's `fully_shard`; every rank shards its part of a split weight.
 
-    Gradients are summed over ranks, not averaged: weights are sharded over different numbers of ranks.
+    Gradients are summed over ranks, not averaged, because weights are sharded over different numbers of ranks.
     """
     fully_shard(module, mesh=mesh, shard_placement_fn=_placement(cut) if cut.meshes else None)
     assert isinstance(module, FSDPModule)
@@ -132,9 +132,9 @@ def shard_fully(module: nn.Module, mesh: DeviceMesh, cut: TensorParallelSpec, fu
 
 
 def _placement(cut: TensorParallelSpec) -> Callable[[nn.Parameter], Any]:
-    """The function from a weight to the ranks that shard it: for a split weight, the ranks with the same part.
+    """Return a function that maps a split weight to the ranks with the same part, which shard it.
 
-    Raises `ModelError` with a torch whose FSDP2 shards all weights of a module over the same ranks.
+    Raises `ModelError` if torch's FSDP2 shards all weights of a module over the same ranks.
     """
     try:
         from torch.distributed.fsdp._fully_shard._fsdp_common import ShardPlacementResult
@@ -155,7 +155,7 @@ def _placement(cut: TensorParallelSpec) -> Callable[[nn.Parameter], Any]:
 
 
 def _cut_layers(config: Any, modules: dict[str, nn.Module], mesh: DeviceMesh) -> None:
-    """Split heads and MLP units, by the plan of the model's family."""
+    """Split heads and MLP units, by transformers' plan for the model's family."""
     group, blocks = mesh.get_group(PART), dict[str, nn.Module]()
     by_rows, by_columns = _names(config, "colwise"), _names(config, "rowwise")
     for name, module in modules.items():
@@ -199,14 +199,14 @@ def _cut_parameter(module: nn.Module, leaf: str, name: str, dimension: int, mesh
 
 
 def _info(mesh: DeviceMesh) -> FSDPMeshInfo:
-    """FSDP2's mesh info for the ranks with the same part of a weight split over `mesh`."""
+    """FSDP2's mesh info for the ranks that have the same part of a weight split over `mesh`."""
     if mesh.ndim == 2:
         return FSDPMeshInfo(mesh["shard"], shard_mesh_dim=0)
     return HSDPMeshInfo(mesh[REPLICATE, "shard"], shard_mesh_dim=1, replicate_mesh_dim=0)
 
 
 def _names(config: Any, style: str) -> set[str]:
-    """The name patterns with `style` in transformers' plans for the family."""
+    """The name patterns that have `style` in transformers' plans for the family."""
     plans = (getattr(config, name, None) or {} for name in ("base_model_tp_plan", "base_model_ep_plan"))
     return {name for plan in plans for name, planned in plan.items() if planned == style}
 
@@ -224,7 +224,7 @@ def _with_parts(module: nn.Module, forward: Callable[..., Tensor], *arguments: T
 
 
 def _row_parallel_output(module: Any, group: dist.ProcessGroup, units: Tensor) -> Tensor:
-    """This rank's slice of the product with all columns, a sum over ranks. The bias is added once."""
+    """This rank's slice of the product with all columns, summed over ranks. The bias is added after the sum."""
     with _parts(module):
         partial_sum = nn.functional.linear(units, module.weight)
     summed: Tensor = _Collective.apply(partial_sum, group, _reduce_slices, _gather_slices)  # pyright: ignore[reportAssignmentType]
@@ -234,7 +234,7 @@ def _row_parallel_output(module: Any, group: dist.ProcessGroup, units: Tensor) -
 def _gather_arguments(
     group: dist.ProcessGroup, block: nn.Module, arguments: tuple[Any, ...], by_keyword: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Replace this rank's slice of tokens in a block's arguments by all tokens of `group`."""
+    """Replace this rank's slice of tokens, in a block's arguments, by the tokens of all ranks of `group`."""
 
     def gather(value: Any) -> Any:
         if isinstance(value, tuple):
@@ -247,7 +247,7 @@ def _gather_arguments(
 
 @contextmanager
 def _parts(module: nn.Module) -> Iterator[None]:
-    """In this context the weights of `module` are plain tensors, this rank's parts, for its arithmetic."""
+    """Make the weights of `module` plain tensors, this rank's parts, so that it computes with them."""
     parameters = dict(module._parameters)
     cut = {name: parameter.to_local() for name, parameter in parameters.items() if isinstance(parameter, DTensor)}
     for name, part in cut.items():
@@ -258,13 +258,13 @@ def _parts(module: nn.Module) -> Iterator[None]:
     finally:
         for name in cut:
             del module.__dict__[name]
-        # Restores the order of parameters, which is the order of names in a version.
+        # This restores the order of parameters, which is the order of names in a version.
         module._parameters.clear()
         module._parameters.update(parameters)
 
 
 class _Collective(torch.autograd.Function):
-    """Forward: `forth` of a tensor between the ranks of a group; backward: `back` of its gradient."""
+    """Forward: apply `forth` to a tensor between the ranks of a group. Backward: apply `back` to its gradient."""
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, group: dist.ProcessGroup, forth: Move, back: Move) -> Tensor:
@@ -278,17 +278,17 @@ class _Collective(torch.autograd.Function):
 
 
 def _gather_slices(slice_S: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """The slices of all ranks, end to end."""
+    """Concatenate the slices of all ranks."""
     ranks = dist.get_world_size(group)
     received = slice_S.new_empty(ranks, *slice_S.shape)
-    # `all_gather_into_tensor` is the name before torch 2.13, which warns of it.
+    # Before torch 2.13 the name was `all_gather_into_tensor`; torch 2.13 warns of it.
     gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
     gather(received, slice_S.contiguous()[None], group=group)
     return torch.cat(received.unbind(), TOKENS)
 
 
 def _reduce_slices(whole: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """This rank's slice of the sum over ranks."""
+    """Return this rank's slice of the sum over ranks."""
     sent = torch.stack(whole.chunk(dist.get_world_size(group), TOKENS))
     received = torch.empty_like(sent[:1])
     scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
@@ -296,7 +296,7 @@ def _reduce_slices(whole: Tensor, group: dist.ProcessGroup) -> Tensor:
     return received[0]
 
 
-# --- what a rank has -------------------------------------------------------------------------------------------
+# --- a rank's part ---------------------------------------------------------------------------------------------
 
 
 def copies(mesh: DeviceMesh) -> int:
@@ -306,7 +306,7 @@ def copies(mesh: DeviceMesh) -> int:
 
 
 def is_cut_by_columns(parameter: Tensor) -> bool:
-    """True for a weight split by columns: a rank has a part of every row."""
+    """True for a weight that is split by columns, so that a rank has a part of every row."""
     return isinstance(parameter, DTensor) and any(
         placement.is_shard() and placement.dim == 1  # pyright: ignore[reportAttributeAccessIssue]
         for placement in parameter.placements
@@ -314,7 +314,7 @@ def is_cut_by_columns(parameter: Tensor) -> bool:
 
 
 def own_rows(rows: int, parameter: DTensor) -> tuple[int, int]:
-    """(begin, end) of this rank's rows, of `rows` in all, after `whole_rows`."""
+    """The begin and end of the rows, of `rows` in all, that `whole_rows` gives this rank."""
     bounds, part = _bounds(rows, parameter), parameter.device_mesh[PART].get_local_rank()
     return bounds[part], bounds[part + 1]
 
@@ -336,8 +336,8 @@ def _bounds(rows: int, parameter: DTensor) -> list[int]:
 
 
 def whole_of(weight: DTensor) -> Tensor:
-    """The whole weight. A collective."""
-    # One mesh dimension at a time: for several at once torch gives a warning that concerns only sums.
+    """Return the whole weight. A collective."""
+    # One mesh dimension at a time: for several at once torch warns of an inaccuracy that concerns only sums.
     placements = list(weight.placements)
     for dimension in range(weight.device_mesh.ndim):
         placements[dimension] = Replicate()
