@@ -2,17 +2,16 @@
 
     consumes     trajectories and failures from rollout actors, versions from the learner
     produces     tickets, batches, weights; the journal and the archive
-    waits for    the disk only; its callers wait here for tickets, batches and versions (waiters.py)
+    waits for    only the disk; its callers wait here for tickets, batches and versions (waiters.py)
 
     A change is in the journal before it is acknowledged: calls that arrive during a transaction share the next one.
     A batch is in the archive, with the learner's record of its tokens, before its version is published.
 
 Queue and ledger share a process, so that publishing is one step: the version becomes known, the lease of its batch
-ends, and engines can pull it. A queue with shards (shard.py) holds only records; tokens bypass this process. A
-restarted process fences out its predecessor and rebuilds the queue from the journal; the learner pushes the weights
-again.
+ends, and engines can pull it. If the queue has shards (shard.py), it holds only records, and tokens bypass this
+process. A restarted process fences out its predecessor and rebuilds the queue from the journal; the learner pushes the
+weights again.
 """
-# Ray leaves parts of its signatures untyped.
 # pyright: reportUnknownMemberType=false
 
 import asyncio
@@ -58,11 +57,11 @@ log = logging.getLogger(__name__)
 PushedRefs: TypeAlias = "tuple[bytes, list[BucketRef]]"
 """An encoded `Push` and the references of its buckets."""
 POLL_S = 5.0
-"""A long poll returns empty after this many seconds, so that no dead caller waits forever."""
+"""After this many seconds a long poll returns empty, so that no call of a dead caller waits forever."""
 
 
 class QueueActor(ArchivedRuns):
-    """Every method may be called twice with the same arguments: Ray repeats calls when this process dies."""
+    """Ray repeats calls when this process dies, so every method may be called twice with the same arguments."""
 
     def __init__(
         self,
@@ -100,9 +99,9 @@ class QueueActor(ArchivedRuns):
 
     @ray.method
     async def begin(self, version: int) -> int:
-        """Begin with a new driver, whose learner starts at `version`; no actor samples yet. Returns the newest version.
+        """Start a new driver, whose learner starts at `version`; no actor samples yet. Returns the newest version.
 
-        The learner redoes the versions between the two, each under its original configuration. Raises
+        The learner redoes the versions from `version` to the newest, each under its original configuration. Raises
         `CheckpointError` if the new configuration changes a setting that is fixed for the run.
         """
         self._queue.reopen_all()
@@ -118,20 +117,20 @@ class QueueActor(ArchivedRuns):
 
     @ray.method
     async def new_process_id(self, known: str) -> str:
-        """The id of this process, once it differs from `known`: by it callers detect a restart."""
+        """Wait until the id of this process differs from `known`, and return it: callers detect a restart by it."""
         while self._process_id == known:
             await asyncio.sleep(POLL_S)
         return self._process_id
 
     @ray.method
     async def silent(self, actors: list[str], limit_s: float) -> list[str]:
-        """Those of `actors` that have not called for more than `limit_s` seconds."""
+        """Return those of `actors` that have not called for more than `limit_s` seconds."""
         present = time.monotonic()
         return [actor for actor in actors if present - self._last_call_s.setdefault(actor, present) > limit_s]
 
     @ray.method
     async def lost(self, actor: str) -> None:
-        """Mark `actor` as dead: its tickets go to other actors, and it never gets another one."""
+        """Mark `actor` as dead: its tickets go to other actors, and it never gets new tickets."""
         self._queue.mark_dead(actor)
         self._tickets.refuse_dead(actor)
         self._serve()
@@ -145,7 +144,7 @@ class QueueActor(ArchivedRuns):
 
     @ray.method
     async def forget(self, before: int) -> None:
-        """Drop the archived batches of versions below `before`, and the endings of older attempts."""
+        """Drop the archived batches of versions below `before`, and the recorded endings of attempts at older slots."""
         archived = [
             version.archived for version in self._published.values() if version.archived and version.version > before
         ]
@@ -160,23 +159,23 @@ class QueueActor(ArchivedRuns):
 
     @ray.method
     async def report(self) -> bytes:
-        """The queue's counters."""
+        """Return the queue's counters, as an encoded `QueueReport`."""
         phases = process.sum_phases([process.spent(), *await self._shards.phase_times()])
         return encode(structs.replace(report.report(self._queue.state), phases=phases))
 
     @ray.method
     async def waiting_for(self) -> str:
-        """A sentence for the watchdog on what the next batch waits for."""
+        """Return a sentence, for the watchdog, on what the next batch waits for."""
         return report.waiting_for(self._queue.settings, self._queue.state)
 
     # --- rollout's side --------------------------------------------------------------------------------------
 
     @ray.method
     async def issue(self, actor: str, engine_version: int, limit: int, call: int) -> bytes:
-        """Up to `limit` tickets, as soon as there is one; an empty tuple after a timeout.
+        """Wait for tickets and return up to `limit` of them; an empty tuple after a timeout.
 
-        The engine may swap while the call waits: `weights_after` then reports its new version, which may admit more
-        slots. An actor increments `call` after it has received tickets; a repeated `call` gets the same tickets.
+        The engine may swap during the wait. `weights_after` then reports its new version, which may admit more slots.
+        An actor increments `call` after it has received tickets; a repeated `call` gets the same tickets.
         """
         self._note_call(actor, engine_version)
         try:
@@ -189,14 +188,14 @@ class QueueActor(ArchivedRuns):
 
     @ray.method
     async def map_rows(self, rows: bytes) -> None:
-        """Learn from a starting actor which row each prompt is (`RowNumbers`), for `algorithm.curriculum`."""
+        """Receive from a starting actor the row of each prompt (`RowNumbers`), for `algorithm.curriculum`."""
         if self._queue.curriculum is not None:
             self._queue.curriculum.map_rows(decode(rows, RowNumbers))
         await self._commits.commit()
 
     @ray.method
     async def beat(self, actor: str) -> int:
-        """Record a heartbeat of `actor`. Returns the number of actors that sample."""
+        """Record a heartbeat of `actor`; return the number of actors that sample."""
         self._last_call_s[actor] = time.monotonic()
         return len(self._queue.state.issued)
 
@@ -212,11 +211,11 @@ class QueueActor(ArchivedRuns):
         limit: int = 0,
         call: int = 0,
     ) -> bytes:
-        """Store everything that `actor` has finished since its last call; it is in the journal when this returns.
+        """Store all that `actor` has finished since its last call. It is in the journal when the call returns.
 
-        With this delivery all segments due for the version `cut_for` have arrived. For a queue with shards,
-        `trajectories` are records. The other arguments are those of `issue`: this returns the tickets that are
-        available and never waits, so that both take one call and one transaction.
+        With this delivery, all segments due for the version `cut_for` have arrived. If the queue has shards,
+        `trajectories` are records. The other arguments are as in `issue`: the call returns the tickets that are
+        available and never waits, so that delivery and issue take one call and one transaction.
         """
         self._last_call_s[actor] = time.monotonic()
         if self._queue.limits is None and not self._shards:
@@ -225,15 +224,15 @@ class QueueActor(ArchivedRuns):
             self._store(actor, cut_for, trajectories, failures)
             tickets = self._tickets.available(actor, engine_version, limit, call) if limit else ()
         finally:
-            # Commit also when TooManyFailures is raised: the dead letters with its reasons are kept.
+            # Commit even if TooManyFailures is raised, so that the dead letters with its reasons are kept.
             await self._commits.commit()
         return encode(tickets)
 
     @ray.method
     async def weights_after(self, actor: str, version: int, have: int) -> "list[PushedRefs]":
-        """The pushes, in order, that lead from version `have` (-1: no weights) to the newest version.
+        """Return the pushes, in order, that lead from version `have` (-1: no weights) to the newest version.
 
-        Waits until there is a version above `version`, the engine's own; returns an empty list after a timeout.
+        Waits until there is a version above `version`, which the engine holds; returns an empty list after a timeout.
         """
         self._note_call(actor, version)
         if (newest := self._newest()) is None or newest <= version:
@@ -248,20 +247,21 @@ class QueueActor(ArchivedRuns):
 
     @ray.method
     async def take(self, version: int) -> "list[BatchRef] | None":
-        """The parts of the batch of the update that starts at `version`, once it is complete; None after `stop`.
+        """Return the parts of the batch of the update that starts at `version`, when it is complete.
 
-        A batch that one rank received before `stop` is given to all ranks. A consumed batch comes from the archive.
+        Returns None after `stop`; but if one rank received the batch before `stop`, all ranks get it. A consumed batch
+        comes from the archive.
         """
         return await self._batch_refs(version, lambda read: self._refs.batch(version, read), self._shards.take)
 
     @ray.method
     async def outline(self, version: int) -> "list[BatchRef] | None":
-        """As `take`, for the outline of the batch: for a rank that reads only some of its rows."""
+        """Return the outline of the batch as `take` returns the batch, for a rank that reads only some of its rows."""
         return await self._batch_refs(version, lambda read: self._refs.outline(version, read), self._shards.outline)
 
     @ray.method
     async def tokens(self, version: int, rows: bytes) -> "list[BatchRef] | None":
-        """As `take`, for the token ids of the batch's trajectories at `rows` (int32)."""
+        """Return the token ids of the batch's trajectories at `rows` (int32), as `take` returns the batch."""
         return await self._batch_refs(
             version,
             lambda read: self._refs.tokens(version, rows, read),
@@ -270,26 +270,26 @@ class QueueActor(ArchivedRuns):
 
     @ray.method
     async def publish(self, push: bytes, refs: "list[BucketRef]", learned: EncodedRecord, learner: int) -> bytes:
-        """Publish a version once every rank has called with its share. Returns a `PublishReply` to all ranks.
+        """Publish a version when every rank has called with its share. All ranks get a `PublishReply`.
 
         Archives and consumes the version's batch, frees its slots, and lets engines pull its weights. `learned` is the
-        encoded `TokenRecord` of the batch; empty without a batch. A version that is published again keeps its first
-        digest; where `learner.exact` held for it, it must have the same weights. Raises `Diverged` if they differ,
-        `QueueError` for a learner marked as dead, and `WeightsError` if the shares do not belong to one version.
+        encoded `TokenRecord` of the batch; it is empty without a batch. A version that is published again keeps its
+        first digest. If its configurations had `learner.exact`, it must have the same weights. Raises `Diverged` if
+        they differ, `QueueError` for a learner marked as dead, and `WeightsError` if the shares are not of one version.
         """
         share = RankShare(decode(push, Push), refs, learned)
         if learner < self._learner:
             raise QueueError(f"version {share.push.version} comes from learner {learner}, which was marked dead")
         if learner > self._learner:
-            # The buckets of a dead learner are lost with its process.
+            # The process of a dead learner is gone, and the buckets with it.
             self._learner, self._ledger = learner, Ledger[PushedRefs]()
             self._shares = ShareCollector(self._publish)
         return encode(await self._shares.result(share))
 
-    # --- the pieces ------------------------------------------------------------------------------------------
+    # --- implementation --------------------------------------------------------------------------------------
 
     def _store(self, actor: str, cut_for: int, trajectories: bytes, failures: bytes) -> None:
-        """Store a delivery, then serve the waiting callers, which come before the delivering actor."""
+        """Store a delivery, then serve the waiting callers, which take precedence over the delivering actor."""
         try:
             if self._shards:
                 self._queue.put_records(decode(trajectories, tuple[TrajectoryRecord, ...]))
@@ -337,12 +337,12 @@ class QueueActor(ArchivedRuns):
         from_queue: Callable[[Callable[[], Batch]], Awaitable[BatchRef]],
         from_shards: Callable[[Batch], Awaitable[list[BatchRef]]],
     ) -> list[BatchRef] | None:
-        """Wait for a batch and return its references, from the queue (by a reader of the batch) or from the shards.
+        """Wait for a batch and return its references, from the shards or, by a reader of the batch, from the queue.
 
-        None after `stop`.
+        Returns None after `stop`.
         """
         if version < self._queue.state.version:
-            # The archive's files get their names in the transaction that records their version.
+            # The archive's files get their final names in the transaction that records their version.
             await self._commits.commit()
             return [await from_queue(lambda: self._archive.batch(version))]
         future = self._batches.batch(version)
@@ -354,12 +354,12 @@ class QueueActor(ArchivedRuns):
         return await from_shards(batch) if self._shards else [await from_queue(lambda: batch)]
 
     def _serve(self) -> None:
-        """Serve the waiting callers after a change; batches first, because taking one may reopen slots."""
+        """Serve the waiting callers after a change. Batches come first, because taking one may reopen slots."""
         self._batches.serve()
         self._tickets.serve()
 
     def _write_transaction(self, transaction: Transaction) -> None:
-        """Write a transaction; the archive's files get their names within it."""
+        """Write a transaction; the archive's files get their final names within it."""
         self._journal.write(transaction.changes, transaction.versions, self._archive.settle)
 
     def _first_prompt(self) -> int:
@@ -367,13 +367,13 @@ class QueueActor(ArchivedRuns):
         return self._queue.state.first_prompt(self._queue.settings.samples_per_prompt) if self._shards else 0
 
     def _drop_from_shards(self, transaction: Transaction) -> None:
-        """Have the shards drop the trajectories that a transaction has consumed or ended."""
+        """Tell the shards to drop the trajectories that a transaction has consumed or ended."""
         consumed, ended = transaction.consumed, transaction.changes.ended
         if self._shards and (consumed or ended):
             self._shards.drop([*consumed, *(attempt.identity for attempt in ended)], transaction.horizon)
 
     async def _archive_batch(self, version: int, learned: EncodedRecord) -> ArchivedBatch:
-        """Write a leased batch to the archive, once; after a failure the next call tries again."""
+        """Write a leased batch to the archive, only the first time; after a failure the next call tries again."""
         if version not in self._archiving:
             self._archiving[version] = asyncio.create_task(
                 self._write_batch(self._queue.leased_batch(version), learned)

@@ -15,11 +15,11 @@ from streamppo.telemetry.metrics_file import Line
 from streamppo.types import Batch, turns
 
 MOST_BATCHES = 200
-"""The most batches that are read, evenly spaced."""
+"""The most batches that are read; they are evenly spaced."""
 
 
 def table(run: Path, config: Config, lines: Iterable[Line]) -> AttemptTable:
-    """Count the attempts of the run in the folder `run`; the times come from its `lines`. Raises `JournalError`."""
+    """Count the attempts of the run in the folder `run`, with times from its `lines`. Raises `JournalError`."""
     with closing(Journal.open_run(run)) as journal:
         ended, published = journal.ended_attempts(), journal.versions()
     archive = Archive(run / "archive", checksums(published.values()))
@@ -39,7 +39,7 @@ def table(run: Path, config: Config, lines: Iterable[Line]) -> AttemptTable:
 
 
 class _Clock:
-    """Returns the hour of the run at which a version began, from the lines of updates."""
+    """Finds the hour of the run at which a version began, from the lines of updates."""
 
     def __init__(self, lines: Iterable[Line]) -> None:
         known = sorted((line["update"], line["wall_s"]) for line in lines if "update" in line)
@@ -53,7 +53,7 @@ class _Clock:
 
 def _ended(attempt: EndedAttempt, clock: _Clock) -> Attempt:
     end: End = "failed" if attempt.stage else "lost" if attempt.state == "lost" else "dropped"
-    # The reasons of other endings contain numbers, so hardly any is repeated.
+    # The reasons of other endings contain numbers, so that hardly any reason occurs twice.
     reason = (
         attempt.reason.partition(" times: ")[2] if attempt.state == "abandoned" and attempt.stage else attempt.reason
     )
@@ -72,7 +72,7 @@ def _ended(attempt: EndedAttempt, clock: _Clock) -> Attempt:
 def _trained(batch: Batch, clock: _Clock) -> Iterator[Attempt]:
     hour = clock.hour(batch.version)
     for trajectory in batch.trajectories:
-        # A completion's last segment counts for all its segments.
+        # The last segment of a completion stands for all its segments.
         if trajectory.finish != "cut":
             oldest = trajectory.oldest_version
             yield Attempt(

@@ -1,7 +1,7 @@
 """Sources of a learner's batches: the protocol, and the archive as a source.
 
-The live queue (`QueueActor`) and a run's archive (`ArchiveSource`) are both a `BatchSource`, and the learner treats
-them alike.
+The live queue (`QueueActor`) and a run's archive (`ArchiveSource`) are both a `BatchSource`. The learner uses both in
+the same way.
 """
 # Ray leaves parts of its signatures untyped.
 # pyright: reportUnknownMemberType=false
@@ -26,46 +26,47 @@ if TYPE_CHECKING:
 
 
 BEAT_S = 5.0
-"""Seconds between two heartbeats of a rollout actor or a rank, however long its work takes."""
+"""Seconds between two heartbeats of a rollout actor or a rank, also during long work."""
 
 
 class BatchSource(Protocol):
-    """The learner's calls to a Ray actor: batches in, versions out."""
+    """The methods of a Ray actor that the learner calls: batches come from it, versions go to it."""
 
     @ray.method
     async def take(self, version: int) -> "list[BatchRef] | None":
-        """Return the parts of the batch of the update that starts at `version`, once it is complete; None after a stop.
+        """Return the parts of the batch of the update that starts at `version`, when complete; None after a stop.
 
-        References are lost with the process that made them; the process that replaces it has the same batch.
+        References are lost with the process that made them. The process that replaces it has the same batch.
         """
         ...
 
     @ray.method
     async def outline(self, version: int) -> "list[BatchRef] | None":
-        """As `take`, for the `Outline` of the batch: for a rank that reads only some of its rows."""
+        """Return the batch's `Outline` as `take` returns the batch, for a rank that reads only some of its rows."""
         ...
 
     @ray.method
     async def tokens(self, version: int, rows: bytes) -> "list[BatchRef] | None":
-        """As `take`, for the `Tokens` of the batch's trajectories at `rows` (int32)."""
+        """Return the `Tokens` of the batch's trajectories at `rows` (int32), as `take` returns the batch."""
         ...
 
     @ray.method
     async def publish(self, push: bytes, refs: "list[BucketRef]", learned: EncodedRecord, learner: int) -> bytes:
         """Receive one rank's share of a new version: its `Push`, its buckets, and the `TokenRecord` of its batch.
 
-        `learner` numbers the groups of ranks that the run has had. Returns a `PublishReply` when all shares have come.
+        `learner` counts the groups of ranks that the run has had. Returns a `PublishReply` when all shares have
+        arrived.
         """
         ...
 
     @ray.method
     async def new_process_id(self, known: str) -> str:
-        """Return the id of this process, once it differs from `known`."""
+        """Wait until the id of this process differs from `known`, and return it."""
         ...
 
     @ray.method
     async def beat(self, actor: str) -> int:
-        """Record a heartbeat of `actor`. Returns the number of actors that sample."""
+        """Record a heartbeat of `actor`; return the number of actors that sample."""
         ...
 
     @ray.method
@@ -83,27 +84,27 @@ Source = TypeVar("Source", bound=BatchSource)
 
 
 def as_source(actor: ActorProxy[Source]) -> ActorProxy[BatchSource]:
-    """The handle of a live queue or an archive, typed as the protocol."""
-    # Ray's proxies are not covariant: a handle of a subtype does not pass for a handle of its protocol.
+    """Type the handle of a live queue or an archive as the protocol."""
+    # Ray's proxies are not covariant, so a type checker does not accept the handle of a subtype.
     return cast("ActorProxy[BatchSource]", actor)
 
 
 class ArchivedRuns:
-    """Archived batches of any run, by its folder; shared by all sources. Raises `JournalError` for a damaged run."""
+    """Access to the archived batches of any run, by its folder. Raises `JournalError` for a damaged run."""
 
     @ray.method
     async def archived_versions(self, run: str) -> list[int]:
-        """The versions whose batches are archived in the folder `run`."""
+        """Return the versions whose batches are archived in the folder `run`."""
         return (await asyncio.to_thread(_open_archive, run)).versions()
 
     @ray.method
     async def archived_batch(self, run: str, version: int) -> bytes:
-        """The encoded `Batch` that the run trained on from `version`."""
+        """Return the encoded `Batch` on which the run trained from `version`."""
         return await asyncio.to_thread(lambda: encode(_open_archive(run).batch(version)))
 
 
 class ArchiveSource(ArchivedRuns):
-    """The batches of one run in order, for a learner that replays its versions; it keeps their digests."""
+    """The batches of one run in order, for a learner that replays its versions; it keeps the versions' digests."""
 
     def __init__(self, run: str, put: Put = batch_refs.put) -> None:
         self._archive = archive.open(Path(run))
@@ -113,22 +114,22 @@ class ArchiveSource(ArchivedRuns):
 
     @ray.method
     async def take(self, version: int) -> "list[BatchRef] | None":
-        """The batch that the run trained on from `version`."""
+        """Return the batch on which the run trained from `version`."""
         return [await self._refs.batch(version, lambda: self._archive.batch(version))]
 
     @ray.method
     async def outline(self, version: int) -> "list[BatchRef] | None":
-        """The outline of the batch that the run trained on from `version`."""
+        """Return the outline of the batch on which the run trained from `version`."""
         return [await self._refs.outline(version, lambda: self._archive.batch(version))]
 
     @ray.method
     async def tokens(self, version: int, rows: bytes) -> "list[BatchRef] | None":
-        """The token ids of the batch's trajectories at `rows` (int32)."""
+        """Return the token ids of the batch's trajectories at `rows` (int32)."""
         return [await self._refs.tokens(version, rows, lambda: self._archive.batch(version))]
 
     @ray.method
     async def publish(self, push: bytes, refs: "list[BucketRef]", learned: EncodedRecord, learner: int) -> bytes:
-        """Keep the digest of a version and discard its weights. Returns a `PublishReply`."""
+        """Keep the digest of a version, discard its weights, and return a `PublishReply`."""
         return encode(await self._shares.result(RankShare(decode(push, Push), refs, learned)))
 
     async def _publish(self, share: "RankShare[BucketRef]") -> PublishReply:
@@ -137,23 +138,23 @@ class ArchiveSource(ArchivedRuns):
 
     @ray.method
     async def new_process_id(self, known: str) -> str:
-        """The constant id of this process; a caller that knows it waits forever."""
+        """Return the constant id of this process; a caller that knows the id waits forever."""
         if known:
             await asyncio.Event().wait()
         return "only"
 
     @ray.method
     async def beat(self, actor: str) -> int:
-        """Ignore the heartbeat. Returns 0: no actor samples."""
+        """Ignore the heartbeat and return 0, because no actor samples."""
         return 0
 
     @ray.method
     async def digests(self) -> dict[int, str]:
-        """The digest of every replayed version."""
+        """Return the digest of every replayed version."""
         return self._digests
 
 
 @lru_cache(maxsize=1)
 def _open_archive(run: str) -> archive.Archive:
-    """The archive of `run`, opened once: opening checks the whole journal, and all ranks must see the same batches."""
+    """Open the archive of `run` one time: opening checks the whole journal, and all ranks must see the same batches."""
     return archive.open(Path(run))

@@ -2,9 +2,9 @@
 
     changed -> commit -> drained -> written -> acknowledged
 
-A caller's change is in the journal when its `commit` returns. A transaction without changes is skipped: an earlier one
-has written them. If a write fails, its drained changes are lost: from then on every `commit` raises, and nothing is
-acknowledged.
+When `commit` returns, its caller's change is in the journal. A transaction without changes is skipped, because an
+earlier one has written them. If a write fails, the changes taken for it are lost. From then on every `commit` raises,
+and nothing is acknowledged.
 """
 
 import asyncio
@@ -21,7 +21,7 @@ from streamppo.types import Identity
 class Transaction(NamedTuple):
     """Changes, the published `versions` among them, and the trajectories that these versions consumed.
 
-    `horizon` is taken when the changes are drained: later changes are not in the journal and may be lost in a crash.
+    `horizon` is read when the changes are taken. Later changes are not in the journal, and a crash may lose them.
     """
 
     changes: Changes
@@ -31,7 +31,7 @@ class Transaction(NamedTuple):
 
 
 class Commits:
-    """Drains the changes of `rules` into transactions; calls `write` with each, in a thread, and then `written`."""
+    """Turns the changes of `rules` into transactions; calls `write` with each one in a thread, and then `written`."""
 
     def __init__(
         self,
@@ -45,18 +45,18 @@ class Commits:
         self._consumed: list[Identity] = []
         self._requested = self._written = 0
         self.write_lock = asyncio.Lock()
-        """Held while the journal is written."""
+        """Held during a write to the journal."""
         self._broken: JournalError | None = None
         self._counters_only: Changes | None = None
-        """The drained changes without a change since the last transaction: the counters alone."""
+        """What an unchanged queue would write: the counters of the last transaction alone."""
 
     def publish(self, version: PublishedVersion, consumed: Sequence[Identity]) -> None:
-        """Add to the next transaction a published version and the trajectories that it consumed."""
+        """Add a published version, and the trajectories that it consumed, to the next transaction."""
         self._versions.append(version)
         self._consumed += consumed
 
     async def commit(self) -> None:
-        """Return when all changes so far are in the journal. Raises `JournalError` if writing them fails."""
+        """Wait until all changes so far are in the journal. Raises `JournalError` if a write fails."""
         self._requested += 1
         request = self._requested
         async with self.write_lock:

@@ -1,13 +1,14 @@
 """The difference between two runs with a common beginning, prompt by prompt: both sampled the same prompts.
 
-    d_p         mean reward of prompt p's trained samples in the second run, less that in the first
-    difference  mean of d_p over the n prompts that both trained on
+    d_p         mean reward of prompt p's trained samples in the second run, minus that in the first run
+    difference  mean of d_p over the n prompts that both runs trained on
     error       standard deviation of d_p / sqrt(n)
 
-A prompt's difficulty cancels in d_p; `unpaired` is the error of the same numbers if the runs had different prompts. A
-completion's reward is on its last segment, and counts there.
+A prompt's difficulty cancels in d_p. `unpaired` is what the error would be if the runs had different prompts. The
+reward of a completion in segments is on its last segment, and counts for that one.
 
-Example: rewards 1, 0, 1 and 1, 1, 1 of three prompts: the difference is 1/3, the error 1/3, unpaired also 1/3.
+Example: three prompts have rewards 1, 0, 1 in one run and 1, 1, 1 in the other. The difference is 1/3, the error 1/3,
+unpaired also 1/3.
 """
 
 import math
@@ -25,15 +26,15 @@ from streamppo.queue.store.journal import Journal
 from streamppo.types import WireStruct
 
 WINDOWS = 4
-"""The number of parts of the common updates, each with its own row."""
+"""The number of parts into which the common updates are divided; each part has a row."""
 Rewards: TypeAlias = Mapping[int, tuple[int, float]]
-"""By prompt: the update that trained on the last of its samples, and their mean reward."""
+"""For each prompt, the update that trained on the last of its samples, and their mean reward."""
 
 
 class PairedDifference(WireStruct, frozen=True):
-    """The second run less the first, over prompts whose last samples were trained on by updates `first` to `last`.
+    """The second run minus the first, over prompts whose last samples were trained on by updates `first` to `last`.
 
-    The error needs two pairs, the difference one.
+    The error needs two pairs, the difference needs one.
     """
 
     first: int
@@ -47,23 +48,23 @@ class PairedDifference(WireStruct, frozen=True):
 
 
 def common_version(first_run: Path, second_run: Path, configs: tuple[Config, Config]) -> int | None:
-    """The version at which one run was forked from the other, or both from a third; None for runs without a common
-    past.
+    """The version at which one run was forked from the other, or both from a third run; None without a common past.
 
-    Both may have been forked: the later fork is where they part if they have the same weights there. Other runs with
-    the same first model, task and seed are compared from the newest version that both have.
+    If both runs were forked, it is the later fork, provided that they have the same weights there. Two runs without a
+    fork, but with the same first model, task and seed, are compared from the newest version at which their weights are
+    equal.
     """
     ours, theirs = configs
     if ours.task != theirs.task or ours.seed != theirs.seed:
         return None
     first_digests, second_digests = _digests(first_run), _digests(second_run)
     same = {version for version, digest in first_digests.items() if second_digests.get(version) == digest}
-    origins = {found.version for found in (ours.origin, theirs.origin) if found and found.version in same}
+    origins = {origin.version for origin in (ours.origin, theirs.origin) if origin and origin.version in same}
     return max(origins, default=max(same, default=None))
 
 
 def differences(first_run: Path, second_run: Path, version: int) -> list[PairedDifference]:
-    """The difference over all updates after `version` that both runs have, and in parts of them, in order."""
+    """The difference over all updates after `version` that both runs have, then over each part of them, in order."""
     archives = archive.open(first_run), archive.open(second_run)
     last = min(max(run.versions(), default=-1) + 1 for run in archives)
     first, second = (_rewards(run, version, last) for run in archives)
@@ -84,14 +85,15 @@ def _digests(run: Path) -> dict[int, str]:
         return {version: made.digest for version, made in journal.versions().items()}
 
 
-def _rewards(found: archive.Archive, version: int, last: int) -> Rewards:
+def _rewards(run: archive.Archive, version: int, last: int) -> Rewards:
     rewards: dict[int, list[float]] = defaultdict(list)
     newest: dict[int, int] = {}
-    for before in (one for one in found.versions() if version <= one < last):
-        for one in (one for one in found.batch(before).trajectories if one.finish != "cut"):
-            rewards[one.identity.prompt].append(one.reward)
-            newest[one.identity.prompt] = before + 1
-    return {prompt: (newest[prompt], statistics.fmean(some)) for prompt, some in rewards.items()}
+    for before in (number for number in run.versions() if version <= number < last):
+        for trajectory in run.batch(before).trajectories:
+            if trajectory.finish != "cut":
+                rewards[trajectory.identity.prompt].append(trajectory.reward)
+                newest[trajectory.identity.prompt] = before + 1
+    return {prompt: (newest[prompt], statistics.fmean(samples)) for prompt, samples in rewards.items()}
 
 
 def _difference(prompts: Sequence[int], first: Rewards, second: Rewards, begin: int, end: int) -> PairedDifference:

@@ -1,4 +1,4 @@
-"""The queue's state for display: its counters, and a sentence about what the next batch waits for."""
+"""Describes the queue's state: its counters, and a sentence about what the next batch waits for."""
 
 from collections import Counter
 
@@ -39,7 +39,7 @@ def report(state: QueueState) -> QueueReport:
 
 
 def _ledger(state: QueueState) -> dict[str, int]:
-    """All sampled tokens that were delivered, and each of them once more under its ending or its present state."""
+    """The number of all delivered tokens that were sampled, and their division by ending or present state."""
     ready = [slot.trajectory for slot in state.waiting() if slot.trajectory is not None]
     leased = [trajectory for batch in state.leases.values() for trajectory in batch.batch.trajectories]
     return {
@@ -50,7 +50,7 @@ def _ledger(state: QueueState) -> dict[str, int]:
 
 
 def waiting_for(settings: QueueSettings, state: QueueState) -> str:
-    """Say in one sentence what the next batch waits for."""
+    """Return a sentence about what the next batch waits for."""
     actors = Counter(slot.actor for slot in state.slots.values() if slot.actor is not None)
     in_flight = ", ".join(f"{count} at {actor}" for actor, count in sorted(actors.items())) or "none"
     to_be_sampled = sum(slot.state is OPEN for slot in state.slots.values())

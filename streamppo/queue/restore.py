@@ -44,7 +44,8 @@ log = logging.getLogger(__name__)
 def restore(address: str, run: Path) -> None:
     """Restore the folder of a run, at `run`, from its copies at `address`; copy its shards again under its new life.
 
-    Raises `CheckpointError` if `run` exists or there are no copies, and `JournalError` if the copies are incomplete.
+    A life is the time between two restores of a run (copies.py). Raises `CheckpointError` if `run` exists or there are
+    no copies, and `JournalError` if the copies are incomplete.
     """
     if run.exists():
         raise CheckpointError(f"{run}: exists; name a folder that does not")
@@ -85,7 +86,7 @@ def _fill(remote: Store, life: str, run: Path) -> None:
 
 
 def _restore_archive(remote: Store, archive: Path, journal: Journal) -> None:
-    """Fetch the files of every archived batch and rename each copy to its name in the archive."""
+    """Fetch the files of every archived batch, and rename each copy to its name in the archive."""
     for version, files in checksums(journal.versions().values()).items():
         for path, checksum in zip(Archive(archive, {}).paths(version, len(files)), files, strict=True):
             name = archive_copy_name(path, checksum)
@@ -97,7 +98,7 @@ def _restore_archive(remote: Store, archive: Path, journal: Journal) -> None:
 def _restore_files(remote: Store, folder: str, run: Path, journal: Journal) -> None:
     """Restore the other files that a resume reads, each from its newest intact copy.
 
-    Without an intact copy of the configuration, the newest one in the journal is saved.
+    If there is no intact copy of the configuration, the newest configuration in the journal is saved.
     """
     for file in RUN_FILES:
         if (content := _newest_intact(remote, folder, file)) is not None:
@@ -119,13 +120,13 @@ def _newest_intact(remote: Store, folder: str, file: str) -> bytes | None:
 
 
 def _restore_journal(remote: Store, folder: str, run: Path) -> tuple[Journal, str]:
-    """Restore the journal of a run from its newest intact copy and the transactions that follow it.
+    """Restore the journal of a run from its newest intact copy and the transactions after it.
 
-    Returns the journal, and the token of the claim under which both were written.
+    Returns the journal, and the token of the claim under which copy and transactions were written.
     """
     names, claims = list(filter(is_journal_copy, remote.names(folder))), remote.names(owner.OWNERS)
     bases = [name for name in names if name.endswith(BASE)]
-    # The last one is tried first: a copy of the newest claim of the address, if it has one.
+    # The last base is tried first. If copies of the address's newest claim exist, they come last.
     bases.sort(key=lambda base: claim_token(base) == owner.newest(claims))
     journal, token = _restore_base(remote, folder, bases, run)
     claimed = [name for name in names if not name.endswith(BASE) and claim_token(name) == token]
@@ -138,7 +139,7 @@ def _restore_journal(remote: Store, folder: str, run: Path) -> tuple[Journal, st
 
 
 def _read_transactions(remote: Store, folder: str, names: Sequence[str]) -> Iterator[tuple[str, Entry]]:
-    """Read transactions; the last one may be truncated: its writer died before it acknowledged it."""
+    """Read transactions. The last one may be truncated, because its writer died before it acknowledged it."""
     for name in names:
         row = copies.read_row(remote, folder, name)
         if row is not None:
@@ -150,7 +151,7 @@ def _read_transactions(remote: Store, folder: str, names: Sequence[str]) -> Iter
 
 
 def _restore_base(remote: Store, folder: str, bases: Sequence[str], run: Path) -> tuple[Journal, str]:
-    """The journal of the last intact copy in `bases`, and the token of the claim under which it was written."""
+    """Restore the last intact copy in `bases`; return the journal and the token of the claim that wrote the copy."""
     for base in reversed(bases):
         checksum = base[DIGITS + 1 :].partition(".")[0]
         remote.fetch(folder, base, run)
@@ -173,23 +174,24 @@ def _repeat(journal: Journal, entry: Entry) -> None:
 
 
 def _restore_shards(remote: Store, folder: str, run: Path, journal: Journal, token: str) -> None:
-    """Restore the journals of a run's shards. Raises `JournalError` if one lacks a trajectory of the queue."""
+    """Restore the journals of a run's shards. Raises `JournalError` if a shard lacks a trajectory of the queue."""
     config = resume_checks.newest_config(journal)
     identities = [slot.identity for slot in journal.slots() if slot.record]
     numbers = shards.numbers(config) if config else range(0)
     for number in numbers:
-        # Written as by the shard itself, so that each trajectory is copied under the new life.
-        bodies = CopiedTrajectoryStore(run, number, remote.address)
+        # The store writes as the shard does, so that each trajectory is copied under the new life.
+        trajectory_store = CopiedTrajectoryStore(run, number, remote.address)
         for trajectories in _shard_trajectories(remote, f"{folder}/{number}", token):
-            bodies.write(trajectories)
-        bodies.read([identity for identity in identities if identity.prompt % len(numbers) == number])
-        bodies.close()
+            trajectory_store.write(trajectories)
+        trajectory_store.read([identity for identity in identities if identity.prompt % len(numbers) == number])
+        trajectory_store.close()
 
 
 def _shard_trajectories(remote: Store, folder: str, token: str) -> Iterator[dict[Identity, bytes]]:
-    """The encoded trajectories of each of a shard's files, without truncated files: those were never acknowledged.
+    """Yield the encoded trajectories in each of a shard's files, except truncated files, which were not acknowledged.
 
-    Files under the claim of `token` come first and take precedence: another folder may also have used the address.
+    Files under the claim of `token` come first and take precedence, because another folder may also have used the
+    address.
     """
     for name in sorted(remote.names(folder), key=lambda name: claim_token(name) != token):
         try:
@@ -197,7 +199,7 @@ def _shard_trajectories(remote: Store, folder: str, token: str) -> Iterator[dict
         except CheckpointError:
             if name in remote.names(folder):
                 raise
-            # A live shard has deleted the file meanwhile, because it is no longer needed.
+            # A live shard has deleted the file since it was listed, because it is no longer needed.
             continue
         if row is not None:
             with _naming(remote, f"{folder}/{name}"):

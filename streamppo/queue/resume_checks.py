@@ -14,7 +14,7 @@ from streamppo.types import decode
 
 
 def configs(journal: Journal) -> dict[int, Config]:
-    """The run's configurations, each by the first version from which it held.
+    """The run's configurations, each by the first version that it applied to.
 
     Raises `JournalError` for a configuration written by another version of streamppo.
     """
@@ -28,23 +28,23 @@ def configs(journal: Journal) -> dict[int, Config]:
 
 
 def newest_config(journal: Journal) -> Config | None:
-    """The run's last configuration; None if it never began. Raises the errors of `configs`."""
+    """The run's last configuration; None if the run never began. Raises the errors of `configs`."""
     return next(reversed(configs(journal).values()), None)
 
 
 def is_exact(recorded: Mapping[int, Config], version: int) -> bool:
-    """True if redoing `version` gives the same weights: every configuration up to it has `learner.exact`."""
+    """True if redoing `version` gives the same weights, because all configurations up to it have `learner.exact`."""
     return all(config.learner.exact for since, config in recorded.items() if since < max(version, 1))
 
 
 def refuse_changed_settings(before: Config | None, config: Config) -> None:
-    """Raise `CheckpointError` if `config` changes a fixed setting of a run whose last configuration is `before`."""
+    """Raise `CheckpointError` if `config` changes a fixed setting of the run; `before` is its last configuration."""
     if before is not None and (fault := fixed_fault(before, config)):
         raise CheckpointError(fault)
 
 
 def refuse_without_journal(run: Path) -> None:
-    """Raise `JournalError` if the run in the folder `run` has trained but its journal is missing."""
+    """Raise `JournalError` if the run in the folder `run` has trained and its journal is missing."""
     path = run / "journal.sqlite"
     trained = next((run / "archive").glob("*.zarr.zip"), None) or next((run / "checkpoints").glob("[0-9]*"), None)
     if trained is not None and not path.is_file():
@@ -56,7 +56,7 @@ def refuse_without_journal(run: Path) -> None:
 
 
 def refuse_without_shards(run: Path, config: Config) -> None:
-    """Raise `JournalError` if `run`, the folder of a run that has begun, lacks the journal of one of its shards."""
+    """Raise `JournalError` if the folder `run` of a run that has begun lacks the journal of a shard."""
     for number in shards.numbers(config):
         if not (path := trajectory_store.path(run, number)).is_file():
             raise JournalError(f"{path}: missing: it has the tokens of waiting trajectories. Put it back to continue")

@@ -1,17 +1,17 @@
-"""The journal and the archive of a run as they were at an earlier version: a fork of the run continues with them.
+"""Writes the journal and archive of a run as they were at an earlier version: a fork of the run continues with them.
 
-Slots up to those of the newest prompt that batches before the version have:
+The batches before the version contain slots. Up to the slots of the newest prompt in them, a slot in the fork is:
 
     in such a batch       consumed
-    in a later one        open, to be sampled again in their order
-    held at present       the same
-    none of these         abandoned or skipped
+    in a later batch      open: it is sampled again, in the order of slots
+    held at present       open, in the same way
+    in none of these      abandoned or skipped
 
-Slots above them open when there is room, as in the run. No trajectory waits: the run's trajectories for later updates
-are sampled again, by the weights of the version. With `max_lag = 0` there are none.
+Slots above them open when there is room, as in the run. No trajectory waits in the fork: those that the run trained on
+later are sampled again, by the weights of the version. With `max_lag = 0` there are none.
 
-Example: 2 slots a batch, at version 2. Batches 0 and 1 have slots 0, 2 and 1, 5; batch 2 has 3, 6; the journal abandons
-4. Then slot 3 is open, slot 4 is abandoned, and slot 6 is not opened yet.
+Example: 2 slots a batch, at version 2. Batches 0 and 1 have slots 0, 2 and 1, 5. Batch 2 has slots 3, 6. The journal
+says that slot 4 was abandoned. Then slot 3 is open, slot 4 is abandoned, and slot 6 is not opened yet.
 """
 
 import os
@@ -48,8 +48,8 @@ from streamppo.types import Identity
 
 
 class RewindPoint(NamedTuple):
-    """The properties of a version for `rewind`: trajectories and tokens of all batches before it, and the lag admitted
-    with it.
+    """What `rewind` needs to know of a version: the trajectories and tokens of all batches before it, and its admitted
+    lag.
     """
 
     version: int
@@ -59,7 +59,7 @@ class RewindPoint(NamedTuple):
 
 
 class Slots(NamedTuple):
-    """The slots below `opened`: those that are open again, and the endings of attempts at the others."""
+    """The slots below `opened`: those that are open again, the ended attempts at the others, and skipped prompts."""
 
     opened: int
     open: tuple[SavedSlot, ...]
@@ -68,10 +68,10 @@ class Slots(NamedTuple):
 
 
 def rewind(run: Path, fork: Path, config: Config, point: RewindPoint) -> None:
-    """Write the journal and archive of `run`, as of a version, to the folder `fork`; `config` is that version's.
+    """Write the journal and archive of `run`, as of a version with the configuration `config`, to the folder `fork`.
 
-    Files of the archive are hard links if the disk has them, and all are verified. Raises `JournalError` for batches
-    that were not kept, are missing, or damaged.
+    Files of the archive are hard links if the disk supports them. All files are verified. Raises `JournalError` for
+    batches that were not kept, are missing, or are damaged.
     """
     with closing(Journal.open_run(run)) as journal:
         versions, configs = journal.versions(), journal.configs()
@@ -99,9 +99,9 @@ def rewind(run: Path, fork: Path, config: Config, point: RewindPoint) -> None:
 
 
 def link_or_copy(source: Path, target: Path, sha256: str = "") -> None:
-    """Link `source` at `target`, or copy and flush it on a disk without links.
+    """Link `source` at `target`; on a disk without links, copy and flush it.
 
-    Raises `OSError` if it is not a file, and `JournalError` for another `sha256`.
+    Raises `OSError` if `source` is not a file, and `JournalError` if it has another `sha256`.
     """
     digest = durable.sha256(source)
     if sha256 and digest != sha256:
@@ -131,7 +131,7 @@ def _slots(
     if not version:
         return Slots(0, (), (), ())
     counters = journal.counters()
-    assert counters is not None, "it has versions"
+    assert counters is not None, "a run with versions has counters"
     opened = _opened(versions, version, counters.opened, shape)
     later = [made for made in versions.values() if made.version > version and _reaches(made, opened, shape)]
     identities = [identity for made in later for identity in _identities(archive, made.version - 1)]
@@ -140,8 +140,8 @@ def _slots(
     to_come = {number: identity for number, identity in numbered if number < opened}
     endings = journal.ended_attempts(range(opened))
     attempts = {number: 0 for number in to_come}
-    if any(one.queue.segments for since, one in resume_checks.configs(journal).items() if since <= version):
-        # Segments of the attempts so far may be trained on: their names are taken.
+    if any(past.queue.segments for since, past in resume_checks.configs(journal).items() if since <= version):
+        # Segments of earlier attempts may have been trained on, so their attempt numbers must not be used again.
         used = [(ending.number, ending.identity.attempt) for ending in endings]
         used += [(number, identity.attempt) for number, identity in to_come.items()]
         for number, attempt in used:
@@ -162,23 +162,23 @@ def _slots(
 
 
 def _opened(versions: Mapping[int, PublishedVersion], version: int, most: int, shape: GroupShape) -> int:
-    """The number after the slots of the newest prompt of all batches before `version`, of `most` that are opened.
+    """The number after the slots of the newest prompt in all batches before `version`; `most` slots were ever opened.
 
-    Any older batch may have that prompt: with segments, or after `max_lag` was reduced, many batches may be filled by
-    what was held when it was opened.
+    Any batch may contain the newest prompt: with segments, or after `max_lag` was reduced, many batches may consist of
+    trajectories that were held when the prompt's slots were opened.
     """
     later = [made for made in versions.values() if made.version > version]
-    if gone := [made.version for made in later if made.archived is None]:
+    if dropped := [made.version for made in later if made.archived is None]:
         raise JournalError(
-            f"the batch of version {gone[0] - 1} was not kept, and it has prompts that waited at version {version}: a "
-            f"fork can begin at version {gone[-1]} or later"
+            f"the batch of version {dropped[0] - 1} was not kept, and it has prompts that waited at version {version}: "
+            f"a fork can begin at version {dropped[-1]} or later"
         )
-    newest = max(one.last_prompt for one in versions.values() if one.version <= version)
+    newest = max(made.last_prompt for made in versions.values() if made.version <= version)
     return min(shape.slots_of(newest).stop, most)
 
 
 def _reaches(made: PublishedVersion, opened: int, shape: GroupShape) -> bool:
-    """True if a version's batch may have slots below `opened`."""
+    """True if the batch that made a version may have slots below `opened`."""
     return made.archived is not None and made.archived.first_prompt * shape.samples_per_prompt < opened
 
 
@@ -196,7 +196,7 @@ def _counters(config: Config, slots: Slots, point: RewindPoint) -> Counters:
     abandoned = {ended.number for ended in slots.ended if ended.state in GIVEN_UP}
     given_up = len(abandoned - open_numbers)
     given_up += len(slots.skipped) * shape.unit_size
-    # All slots and segments that are not open have ended. Older endings may be forgotten.
+    # All slots and segments that are not open have ended. The endings of the oldest may have been forgotten.
     ended = slots.opened - len(open_numbers)
     consumed = point.trajectories
     cut = max(0, consumed + given_up - ended)
@@ -217,7 +217,7 @@ def _counters(config: Config, slots: Slots, point: RewindPoint) -> Counters:
 def _zero_variance(
     archive: Archive, ended: Iterable[EndedAttempt], config: Config, version: int, rows: KnownRows | None
 ) -> Counts:
-    """The curriculum's counts at `version`, from the batches since its rows are known, as far as they were kept."""
+    """The curriculum's counts at `version`, from all kept batches of the versions since its rows became known."""
     settings = queue_settings(config)
     if settings.curriculum is None or rows is None:
         return ()

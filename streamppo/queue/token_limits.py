@@ -14,13 +14,13 @@ from streamppo.queue.rules.validation import TokenLimits
 
 
 def read_token_limits(config: Config, model_path: str) -> TokenLimits:
-    """The limits from the configuration and the model's config.json; `model_path` is a folder or a hub name.
+    """Read the limits from the configuration and the model's config.json; `model_path` is a folder or a hub name.
 
-    Raises `ModelError` if config.json cannot be read or has no vocabulary size.
+    Raises `ModelError` if config.json cannot be read or does not name the size of the vocabulary.
     """
     try:
         settings = json.loads(durable.read(_config_file(model_path)))
-        # Multimodal models keep the settings of their text model in `text_config`.
+        # Multimodal models have the settings of their text model in `text_config`.
         vocabulary = int({**settings, **settings.get("text_config", {})}["vocab_size"])
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise ModelError(f"{model_path}: its config.json does not say how many tokens it has: {error!r}") from error
@@ -38,7 +38,7 @@ def read_token_limits(config: Config, model_path: str) -> TokenLimits:
 
 def _config_file(model_path: str) -> Path:
     if (folder := Path(model_path)).is_dir():
-        # Importing transformers takes most of a second, and the queue needs it only here.
+        # The queue needs transformers only for a hub name, and importing it takes most of a second.
         return folder / "config.json"
     from transformers.utils.hub import cached_file
 

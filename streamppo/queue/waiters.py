@@ -1,11 +1,12 @@
-"""The queue's waiting callers; each is woken only by its own event.
+"""The queue's waiting callers; each caller is woken only by an event that concerns it.
 
     tickets     an actor whose engine holds version v waits until a slot is reopened, or may open for v
     batches     all ranks that wait for the batch of one version share one future
     versions    all engines that hold version v share one event, set when a version above v is published
 
-After each change of the queue `serve` runs before anything is awaited: no caller waits for a result that exists. A
-change that serves no caller costs one check per engine version and per requested batch, for any number of callers.
+After each change of the queue, `serve` runs before anything is awaited, so that no caller waits for a result that
+exists. A change that serves no caller costs one check per engine version and per requested batch, for any number of
+callers.
 """
 
 import asyncio
@@ -36,7 +37,7 @@ class Caller:
 class TicketLine:
     """Actors that wait for tickets, in the order of their first calls; a repeated call keeps its place.
 
-    An actor has at most one waiting request: a newer one replaces it, and the older one returns no tickets.
+    An actor has at most one waiting request: a newer request replaces it, and the older one returns no tickets.
     """
 
     def __init__(self, rules: QueueRules) -> None:
@@ -47,7 +48,7 @@ class TicketLine:
         self._next_place = count()
 
     async def tickets(self, actor: str, engine_version: int, limit: int, call: int) -> Tickets:
-        """As `QueueRules.issue`, but waits until there is a ticket. A cancelled call leaves the line."""
+        """Wait until `QueueRules.issue` gives tickets, and return them. A cancelled call leaves the line."""
         if tickets := self.available(actor, engine_version, limit, call):
             return tickets
         self._dismiss(actor)
@@ -60,13 +61,13 @@ class TicketLine:
             self._leave(caller)
 
     def available(self, actor: str, engine_version: int, limit: int, call: int) -> Tickets:
-        """As `QueueRules.issue`: the tickets that are available, if any; never waits."""
+        """Return the tickets that `QueueRules.issue` gives now, perhaps none."""
         if tickets := self._rules.issue(actor, engine_version, limit, call):
             self._places.pop(actor, None)
         return tickets
 
     def serve(self) -> None:
-        """Issue all available tickets, first to the actor that has waited longest."""
+        """Issue all available tickets, to the longest waiting actor first."""
         served = [version for version in self._by_version if self._rules.has_ticket(version)]
         if not served:
             return
@@ -78,7 +79,7 @@ class TicketLine:
                 self._answer(caller)
 
     def note_version(self, actor: str, engine_version: int) -> None:
-        """Record that the engine of `actor` holds `engine_version`; that may admit it to tickets."""
+        """Record that the engine of `actor` holds `engine_version`, for which the actor may get tickets."""
         caller = self._callers.get(actor)
         if caller is not None and caller.engine_version != engine_version:
             self._leave(caller)
@@ -87,21 +88,21 @@ class TicketLine:
             self._answer(caller)
 
     def refuse_dead(self, actor: str) -> None:
-        """Make the waiting call of `actor`, which was marked dead, raise the rules' refusal."""
+        """Raise the rules' refusal in the waiting call of `actor`, which was marked dead."""
         if (caller := self._callers.get(actor)) is not None:
             self._answer(caller)
         self._places.pop(actor, None)
 
     def clear(self) -> None:
-        """Return no tickets to every waiting caller, and empty the line."""
+        """Answer every waiting caller with no tickets, and empty the line."""
         for actor in list(self._callers):
             self._dismiss(actor)
         self._places.clear()
 
     def _answer(self, caller: Caller) -> None:
-        """Give `caller` its tickets, if there are any; make it raise if the rules refuse."""
+        """Give `caller` its tickets, if there are any; if the rules refuse, raise their error in its call."""
         if caller.tickets_future.done():
-            # Cancelled: `tickets` is about to remove it from the line.
+            # The call was cancelled: `tickets` will remove it from the line.
             return
         try:
             tickets = self._rules.issue(caller.actor, caller.engine_version, caller.limit, caller.call)
@@ -142,13 +143,13 @@ class TicketLine:
 
 
 class Polls:
-    """Long polls: each returns empty after `shortest_s`, or later if many calls wait.
+    """Long polls: each returns empty after `shortest_s` seconds, or later if many calls wait.
 
-    An empty reply costs as much as any other: `EMPTY_PER_S` bounds their rate.
+    An empty reply costs as much as any other reply, so `EMPTY_PER_S` bounds their rate.
     """
 
     EMPTY_PER_S = 50
-    """Maximum empty replies per second."""
+    """The maximum of empty replies per second."""
 
     def __init__(self, shortest_s: float) -> None:
         self.waiting = 0
@@ -156,7 +157,7 @@ class Polls:
 
     @asynccontextmanager
     async def bound_wait(self) -> AsyncGenerator[None]:
-        """Raise `TimeoutError` in the block after `shortest_s` seconds, or later with many waiting (`EMPTY_PER_S`)."""
+        """Raise `TimeoutError` in the block after `shortest_s` seconds, or later if many wait (`EMPTY_PER_S`)."""
         self.waiting += 1
         try:
             async with asyncio.timeout(max(self._shortest_s, self.waiting / self.EMPTY_PER_S)):
@@ -166,7 +167,7 @@ class Polls:
 
 
 class BatchWaiters:
-    """Ranks that wait for batches; once the run is `stopped`, no rank waits."""
+    """Ranks that wait for batches. After the run is `stopped`, no rank waits."""
 
     def __init__(self, rules: QueueRules) -> None:
         self._rules = rules
@@ -174,9 +175,9 @@ class BatchWaiters:
         self.stopped = False
 
     def batch(self, version: int) -> asyncio.Future[Batch | None]:
-        """The batch of `QueueRules.take` once it is complete; None after a stop, unless it is leased.
+        """Return a future of the complete batch, by `QueueRules.take`; of None after a stop, unless it is leased.
 
-        All callers share one future: shield it. The call may reopen slots, so serve tickets afterwards.
+        All callers share one future, so each must shield it. The call may reopen slots, so serve tickets afterwards.
         """
         if version not in self._wanted:
             self._wanted[version] = asyncio.get_running_loop().create_future()
@@ -185,7 +186,7 @@ class BatchWaiters:
         return future
 
     def serve(self) -> None:
-        """Return every batch that has become complete to its ranks, the earliest version first."""
+        """Give every batch that has become complete to its ranks, the earliest version first."""
         for version in sorted(self._wanted):
             self._resolve(version)
 
@@ -199,7 +200,7 @@ class BatchWaiters:
                 self._wanted.pop(version).set_result(batch)
 
     def _take(self, version: int) -> Batch | None:
-        # A learner may prefetch a batch before the version at its start is published.
+        # A learner may prefetch a batch before the version at which its update starts is published.
         if version > self._rules.state.version + 1:
             return None
         return self._rules.take(version, leased_only=self.stopped)

@@ -282,7 +282,7 @@ def _verify(path: Path, shards_of: int, copies: CheckpointStore | None, past: Hi
     return outcome
 
 
-def _leads(folder: Path, group: dist.ProcessGroup | None) -> bool:
+def _leads(folder: Path, group: dist.ProcessGroup | None = None) -> bool:
     """True on the lowest of all ranks that share this `folder`. A collective."""
     rank = dist.get_rank(group)
     if dist.get_world_size(group) == 1:

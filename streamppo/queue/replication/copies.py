@@ -1,10 +1,12 @@
-"""Copies at a run's fsspec address, written before anything is acknowledged.
+"""Copies at a run's fsspec address, made before anything is acknowledged.
 
-    written here -> copied -> acknowledged        whatever was acknowledged is in the copy
+    written here -> copied -> acknowledged        all that was acknowledged is in the copy
 
 While the store is unreachable, writers retry and nothing is acknowledged; the watchdog reports the wait. A truncated
-file is not part of the copy, so its writer may die at any moment. Each restored run has its own life, with its own
-folders there: processes of an earlier life, which may still run, cannot damage it.
+file is not part of the copy, so its writer may die at any moment.
+
+A life of a run is the time between two restores. Each life has its own folders at the address, so that processes of an
+earlier life, which may still run, cannot damage a later one.
 """
 
 import io
@@ -21,9 +23,9 @@ from streamppo.errors import CheckpointError
 from streamppo.weights.store import Store, row_of, with_crc
 
 JOURNAL, SHARDS, LIVES, ARCHIVE, RUN = "journal", "shards", "lives", "archive", "run"
-"""Folders at a run's address."""
+"""The folders at a run's address."""
 LIFE = "standby.life"
-"""The file in a run's folder with the name of its life; without the file it is `FIRST`."""
+"""The file in a run's folder that names its life; without the file it is `FIRST`."""
 FIRST = "0000"
 LIFE_NAME = re.compile(r"\d{4,}(-[0-9a-f]{8})?")
 RETRY_S = 5.0
@@ -40,7 +42,7 @@ class ReplicaWriter:
         self.address = self._store.address
 
     def put(self, folder: str, name: str, row: bytes) -> None:
-        """Copy `row` after its CRC-32, by which `read_row` detects truncation."""
+        """Copy the CRC-32 of `row`, by which `read_row` detects truncation, and then `row`."""
         self.put_bytes(folder, name, with_crc(row))
 
     def put_bytes(self, folder: str, name: str, content: bytes) -> None:
@@ -61,7 +63,7 @@ class ReplicaWriter:
         return self._retry(lambda: self._store.names(folder))
 
     def delete(self, folder: str, name: str) -> bool:
-        """Delete a file that is no longer read. Returns False if that fails, which does no harm."""
+        """Delete a file that is no longer needed. Returns False if that fails, which does no harm."""
         try:
             self._store.delete(f"{folder}/{name}")
         except CheckpointError as error:
@@ -84,7 +86,7 @@ def read_row(source: Store, folder: str, name: str) -> bytes | None:
 
 
 def life(run: Path) -> str:
-    """The name of the life of the run in the folder `run`, and of its folders at the address; names sort by age."""
+    """The name of the life of the run in the folder `run`; it also names folders at the address. Names sort by age."""
     return durable.read(run / LIFE).decode() if (run / LIFE).is_file() else FIRST
 
 
@@ -94,7 +96,7 @@ def is_life(name: str) -> bool:
 
 
 def next_life(before: str) -> str:
-    """A unique name for the life after `before`: a run may be restored twice from the same life.
+    """Return a unique name for the life after `before`: a run may be restored twice from the same life.
 
     Example: 0001-5e6f7a8b follows 0000.
     """

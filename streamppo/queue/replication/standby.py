@@ -2,14 +2,14 @@
 
 ADDRESS/journal/0000/000000000012-1a2b3c4d.TOKEN.base    the journal after transaction 12, as a file, with its CRC-32
 ADDRESS/journal/0000/000000000013.TOKEN             the next transaction, after its CRC-32
-ADDRESS/shards/0000/1/5e6f...TOKEN                  the trajectories of a transaction of shard 1, after their CRC-32
-ADDRESS/archive/00000007.1a2b3c4d5e6f.zarr.zip      a file of the archive, unchanged, named with its SHA-256
+ADDRESS/shards/0000/1/5e6f...TOKEN                  the trajectories in one transaction of shard 1, after their CRC-32
+ADDRESS/archive/00000007.1a2b3c4d5e6f.zarr.zip      a file of the archive, unchanged; its SHA-256 is in the name
 ADDRESS/run/0000/config.toml.000000000012-1a2b3c4d  another file that `resume` reads, as of transaction 12, with CRC-32
 ADDRESS/lives/0000                                  marks the copy of a life as complete; the newest one counts
 
-TOKEN identifies the claim (weights/owner.py) under which a file was written: copies of two folders that continue at one
-address are never mixed. The queue copies its journal, and the archive with the parts of all shards; each shard copies
-its trajectories. copies.py states what a copy guarantees, and restore.py restores a run's folder from it.
+TOKEN identifies the claim (weights/owner.py) under which a file was written, so that copies of two folders that
+continue at one address are never mixed. The queue copies its journal, and the archive with the parts of all shards.
+Each shard copies its trajectories. copies.py states what a copy guarantees; restore.py restores a run from copies.
 """
 
 import re
@@ -37,13 +37,13 @@ from streamppo.weights import owner, store
 BASE = ".base"
 DIGITS = 12
 JOURNAL_COPY = re.compile(r"\d{12}(-[0-9a-f]{8})?(\.[0-9a-f]+)?(\.base)?")
-"""Names of whole journals and of transactions."""
+"""Matches the names of whole journals and of transactions."""
 RUN_FILES = ("config.toml", "inputs.json", "metrics.jsonl", consent.FILE)
-"""Files of a run's folder, other than journal and archive, that `resume` reads if they exist."""
+"""The files of a run's folder, except journal and archive, that `resume` reads if they exist."""
 BASE_EVERY = 1000
-"""Transactions after which a copy of the whole journal replaces their copies."""
+"""After this many transactions, a copy of the whole journal replaces the transactions' copies."""
 TRAJECTORIES_PER_FILE = 64
-"""Trajectories per file when a shard copies its whole journal."""
+"""The number of trajectories per file when a shard copies its whole journal."""
 
 
 class WriteEntry(WireStruct, frozen=True, tag="wrote"):
@@ -73,7 +73,7 @@ Entry: TypeAlias = WriteEntry | ConfigureEntry | ForgetEntry
 class CopiedJournal(Journal):
     """The journal of the run in the folder `run`; every transaction is also copied to `address`.
 
-    `every` is the number of versions between two copies of metrics.jsonl; with 0 it is copied only at the start.
+    `every` is the number of versions between two copies of metrics.jsonl; if it is 0, only the start makes one.
     """
 
     def __init__(self, run: Path, address: str, every: int) -> None:
@@ -86,7 +86,7 @@ class CopiedJournal(Journal):
         self._copied: dict[str, int] = {}
 
     def fence(self) -> None:
-        """As `Journal.fence`; then copy journal, archive and run files: the previous writer may have copied less."""
+        """Fence out earlier writers, then copy journal, archive and run files: their copies may be incomplete."""
         super().fence()
         self._refuse_others()
         self._copy_base()
@@ -100,7 +100,7 @@ class CopiedJournal(Journal):
         versions: Sequence[PublishedVersion] = (),
         before_commit: Callable[[PublishedVersion], None] | None = None,
     ) -> None:
-        """See `Journal.write`."""
+        """Write a transaction as `Journal.write` does, and copy it."""
         super().write(changes, versions, before_commit)
         if versions:
             self._refuse_others()
@@ -111,20 +111,20 @@ class CopiedJournal(Journal):
         self._copy(WriteEntry(changes=changes, made=tuple(versions)))
 
     def configure(self, version: int, config: bytes) -> None:
-        """See `Journal.configure`."""
+        """Record a configuration as `Journal.configure` does, and copy it."""
         super().configure(version, config)
         self._copy_run()
         self._copy(ConfigureEntry(version=version, config=config))
 
     def forget(self, before: int, first_slot: int) -> None:
-        """As `Journal.forget`; also delete the copies of these batches."""
+        """Forget batches as `Journal.forget` does, and delete their copies."""
         dropped = [item for item in checksums(self.versions().values()).items() if item[0] < before]
         super().forget(before, first_slot)
         self._copy(ForgetEntry(before=before, first_slot=first_slot))
         for _, name in self._archive_files(dict(dropped)):
             self._copies.delete(ARCHIVE, name)
 
-    # --- the pieces ------------------------------------------------------------------------------------------
+    # --- copying ---------------------------------------------------------------------------------------------
 
     def _copy(self, entry: Entry) -> None:
         self._copies.put(self._folder, transaction_name(self._number, self._token), encode(entry))
@@ -133,7 +133,7 @@ class CopiedJournal(Journal):
             self._copy_base()
 
     def _copy_base(self) -> None:
-        """Copy the whole journal, and delete the older copies that it replaces."""
+        """Copy the whole journal, and delete the older copies, which it replaces."""
         aside = durable.aside(self.path.with_name(f"{self.path.name}.copy"))
         with self._errors_named():
             aside.unlink(missing_ok=True)
@@ -147,20 +147,20 @@ class CopiedJournal(Journal):
                 self._copies.delete(self._folder, old)
 
     def _copy_archive(self) -> None:
-        """Copy the batches whose copies are missing or truncated: an earlier writer died, or had no address."""
+        """Copy the batches whose copies are missing or truncated: an earlier writer died or had no address."""
         sizes = self._copies.sizes(ARCHIVE)
         for path, name in self._archive_files(checksums(self.versions().values())):
             if path.is_file() and sizes.get(name) != path.stat().st_size:
                 self._copy_file(ARCHIVE, path, name)
 
     def _archive_files(self, files: Mapping[int, tuple[str, ...]]) -> Iterator[tuple[Path, str]]:
-        """(path, name of its copy) of each archived file; `files` are the SHA-256 by version."""
+        """Yield the path and the copy's name of each archived file; `files` are the SHA-256 by version."""
         for version, sums in files.items():
             for path, checksum in zip(self._archive.paths(version, len(sums)), sums, strict=True):
                 yield path, archive_copy_name(path, checksum)
 
     def _copy_run(self) -> None:
-        """Copy the changed files of `RUN_FILES`, each under a new name; then delete its older copies."""
+        """Copy the changed files of `RUN_FILES`, each under a new name, and delete their older copies."""
         folder = f"{RUN}/{self._life}"
         for file in RUN_FILES:
             with self._errors_named():
@@ -179,7 +179,7 @@ class CopiedJournal(Journal):
             self._copies.put_file(folder, path, name)
 
     def _refuse_others(self) -> None:
-        """Raise `JournalError` if the run continues in another folder, one that was restored or copied later."""
+        """Raise `JournalError` if the run continues in another folder that was restored or copied later."""
         owners = self._copies.names(owner.OWNERS)
         lives = filter(copies.is_life, self._copies.names(LIVES))
         if max(lives, default="") > self._life or not owner.owns(owners, self._run):
@@ -190,10 +190,10 @@ class CopiedJournal(Journal):
 
 
 class CopiedTrajectoryStore(TrajectoryStore):
-    """The journal of shard `number` of the run in the folder `run`; its held trajectories are copied to `address`.
+    """The journal of shard `number` of the run in the folder `run`; held trajectories are also copied to `address`.
 
-    Each file there has the trajectories of one transaction, and is deleted when all of them are dropped. A restarted
-    process first copies its whole journal, and then deletes the files of its predecessor.
+    Each file at the address has the trajectories of one transaction, and is deleted when all of them are dropped. A
+    restarted process first copies its whole journal, and then deletes the files of its predecessor.
     """
 
     def __init__(self, run: Path, number: int, address: str) -> None:
@@ -208,12 +208,12 @@ class CopiedTrajectoryStore(TrajectoryStore):
             self._copies.delete(self._folder, old)
 
     def write(self, encoded: Mapping[Identity, bytes]) -> None:
-        """See `TrajectoryStore.write`."""
+        """Write trajectories as `TrajectoryStore.write` does, and copy them."""
         super().write(encoded)
         self._copy(encoded)
 
     def drop(self, identities: Iterable[Identity], first_prompt: int) -> None:
-        """As `TrajectoryStore.drop`; also delete needless copies. A failed delete is retried at the next drop."""
+        """Drop trajectories as `TrajectoryStore.drop` does, and delete copies, if necessary again at the next drop."""
         dropped = set(identities)
         super().drop(dropped, first_prompt)
         for old in self._needless(dropped, first_prompt):
@@ -234,14 +234,14 @@ class CopiedTrajectoryStore(TrajectoryStore):
 
 
 def open_journal(run: Path, config: Config) -> Journal:
-    """The journal of the run in the folder `run`, for its only writer; with a copy if `queue.standby` is set."""
+    """Open the journal of the run in the folder `run`, for its only writer; copy it if `queue.standby` is set."""
     if not config.queue.standby:
         return Journal(run / "journal.sqlite")
     return CopiedJournal(run, store.known_address(run), config.checkpoint.every)
 
 
 def open_trajectory_store(run: Path, number: int, config: Config) -> TrajectoryStore:
-    """The journal of shard `number` of the run in the folder `run`; with a copy if `queue.standby` is set."""
+    """Open the journal of shard `number` of the run in the folder `run`; copy it if `queue.standby` is set."""
     return (
         CopiedTrajectoryStore(run, number, store.known_address(run))
         if config.queue.standby
@@ -250,7 +250,7 @@ def open_trajectory_store(run: Path, number: int, config: Config) -> TrajectoryS
 
 
 def archive_copy_name(path: Path, checksum: str) -> str:
-    """The name of an archived file's copy; with the checksum, so that another batch of the version has another name."""
+    """The name of an archived file's copy; with the checksum, because a version may get another batch."""
     stem, dot, end = path.name.partition(".zarr.")
     return f"{stem}.{checksum[:12]}{dot}{end}"
 
@@ -261,12 +261,12 @@ def file_copy_name(file: str, number: int, content: bytes) -> str:
 
 
 def transaction_name(number: int, token: str) -> str:
-    """The name of a transaction's copy, written under the claim with this token."""
+    """The name of a transaction's copy, written under the claim that has this token."""
     return f"{number_name(number)}{_token_suffix(token)}"
 
 
 def claim_token(copy: str) -> str:
-    """The token of the claim under which a copy was written; empty without one."""
+    """The token of the claim under which a copy was written; "" if the name has no token."""
     return copy.removesuffix(BASE).partition(".")[2]
 
 
@@ -276,7 +276,7 @@ def is_journal_copy(name: str) -> bool:
 
 
 def transaction_number(copy: str) -> int:
-    """The number of a copy's transaction; for a whole journal, of its last one."""
+    """The number of a copy's transaction; for a whole journal, the number of its last transaction."""
     return int(copy[:DIGITS])
 
 

@@ -1,21 +1,22 @@
 """How many versions engines sample ahead: as many as the learner needs, at most `max_lag` (`queue.ahead`).
 
-A complete unit that waits for its turn makes no update faster, and its tokens get older. With "as_needed" admission
-aims at a lag of its own, which begins at 1 and may change when a version is published:
+A complete unit that waits to be taken makes no update faster, and its tokens get older. With "as_needed", admission
+aims at a lag that begins at 1 and may change when a version is published:
 
-    the learner has no batch yet, and all slots are taken      the lag doubles, and 1 more; once it has fallen, 1 more
+    the learner has no batch yet, and all slots are taken      the lag doubles, plus 1; after a fall it rises by 1
     after each of the last patience * (lag + 1) versions       the lag falls by k, to 1 at least
     at least k >= 1 batches were complete and not taken
 
-The minimum left over is a standing queue, which makes its content older and nothing faster: CoDel measures the delay of
-a router in the same way (https://doi.org/10.1145/2209249.2209264). With k batches fewer the others still arrive in
-time. As lag + 1 batches are held, a unit is taken within as many versions; after a fall more are held, and until they
-are taken nothing is measured. Doubling until the first fall is TCP's slow start. After a rise, new slots have half of
-the lag in versions to arrive before the next rise. The patience begins at 1 and doubles, up to 8, with each rise after
-a fall: if the needed lag is between two integers, the learner seldom waits.
+The least number of batches left over is a standing queue. A standing queue makes its content older and nothing faster;
+CoDel measures the delay of a router in the same way (https://doi.org/10.1145/2209249.2209264). With k batches fewer,
+the other batches still arrive in time. As lag + 1 batches are held, a unit is taken within lag + 1 versions. After a
+fall more batches are held, and nothing is measured until they are taken. Doubling until the first fall is TCP's slow
+start. After a rise, new slots have lag / 2 versions to arrive before the next rise. The patience begins at 1. It
+doubles, up to 8, with each rise after a fall, so that the learner seldom waits if the needed lag is between two
+integers.
 
-Example: the lag is 3, with 64 units in a batch. The learner has its next batch, and 150, 131, 140 and 170 more units
-are complete after versions 8, 9, 10 and 11. Two batches are always left over: the lag is 1 from version 11 on.
+Example: the lag is 3, and a batch has 64 units. The learner has its next batch, and 150, 131, 140 and 170 more units
+are complete after versions 8, 9, 10 and 11. At least two batches are always left over: from version 11 on the lag is 1.
 """
 
 from dataclasses import dataclass, field
@@ -27,7 +28,7 @@ MOST_PATIENCE = 8
 
 @dataclass(slots=True)
 class NeededLag:
-    """The lag that the learner needs, and what was measured since it changed."""
+    """The lag that the learner needs, and what was measured since the last change."""
 
     lag: int = FIRST
     has_fallen: bool = False
@@ -38,8 +39,8 @@ class NeededLag:
     def follow(self, left_over: int | None, *, is_full: bool, has_surplus: bool, at_most: int) -> None:
         """Adapt the lag to a new version.
 
-        `left_over` are the complete batches that are not taken, None if the learner waits for one. `is_full` if all
-        slots were taken; `has_surplus` if more than lag + 1 batches are held.
+        `left_over` is the number of complete batches that are not taken; None if the learner waits for a batch.
+        `is_full`: all slots were taken. `has_surplus`: more than lag + 1 batches are held.
         """
         self.since_rise += 1
         if left_over is None or has_surplus:

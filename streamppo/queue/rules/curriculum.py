@@ -1,12 +1,12 @@
 """Skips prompts of rows whose last groups had no learning signal (GRESO, https://arxiv.org/abs/2506.02177). Pure.
 
-    z of a row    its last groups in a row without a learning signal, among those that were trained on or resampled: of
-                  samples that were all right, or, as in GRESO, all of equal score
+    z of a row    the number of its last groups, in a row, without a learning signal; it counts groups that were trained
+                  on or resampled, and of them those whose samples were all right or, as in GRESO, all of equal score
     opening       prompt p is skipped with probability 1 - max(floor, repeat^z), by a number drawn from (seed, p)
 
-Groups count when their batch's version is published, and with them the groups that were resampled before. So with
-`max_lag = 0` the prompts of a version follow from the batches before it. A group counts once, however often its samples
-were lost or too old.
+Groups are counted when their batch's version is published, together with groups that were resampled before. So with
+`max_lag = 0` the batches before a version determine its prompts. A group counts only one time, even if its samples were
+lost or too old in between.
 """
 
 import struct
@@ -26,7 +26,7 @@ from streamppo.types import Trajectory
 class RowCurriculum:
     """Counts the groups of each row in `state`, and decides which prompts are skipped.
 
-    `settings` define the groups without a learning signal. Prompts have no rows before `map_rows`, unless `state` has
+    `settings` define the groups without a learning signal. Before `map_rows`, prompts have no rows, unless `state` has
     recorded rows.
     """
 
@@ -39,11 +39,11 @@ class RowCurriculum:
             self._use(state.rows.numbers)
 
     def begin(self) -> None:
-        """Expect the rows of a new driver, whose data may have changed."""
+        """Expect new rows from a new driver, whose data may have changed."""
         self._are_rows_new = True
 
     def map_rows(self, rows: RowNumbers) -> None:
-        """Use these rows. If they differ from those before, every count becomes 0.
+        """Use these rows. If they differ from the previous rows, every count becomes 0.
 
         Raises `QueueError` if the actors of one driver have different rows.
         """
@@ -71,9 +71,9 @@ class RowCurriculum:
         return count if count and _draw(self._seed, prompt) >= share else 0
 
     def count_groups(self, trajectories: Iterable[Trajectory]) -> None:
-        """Count the resampled groups, and the groups of `trajectories`, in which a prompt's are adjacent.
+        """Count the resampled groups and the groups of `trajectories`; trajectories of a prompt must be adjacent.
 
-        Without known rows nothing is counted: a run that continues with a new curriculum may have older batches.
+        If the rows are unknown, nothing is counted: a run that continues with a new curriculum may have older batches.
         """
         for prompt, counts in sorted(self._state.resampled.items()):
             self._count(prompt, counts=counts)
@@ -84,7 +84,7 @@ class RowCurriculum:
             self._count(prompt, counts=has_no_signal and _counts(_rewards(group), self._settings))
 
     def count_resampled(self, group: Sequence[Trajectory]) -> None:
-        """Let a group that another prompt's group replaces count with the next version."""
+        """Record a group that another prompt's group replaces, to be counted with the next version."""
         self._state.resampled[group[0].identity.prompt] = _counts(_rewards(group), self._settings)
 
     def _count(self, prompt: int, *, counts: bool) -> None:
@@ -97,7 +97,7 @@ class RowCurriculum:
 
 
 def resampled_prompts(ended: Iterable[EndedAttempt], settings: QueueSettings) -> dict[int, dict[int, bool]]:
-    """By version, the prompts of groups that were resampled before the next version, and whether they count for z."""
+    """For each version, the prompts of groups that were resampled during it, and whether they count for z."""
     rewards: defaultdict[tuple[int, int], list[float]] = defaultdict(list)
     for attempt in ended:
         if attempt.state == "resampled" and attempt.reward is not None:
@@ -119,10 +119,10 @@ def _counts(rewards: Sequence[float], settings: QueueSettings) -> bool:
 
 
 def no_signal_reason(group: Sequence[Trajectory], resample: Resample) -> str | None:
-    """The reason why a group has no learning signal, or None.
+    """The reason why a group has no learning signal, or None if it has one.
 
-    Every new delivery has the component (`validation.defect`). A group without it is of an earlier configuration and is
-    not judged.
+    Every new delivery has the component (`validation.defect`). A group without the component was delivered under an
+    earlier configuration, and is not judged.
     """
     name = resample.component
     if name and any(name not in trajectory.components for trajectory in group):
@@ -138,7 +138,7 @@ def no_signal_reason(group: Sequence[Trajectory], resample: Resample) -> str | N
 
 
 def _draw(seed: int, prompt: int) -> float:
-    """A number in [0, 1) for a prompt. A hash: a generator of NumPy would take 30 times as long."""
+    """Hash a prompt to a number in [0, 1). A generator of NumPy would take 30 times as long."""
     digest = blake2b(struct.pack("<Qq", seed % 2**64, prompt), digest_size=8).digest()
     return int.from_bytes(digest, "little") / 2**64
 

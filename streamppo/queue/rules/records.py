@@ -1,11 +1,11 @@
 """The rows of the journal, and the changes of one transaction.
 
-The versions of a run form a chain: each row has a link, a digest of its content and of the previous link.
+The versions of a run form a chain. Each row has a link, a digest of its content and of the previous link:
 
     link(v) = SHA-256(v, digest of the weights, digest of the batch, SHA-256 of the configuration, link(v - 1))
 
-The configuration is that of the update. A change of a row, or of anything it names, changes every later link, and so
-the last one. The chain has no key: the owner of a folder can recompute it, which only a copy of the last link reveals.
+The configuration is the one of the update. A change of a row, or of anything that it names, changes every later link.
+The chain has no key, so the owner of a folder can recompute it. Only a copy of the last link reveals that.
 """
 
 import json
@@ -22,7 +22,7 @@ from streamppo.types import Identity, Trajectory, WireStruct
 
 Ending: TypeAlias = Literal["too_old", "failed", "dead_letter", "lost", "abandoned", "resampled"]
 GIVEN_UP: tuple[Ending, ...] = ("abandoned", "resampled")
-"""The endings after which the slot is abandoned."""
+"""The endings of an attempt that also abandon the slot."""
 
 
 NO_ROWS = RowNumbers(sources=(), seed=0)
@@ -37,7 +37,7 @@ class KnownRows(WireStruct, frozen=True):
 
 
 Counts: TypeAlias = tuple[tuple[int, int], ...]
-"""Of `algorithm.curriculum`: pairs (row or first slot, groups without a learning signal in a row)."""
+"""For `algorithm.curriculum`: pairs of a row or first slot, and its number of groups, in a row, without a signal."""
 
 
 class SavedSlot(WireStruct, frozen=True):
@@ -57,30 +57,30 @@ class SavedSlot(WireStruct, frozen=True):
 
     @property
     def stored(self) -> Trajectory | None:
-        """The trajectory or its record; None before it is delivered."""
+        """The trajectory or its record; None before delivery."""
         return self.record or self.trajectory
 
     @property
     def state(self) -> SlotState:
-        """Open, issued or ready; a ready slot is leased if a `Lease` names it."""
+        """Open, issued or ready; whether a ready slot is leased is recorded in a `Lease`."""
         return READY if self.stored else ISSUED if self.actor else OPEN
 
 
 class GroupShape(NamedTuple):
-    """The task's kind and the sizes of its groups and units; these determine the number of every slot."""
+    """The task's kind and the sizes of its groups and units; together they determine the number of every slot."""
 
     task: str
     samples_per_prompt: int
     unit_size: int
 
     def slots_of(self, prompt: int) -> range:
-        """The numbers of a prompt's slots."""
+        """The numbers of the slots of a prompt."""
         first = prompt * self.samples_per_prompt
         return range(first, first + self.samples_per_prompt)
 
 
 class Counters(WireStruct, frozen=True):
-    """The state of a queue without its slots and leases. A journal with another `shape` belongs to another run."""
+    """The state of a queue, except slots and leases. A journal that has another `shape` belongs to another run."""
 
     shape: GroupShape
     version: int
@@ -96,7 +96,7 @@ class Counters(WireStruct, frozen=True):
 
 
 class Lease(WireStruct, frozen=True):
-    """The batch of `version`: its slots as (number, part), in order."""
+    """The batch of `version`, as a list of its slots (number, part) in order."""
 
     version: int
     min_version: int
@@ -104,10 +104,11 @@ class Lease(WireStruct, frozen=True):
 
 
 class EndedAttempt(WireStruct, frozen=True, omit_defaults=True):
-    """An attempt that ended without being trained on, and the reason; the archive has the attempts trained on.
+    """An attempt that was not trained on, and the reason; attempts that were trained on are in the archive.
 
-    `version` is the queue's at the end. `stage` is the failed stage, "" unless the attempt itself failed. `tokens` were
-    sampled, by versions from `oldest` on; 0 and -1 if unknown. `reward` is that of a stored trajectory.
+    `version` is the queue's version when the attempt ended. `stage` is the stage that failed; "" unless the attempt
+    itself failed. `tokens` is the number of sampled tokens, and `oldest` the version of the oldest; 0 and -1 if
+    unknown. `reward` is the reward of a stored trajectory.
     """
 
     number: int
@@ -123,7 +124,7 @@ class EndedAttempt(WireStruct, frozen=True, omit_defaults=True):
 
 
 def ended_attempt(slot: Slot, state: Ending, reason: str, version: int) -> EndedAttempt:
-    """The record of the attempt at `slot`, before the slot is reopened or abandoned."""
+    """Record the end of the attempt at `slot`, before the slot is reopened or abandoned."""
     (stage, tokens, oldest, source), reward = slot.failed or ("", 0, -1, ""), None
     if (trajectory := slot.trajectory) is not None:
         tokens, oldest, source = trajectory.num_sampled, trajectory.oldest_version, trajectory.source
@@ -150,9 +151,9 @@ class DeadLetter(WireStruct, frozen=True):
 
 
 class ArchivedBatch(WireStruct, frozen=True):
-    """The archive's record of one batch: the SHA-256 of its only file, or of the file of each shard.
+    """The journal's record of an archived batch: the SHA-256 of its file or, with shards, of each shard's file.
 
-    `first_prompt` and `last_prompt` are the smallest and the largest prompt number of the batch.
+    `first_prompt` and `last_prompt` are the smallest and the largest prompt number in the batch.
     """
 
     files: tuple[str, ...]
@@ -161,14 +162,14 @@ class ArchivedBatch(WireStruct, frozen=True):
 
     @property
     def digest(self) -> str:
-        """The SHA-256 of the only file, or of those of all files."""
+        """The SHA-256 of the file or, if there are several, of the list of their SHA-256."""
         return self.files[0] if len(self.files) == 1 else sha256(",".join(self.files).encode()).hexdigest()
 
 
 class PublishedVersion(WireStruct, frozen=True, omit_defaults=True):
-    """A published version: its weights' digest, and the archived batch that made it; version 0 has none.
+    """A published version: the digest of its weights, and the archived batch that made it; None for version 0.
 
-    The journal adds the `link`. `forgotten` is the digest of a batch that is no longer kept, and `newest_prompt` its
+    The journal adds the `link`. If the batch is no longer kept, `forgotten` is its digest and `newest_prompt` its
     largest prompt number.
     """
 
@@ -181,17 +182,17 @@ class PublishedVersion(WireStruct, frozen=True, omit_defaults=True):
 
     @property
     def last_prompt(self) -> int:
-        """The largest prompt number of the batch that made it; -1 for version 0."""
+        """The largest prompt number in the batch that made the version; -1 for version 0."""
         return self.archived.last_prompt if self.archived else self.newest_prompt
 
     @property
     def batch_digest(self) -> str:
-        """The digest of the batch that made it; empty for version 0."""
+        """The digest of the batch that made the version; "" for version 0."""
         return self.archived.digest if self.archived else self.forgotten
 
 
 def with_link(made: PublishedVersion, configs: Mapping[int, bytes], before: str) -> PublishedVersion:
-    """The record with its link; `before` is the previous version's link, `configs` are the journal's."""
+    """Add the link to a record; `before` is the link of the previous version, `configs` are in the journal."""
     since = max((first for first in configs if first < made.version), default=None)
     config = "" if since is None else sha256(configs[since]).hexdigest()
     content = json.dumps([made.version, made.digest, made.batch_digest, config, before])
@@ -199,7 +200,7 @@ def with_link(made: PublishedVersion, configs: Mapping[int, bytes], before: str)
 
 
 def chain_breaks(versions: Mapping[int, PublishedVersion], configs: Mapping[int, bytes]) -> list[int]:
-    """The first missing version of every gap, and the versions whose link differs from that of their content."""
+    """The first missing version of every gap, and all versions whose link does not fit their content."""
     missing = {0, *(version + 1 for version in versions)} - {max(versions, default=-1) + 1} - versions.keys()
     links = {version: made.link for version, made in versions.items()}
     broken = {
@@ -211,7 +212,7 @@ def chain_breaks(versions: Mapping[int, PublishedVersion], configs: Mapping[int,
 
 
 class Changes(NamedTuple):
-    """The changes of one transaction, in the order of writing; those of the curriculum are as in `PendingChanges`."""
+    """The changes of one transaction, in the order of writing; `PendingChanges` describes those of the curriculum."""
 
     counters: Counters
     slots: tuple[SavedSlot, ...] = ()
@@ -225,7 +226,7 @@ class Changes(NamedTuple):
 
 
 class QueueSnapshot(NamedTuple):
-    """Everything needed to rebuild a queue."""
+    """Everything that is needed to rebuild a queue."""
 
     counters: Counters
     slots: tuple[SavedSlot, ...]

@@ -1,13 +1,13 @@
 """The queue's rules: admission, the take, leases. Pure: no Ray, no clock, no disk.
 
-Update u trains from version u to version u + 1 and leases batch u; the lag of a token is u minus its version.
+Update u trains from version u to version u + 1 and leases batch u. The lag of a token is u minus the token's version.
 
     admission   an engine of version v may hold slots for the updates up to v + max_lag: a slot opens while
                 held < (v + max_lag + 1 - u) * batch_size.  max_lag = 0 is synchronous PPO.
-                `ahead = "as_needed"` puts the lag that the learner needs in place of max_lag (ahead.py).
+                `ahead = "as_needed"` replaces max_lag by the lag that the learner needs (ahead.py).
                 `admission = "mean"` replaces v by the learner's version u, and the take does not enforce max_lag:
                 it bounds the mean lag, as in AReaL (https://arxiv.org/abs/2505.24298), not the lag of each token.
-    the take    first in, first out by age, complete units only; it enforces max_lag for every token.
+    the take    takes only complete units, the oldest first, and enforces max_lag for every token.
                 `too_old = "wait"` keeps the order of issue, "windowed" keeps it within a window (take.py).
     leases      until version u + 1 is published, every take of batch u returns the same batch.
 
@@ -18,9 +18,9 @@ Admission by example, with batch_size = 4, max_lag = 1 and one engine:
     0  0  8        (0 + 2 - 0) * 4 = 8   batch 0 is leased: its slots are held until they are consumed
     1  0  4        (0 + 2 - 1) * 4 = 4   version 1 is published: the engine has not swapped and gets no slot
     1  1  4 to 7   (1 + 2 - 1) * 4 = 8   the engine has swapped: slots 8 to 11 open
-    1  1  7        (1 + 2 - 1) * 4 = 8   slot 5 is abandoned: slot 12 opens in its place
+    1  1  7        (1 + 2 - 1) * 4 = 8   slot 5 is abandoned: slot 12 opens
 
-The rules for segments are in take.py, the diagram of a slot's states in slot.py. Every change is added to
+take.py has the rules for segments, slot.py the diagram of a slot's states. Every change is added to
 `QueueState.pending_changes`, for the journal.
 """
 
@@ -50,7 +50,7 @@ from streamppo.types import Batch, Failure, Identity, Ticket, Trajectory
 
 
 class QueueRules:
-    """The rules, applied to `state`. `limits` are set once the model exists, before the first delivery."""
+    """The rules, applied to `state`. `limits` is set when the model exists, before the first delivery."""
 
     def __init__(self, settings: QueueSettings, state: QueueState) -> None:
         self.settings = settings
@@ -67,7 +67,7 @@ class QueueRules:
 
     @phase("issue")
     def issue(self, actor: str, engine_version: int, limit: int, call: int) -> tuple[Ticket, ...]:
-        """Up to `limit` tickets for `actor`: first for reopened slots, oldest first, then for new ones.
+        """Issue up to `limit` tickets to `actor`: first for reopened slots, oldest first, then for new ones.
 
         A repeated `call` gets the same tickets. Raises `QueueError` for an actor that was marked dead.
         """
@@ -90,9 +90,9 @@ class QueueRules:
         return tuple([Ticket(identity=slot.identity, slot=slot.number) for slot in issued])
 
     def has_ticket(self, engine_version: int) -> bool:
-        """True if `issue` has a ticket, for a reopened or a new slot, for an engine of that version.
+        """True if `issue` has a ticket, for a reopened or a new slot, for an engine of this version.
 
-        If a version has a ticket, all later versions have one.
+        If there is a ticket for one version, there is one for every later version.
         """
         state, settings = self.state, self.settings
         while state.open and state.open[0].state is not OPEN:
@@ -106,13 +106,13 @@ class QueueRules:
         held = state.held + state.expected_cuts(settings)
         if held < bound or not state.open:
             return held < bound
-        # An engine that lags behind would sample older tokens than the slot was admitted for.
+        # An engine of an older version would sample tokens that are older than the slot was admitted for.
         is_strict = settings.segments is not None or settings.window is not None
         return not (is_strict and engine_version < state.version and held > bound)
 
     @phase("store")
     def put_all(self, trajectories: Sequence[Trajectory]) -> None:
-        """Store the finished trajectories of a delivery, each as by `put`; they are validated together."""
+        """Store the finished trajectories of a delivery, each as in `put`; they are validated together."""
         self._put_all(trajectories, defects(trajectories, self.limits))
 
     def put_records(self, records: Sequence[TrajectoryRecord]) -> None:
@@ -122,13 +122,13 @@ class QueueRules:
     def put(self, trajectory: Trajectory) -> bool:
         """Store a finished trajectory. Returns False for a duplicate, a dead actor's late delivery, or a dead letter.
 
-        A trajectory that cannot be trained on is a dead letter, and a failure of its slot.
-        Raises `QueueError` for tokens of an unpublished version; nothing of the delivery is stored then.
+        A trajectory that cannot be trained on is a dead letter, and counts as a failure of its slot. Raises
+        `QueueError` for tokens of an unpublished version; nothing of the delivery is stored then.
         """
         return self._put_all([trajectory], [defect(trajectory, self.limits)]) == 1
 
     def _put_all(self, trajectories: Sequence[Trajectory], reasons: Sequence[str | None]) -> int:
-        """Store the trajectories whose reason (a defect) is empty. Returns the number stored."""
+        """Store the trajectories without a defect (their reason is empty). Returns the number stored."""
         judged = list(zip(trajectories, reasons, strict=True))
         sound = [trajectory for trajectory, reason in judged if not reason]
         if sound and (newest := newest_version(sound)) > self.state.version:
@@ -172,7 +172,7 @@ class QueueRules:
             self._fail(slot, "failed", failure.reason, FailedAttempt.of(failure))
 
     def mark_dead(self, actor: str) -> None:
-        """Mark `actor` dead for good and reopen its slots; this does not count as a failure of the slots."""
+        """Mark `actor` dead for good, and reopen its slots; this is no failure of the slots."""
         self.state.fenced.add(actor)
         self.state.calls.pop(actor, None)
         self.state.cut_for.pop(actor, None)
@@ -182,12 +182,12 @@ class QueueRules:
             self._reopen(slot, "lost", f"{actor} was marked dead")
 
     def reopen_all(self) -> None:
-        """Reopen all issued slots: all actors have ended."""
+        """Reopen all issued slots, because all actors have ended."""
         if self.curriculum:
             self.curriculum.begin()
         for actor in {slot.actor for slot in self.state.slots.values() if slot.actor is not None}:
             self.mark_dead(actor)
-        # Fenced actors have ended too: new actors may use their names.
+        # Actors that were marked dead have ended too, so new actors may use their names.
         self.state.fenced.clear()
 
     # --- the learner's side ----------------------------------------------------------------------------------
@@ -196,7 +196,7 @@ class QueueRules:
     def take(self, version: int, *, leased_only: bool = False) -> Batch | None:
         """Lease the batch of the update that starts at `version`; None while it is incomplete.
 
-        With `leased_only` no new batch is leased. Raises `QueueError` unless this is the present or the next update.
+        With `leased_only`, no new batch is leased. Raises `QueueError` unless this is the present or the next update.
         """
         state = self.state
         if version in state.leases:
@@ -243,7 +243,7 @@ class QueueRules:
         if self.settings.as_needed:
             self._follow_need(is_full=is_full)
 
-    # --- the pieces ------------------------------------------------------------------------------------------
+    # --- transitions -----------------------------------------------------------------------------------------
 
     def _follow_need(self, *, is_full: bool) -> None:
         """Adapt the needed lag to the version that was just published."""
@@ -253,7 +253,7 @@ class QueueRules:
         state.needed.follow(left_over, is_full=is_full, has_surplus=has_surplus, at_most=self.settings.flow_lag)
 
     def _next_open(self) -> Slot:
-        """The slot of the next available ticket."""
+        """Take the slot of the next ticket, which must be available, from the heap."""
         if not self.state.open:
             self._open_unit()
         return heapq.heappop(self.state.open)
@@ -274,7 +274,7 @@ class QueueRules:
         state.opened += size
 
     def _open_next_part(self, slot: Slot) -> None:
-        """Add the next part of a completion after one of its segments has arrived."""
+        """Add the next part of a completion, after one of its segments has arrived."""
         following = slot.open_next_segment()
         self.state.units[following.place] = following.unit
         self.state.slots[slot.identity.prompt, slot.identity.sample] = following
@@ -283,7 +283,7 @@ class QueueRules:
         self._touch(following)
 
     def _find_issued(self, identity: Identity) -> Slot | None:
-        """The issued slot of `identity`; if there is none, count a duplicate and return None."""
+        """Return the issued slot of `identity`; if there is none, count a duplicate and return None."""
         slot = self.state.slots.get((identity.prompt, identity.sample))
         if slot is None or slot.state is not ISSUED or slot.identity != identity:
             self.state.counts["duplicates"] += 1
@@ -303,7 +303,7 @@ class QueueRules:
         self._recent.check()
 
     def _reopen(self, slot: Slot, ending: Ending, reason: str) -> None:
-        """End the slot's attempt and open the slot for the next one."""
+        """End the slot's attempt, and open the slot for the next attempt."""
         self._end(slot, ending, reason)
         if slot.state is READY:
             slot.unit.missing += 1
@@ -335,7 +335,7 @@ class QueueRules:
         unit.end()
 
     def _end_too_old(self, unit: Unit, min_version: int) -> None:
-        """Sample a ready unit again; abandon a segment, which has been continued."""
+        """Reopen the slots of a ready unit; abandon a segment, because its completion has been continued."""
         self.state.ready_units -= 1
         if self.settings.segments:
             self._abandon(unit, "too_old", f"all of it was sampled before version {min_version}")
@@ -347,14 +347,14 @@ class QueueRules:
             self._reopen(slot, "too_old", f"sampled by versions from {oldest} on, {min_version} is the oldest allowed")
 
     def _count_delivered(self, tokens: int, end: str | None = None) -> None:
-        """Count `tokens` as delivered, and under `end` if they were refused on arrival."""
+        """Count `tokens` as delivered and, if they were refused on arrival, under `end`."""
         self.state.tokens["delivered"] += tokens
         if end is not None:
             self.state.tokens[end] += tokens
 
     def _end(self, slot: Slot, ending: Ending, reason: str) -> None:
         if ending != "too_old":
-            # The tokens of the attempt's earlier segments stay valid and are trained on.
+            # The tokens of the attempt's earlier segments stay valid, and are trained on.
             self.state.counts["orphaned"] += slot.identity.segment
         self.state.pending_changes.ended.append(ended_attempt(slot, ending, reason, self.state.version))
 

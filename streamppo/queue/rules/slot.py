@@ -1,6 +1,6 @@
 """One admission slot, its states, and the unit: the slots that are trained on together.
 
-With segments, a slot has one part per segment: ready or leased parts, and after them the part that is still sampled.
+With segments, a slot has one part per segment: ready or leased parts, then the part that is still being sampled.
 
 open ---> issued ---> ready ---> leased ---> consumed
  | ^        |  |        |  |
@@ -10,10 +10,10 @@ open ---> issued ---> ready ---> leased ---> consumed
 
 open        to be sampled
 issued      an actor has its ticket
-ready       its trajectory is stored; the other slots of its unit may still be missing
+ready       its trajectory is stored; other slots of its unit may still be missing
 leased      in the batch of an update
-consumed    its update has published a version
-abandoned   it is not sampled again
+consumed    the update has published a version
+abandoned   not to be sampled again
 """
 
 from collections import deque
@@ -29,17 +29,17 @@ from streamppo.errors import TooManyFailures
 from streamppo.types import Failure, Identity, Trajectory, flags, ints
 
 NO_CALL = -1
-"""The request number of a part that continues a completion: no request got its ticket."""
+"""The request number of a part that continues a completion, because it needs no ticket."""
 WINDOW = 256
-"""Slots over which the failure rate is computed."""
+"""The number of slots over which the failure rate is computed."""
 FEWEST = 64
-"""Fewest slots for which the rate is checked."""
+"""The fewest slots for which the rate is checked."""
 QUOTED = 3
-"""Maximum distinct reasons in the error."""
+"""The most distinct reasons in the error."""
 
 
 class SlotState(StrEnum):
-    """A slot's state in the diagram above."""
+    """A state of a slot in the diagram above."""
 
     OPEN = "open"
     ISSUED = "issued"
@@ -50,7 +50,7 @@ class SlotState(StrEnum):
 
 
 OPEN, ISSUED, READY, LEASED, CONSUMED, ABANDONED = SlotState
-"""The states as module names: in Python 3.11 a member access such as `SlotState.OPEN` takes 0.1 microseconds."""
+"""The states as module names: a member access such as `SlotState.OPEN` takes 0.1 microseconds in Python 3.11."""
 
 NEXT: dict[SlotState, tuple[SlotState, ...]] = {
     OPEN: (ISSUED, ABANDONED),
@@ -64,10 +64,10 @@ NEXT: dict[SlotState, tuple[SlotState, ...]] = {
 
 
 class TrajectoryRecord(Trajectory, frozen=True):
-    """The queue's record of a trajectory whose columns are in a shard (shard.py); its own columns are empty.
+    """The queue's record of a trajectory whose columns are in a shard (shard.py); the record's columns are empty.
 
-    `ages` are pairs (version, number of tokens that it sampled), oldest version first. A record with a `defect` cannot
-    be trained on; it keeps its columns.
+    `ages` are pairs of a version and the number of tokens that it sampled, oldest version first. A record with a
+    `defect` cannot be trained on, and keeps its columns.
     """
 
     length: int = 0
@@ -77,7 +77,7 @@ class TrajectoryRecord(Trajectory, frozen=True):
 
     @property
     def num_tokens(self) -> int:
-        """T, the length of the completion."""
+        """The length of the completion, T."""
         return self.length
 
     @property
@@ -112,7 +112,7 @@ SHARD_COLUMNS: dict[str, Any] = dict.fromkeys(
 
 
 def make_record(trajectory: Trajectory, defect: str | None) -> TrajectoryRecord:
-    """The record of a trajectory; with a `defect` the record keeps all fields."""
+    """Make the record of a trajectory; with a `defect` the record keeps all fields."""
     fields = structs.asdict(trajectory)
     if defect is not None:
         ages = ((0, trajectory.num_sampled),)
@@ -128,7 +128,7 @@ def make_record(trajectory: Trajectory, defect: str | None) -> TrajectoryRecord:
 
 
 class FailedAttempt(NamedTuple):
-    """The known numbers of an attempt that failed in `stage`: its sampled tokens, oldest version, and source."""
+    """What is known of an attempt that failed in `stage`: its sampled tokens, oldest version, and source."""
 
     stage: str
     tokens: int
@@ -148,11 +148,11 @@ class FailedAttempt(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class Slot:
-    """Room for one trajectory. Slots are numbered in the order of opening.
+    """Room for one trajectory. Slots are numbered in the order in which they open.
 
-    While the slot is issued, `actor` holds its ticket, which answered request `call`. `failed` is set between a failure
-    and its end. `part` counts the segments of a slot, including those of failed attempts. `place` = (number, part)
-    identifies the part and sorts by age.
+    While the slot is issued, `actor` is the holder of its ticket, which answered request `call`. `failed` is set
+    between a failure and its recorded end. `part` counts the segments of a slot, including those of failed attempts.
+    `place` = (number, part) identifies the part, and sorts by age.
     """
 
     number: int
@@ -179,17 +179,17 @@ class Slot:
         self.state = to
 
     def issue(self, actor: str, call: int) -> None:
-        """Give the ticket to `actor`, in reply to its request `call`."""
+        """Give the ticket to `actor`, as an answer to its request `call`."""
         self.move(ISSUED)
         self.actor, self.call = actor, call
 
     def store(self, trajectory: Trajectory) -> None:
-        """Keep the finished trajectory."""
+        """Store the finished trajectory."""
         self.move(READY)
         self.trajectory, self.actor = trajectory, None
 
     def open_next_segment(self) -> "Slot":
-        """Return the next part, which `actor` samples without a ticket of its own."""
+        """Return the next part, which `actor` samples without another ticket."""
         following = structs.replace(self.identity, segment=self.identity.segment + 1)
         unit = Unit(missing=1)
         slot = replace(self, identity=following, unit=unit, call=NO_CALL, part=self.part + 1)
@@ -197,7 +197,7 @@ class Slot:
         return slot
 
     def reopen(self) -> None:
-        """Open the slot again under a new identity, so that a late trajectory of the old attempt does not match."""
+        """Open the slot again under a new identity, which a late trajectory of the old attempt does not match."""
         self.move(OPEN)
         old = self.identity
         self.identity = Identity(task=old.task, prompt=old.prompt, sample=old.sample, attempt=old.attempt + 1)
@@ -206,7 +206,7 @@ class Slot:
 
 @dataclass(slots=True, eq=False)
 class Unit:
-    """The slots that are trained on together: a whole group, or a single slot. `missing` of them are not ready."""
+    """The slots that are trained on together: a whole group or a single slot. `missing` of them are not ready."""
 
     slots: list[Slot] = field(default_factory=list[Slot])
     missing: int = 0
@@ -217,12 +217,12 @@ class Unit:
         return [slot.trajectory for slot in self.slots if slot.trajectory is not None]
 
     def end(self) -> None:
-        """Clear the slots, which have ended: this breaks the reference cycle between unit and slots."""
+        """Remove the slots, which have ended, to break the reference cycle between unit and slots."""
         self.slots.clear()
 
 
 class FailureWindow:
-    """The outcomes of the first attempts at the last `WINDOW` slots; empty after a queue is rebuilt."""
+    """The outcomes of the first attempts at the last `WINDOW` slots; empty after the queue is rebuilt."""
 
     def __init__(self, max_rate: float) -> None:
         self._max_rate = max_rate
@@ -231,8 +231,8 @@ class FailureWindow:
     def add(self, slot: Slot, reason: str | None) -> None:
         """Record that an attempt at `slot` failed with `reason`, or succeeded (None).
 
-        Only a slot's first attempt counts: retries come before new slots, so that prompts that always fail would be
-        counted several times.
+        Only a slot's first attempt counts. Retries come before new slots, so prompts that always fail would otherwise
+        count several times.
         """
         if slot.failures == 0:
             self._reasons.append(reason)
@@ -253,7 +253,7 @@ class FailureWindow:
 
 
 def count_older(trajectory: Trajectory, version: int) -> tuple[int, int]:
-    """(number of tokens sampled by versions before `version`, number of all sampled tokens)."""
+    """Return the number of tokens sampled by versions before `version`, and the number of all sampled tokens."""
     if isinstance(trajectory, TrajectoryRecord):
         return sum(count for age, count in trajectory.ages if age < version), trajectory.num_sampled
     mask = flags(trajectory.mask)
@@ -268,7 +268,7 @@ def newest_version(trajectories: Sequence[Trajectory]) -> int:
 
 
 def all_younger(units: Iterable[Unit], version: int) -> bool:
-    """True if no token of `units` was sampled before `version`; one check over all units, for the common case."""
+    """True if no token of `units` was sampled before `version`; checks all units together, for the common case."""
     trajectories = [trajectory for unit in units for trajectory in unit.trajectories]
     if isinstance(trajectories[0], TrajectoryRecord):
         return all(trajectory.oldest_version >= version for trajectory in trajectories)

@@ -1,6 +1,6 @@
-"""The data of a queue: its settings, which never change, and its state, on which the rules operate.
+"""The data of a queue: its settings, which never change, and its state, which the rules change.
 
-To restore a queue after a crash, its `QueueState` is rebuilt from the journal (snapshot.py).
+After a crash, a queue is restored by rebuilding its `QueueState` from the journal (snapshot.py).
 """
 
 from collections import Counter
@@ -21,12 +21,12 @@ from streamppo.types import Batch, Trajectory
 class QueueSettings(NamedTuple):
     """The queue that a configuration describes.
 
-    `flow_lag` <= `max_lag` is the lag that admission aims at; `as_needed` lowers it to the least at which the learner
-    does not wait (ahead.py). `whole_groups` keeps the `samples_per_prompt` trajectories of a prompt together.
+    `flow_lag` <= `max_lag` is the lag that admission aims at. `as_needed` lowers it to the smallest lag at which the
+    learner does not wait (ahead.py). `whole_groups` keeps the `samples_per_prompt` trajectories of a prompt together.
     `resample` defines groups without a learning signal, which other prompts replace; None keeps all groups.
-    `curriculum` skips prompts of rows with such groups; a reward of `correct_at` is right. With `segments`, each unit
-    is one part of a slot. Without `hard`, `max_lag` bounds only admission, relative to the learner's version.
-    `first_lag` is the first value of an adaptive admitted lag.
+    `curriculum` skips prompts of rows that had such groups; a reward of at least `correct_at` is right. With
+    `segments`, each unit is one part of a slot. Without `hard`, `max_lag` bounds only admission, relative to the
+    learner's version. `first_lag` is the first value of an adaptive admitted lag.
     """
 
     task: str
@@ -53,12 +53,12 @@ class QueueSettings(NamedTuple):
 
     @property
     def unit_size(self) -> int:
-        """Trajectories that are trained on together."""
+        """The number of trajectories that are trained on together."""
         return self.samples_per_prompt if self.whole_groups else 1
 
     @property
     def batch_units(self) -> int:
-        """Units of one batch."""
+        """The number of units in a batch."""
         return self.batch_size // self.unit_size
 
     @property
@@ -73,9 +73,9 @@ class QueueSettings(NamedTuple):
                 return None
 
     def admitted_lag(self, adapted: int | None, needed: int) -> int:
-        """The lag that admission aims at: at most `needed` if engines sample `as_needed`.
+        """The lag that admission aims at; at most `needed` if `as_needed` is set.
 
-        `adapted` is the learner's value, None if it has sent none.
+        `adapted` is the value that the learner has sent, or None.
         """
         lag = min(self.flow_lag, needed) if self.as_needed else self.flow_lag
         if self.first_lag is None:
@@ -88,7 +88,7 @@ class QueueSettings(NamedTuple):
 
     @property
     def shape(self) -> GroupShape:
-        """The settings that a run's journal fixes: they give slots their numbers."""
+        """The settings that a run's journal fixes, because they determine the numbers of slots."""
         return GroupShape(self.task, self.samples_per_prompt, self.unit_size)
 
 
@@ -123,22 +123,22 @@ class LeasedBatch(NamedTuple):
 
 
 class TicketRequest(NamedTuple):
-    """An actor's last request that got tickets: its number, `call`, and the slots of the tickets."""
+    """An actor's last request that got tickets: its number `call`, and the tickets' slots."""
 
     call: int
     slots: list[Slot]
 
 
 NEVER = TicketRequest(NO_CALL, [])
-"""Stands for the last request of an actor without requests."""
+"""Stands for the last request of an actor that has made none."""
 
 
 @dataclass(slots=True)
 class PendingChanges:
-    """Changes since the last write to the journal: touched slots, removed slots, new leases, and endings.
+    """Changes since the last write to the journal: changed slots, removed slots, new leases, and endings.
 
-    `slots` and `gone` name a slot by (number, part). Of the curriculum: new `rows`, changed counts of `zero_variance`,
-    and those of the rows of `skipped` prompts, by the first slot.
+    `slots` and `gone` identify a slot by (number, part). For the curriculum there are new `rows`, changed counts
+    (`zero_variance`, by row), and the counts of the rows of skipped prompts (`skipped`, by the prompt's first slot).
     """
 
     slots: dict[tuple[int, int], Slot]
@@ -152,7 +152,7 @@ class PendingChanges:
 
 
 def no_changes() -> PendingChanges:
-    """No changes yet."""
+    """Make an empty set of changes."""
     return PendingChanges({}, [], [], [], [], {}, {})
 
 
@@ -162,7 +162,7 @@ class QueueState:
 
     admitted_lag         the lag that the learner admits with this version; None if it has sent none
     needed               the lag that the learner needs, for `as_needed` (ahead.py)
-    opened, abandoned    slots since the run began; the others are held or consumed
+    opened, abandoned    numbers of slots since the run began; all others are held or consumed
     units, slots         open, issued and ready ones, oldest first: units by the place of their first slot, slots by
                          (prompt, sample); for a slot with segments, its newest part
     open                 a heap of slots to be sampled, oldest first; abandoned slots are skipped when popped
@@ -172,13 +172,13 @@ class QueueState:
     calls                the last request of each actor; a repeated request gets the same tickets
     fenced               actors that were marked dead
     cut_for              for each actor, the newest version for which all due segments were cut and have arrived
-    rows, zero_variance  how prompts map to rows, and for each row its last groups in a row without a learning signal,
-                         if there are any (curriculum.py)
+    rows, zero_variance  how prompts map to rows, and for each row the number of its last groups, in a row, without a
+                         learning signal, unless it is 0 (curriculum.py)
     resampled            prompts whose groups were resampled since the version, and whether they count for z
     counts               dead_letters, stored, duplicates, lost, consumed, masked_tokens, skipped_prompts; for segments
                          also cut (another segment follows) and orphaned (the rest of the attempt failed or was lost)
-    tokens               sampled tokens: delivered, and the delivered tokens that are no longer held, by ending
-    dropped, failed      dropped slots by reason, failures by stage
+    tokens               sampled tokens: all delivered, and by ending the delivered tokens that are no longer held
+    dropped, failed      numbers of dropped slots by reason, and of failures by stage
     """
 
     version: int = 0
@@ -215,39 +215,39 @@ class QueueState:
         return min((self.cut_for.get(actor, -1) for actor in self.issued), default=None)
 
     def expected_cuts(self, settings: QueueSettings) -> int:
-        """The places that cuts by length will open for completions in flight, at the average of ended completions."""
+        """The places that cuts by length will open for completions in flight, by the average of ended completions."""
         if settings.segments is None or not settings.segments.max_tokens:
             return 0
         cut, ended = self.counts["cut"], self.counts["stored"] - self.counts["cut"]
         return sum(self.issued.values()) * cut // max(1, ended)
 
     def first_prompt(self, samples_per_prompt: int) -> int:
-        """The first prompt that has a held slot; the next prompt to open if nothing is held."""
+        """The first prompt that has a held slot; if nothing is held, the next prompt to open."""
         leased = (slot for lease in self.leases.values() for unit in lease.units for slot in unit.slots)
         held = [*(prompt for prompt, _ in self.slots), *(slot.identity.prompt for slot in leased)]
         return min(held, default=self.opened // samples_per_prompt)
 
     def skip(self, slots: int, count: int) -> None:
-        """Skip the next prompt, of this many slots, without opening them; `count` is that of its row."""
+        """Skip the next prompt without opening its slots; `count` is the count of its row."""
         self.pending_changes.skipped[self.opened] = count
         self.opened += slots
         self.abandoned += slots
         self.counts["skipped_prompts"] += 1
 
     def forget_rows(self) -> None:
-        """Set all counts to 0: the rows are of other data, or the curriculum has ended."""
+        """Set all counts to 0, because the rows are of other data or the curriculum has ended."""
         for row in [*self.zero_variance]:
             self.count_zero_variance(row, 0)
         self.record_rows(NO_ROWS)
 
     def record_rows(self, rows: RowNumbers) -> None:
-        """Record how prompts map to rows; the same rows keep the version from which their groups count."""
+        """Record how prompts map to rows. The same rows keep the version from which their groups count."""
         is_same = self.rows is not None and rows.has_rows_of(self.rows.numbers)
         since = self.rows.since if self.rows is not None and is_same else self.version
         self.rows = self.pending_changes.rows = KnownRows(numbers=rows, since=since)
 
     def count_zero_variance(self, row: int, count: int) -> None:
-        """Set the number of a row's last groups in a row without a learning signal."""
+        """Set a row's number of last groups, in a row, without a learning signal."""
         if count != self.zero_variance.get(row, 0):
             self.pending_changes.zero_variance[row] = count
         if count:
@@ -271,13 +271,13 @@ class QueueState:
         """Remove a unit that is leased or abandoned from the waiting units."""
         for slot in unit.slots:
             key = slot.identity.prompt, slot.identity.sample
-            # `slots` has only the newest part of a slot with segments.
+            # For a slot with segments, `slots` has only the newest part.
             if self.slots.get(key) is slot:
                 del self.slots[key]
         del self.units[unit.slots[0].place]
 
     def lease(self, version: int, min_version: int, units: Sequence[Unit]) -> Batch:
-        """Make the batch of `version` from these complete units, and lease them."""
+        """Make the batch of `version` from these complete units, and lease the units."""
         chosen: list[Trajectory] = []
         for unit in units:
             self.forget(unit)
@@ -289,7 +289,7 @@ class QueueState:
         return batch
 
     def consume(self, version: int) -> None:
-        """End the lease of `version`; its slots are consumed."""
+        """End the lease of `version`, and consume its slots."""
         for unit in self.leases.pop(version).units:
             for slot in unit.slots:
                 slot.move(CONSUMED)
@@ -297,5 +297,5 @@ class QueueState:
             unit.end()
 
     def waiting(self) -> Iterator[Slot]:
-        """All slots, or parts of slots, that are open, issued or ready."""
+        """Iterate over all slots, or parts of slots, that are open, issued or ready."""
         return (slot for unit in self.units.values() for slot in unit.slots)

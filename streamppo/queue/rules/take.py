@@ -1,24 +1,24 @@
-"""The take: which complete units make the next batch, and which are too old. Pure, as in rules.py; it changes nothing.
+"""The take: which complete units make the next batch, and which units are too old. Pure; it changes nothing.
 
-Whole completions are taken in the order of issue: any ready unit, or only those in a window that starts at the oldest.
-P units make a batch, S is the lag that admission aims at, W the window, L is max_lag.
+Whole completions are taken in the order of issue: any ready unit, or only units in a window that starts at the oldest.
+P units make a batch, S is the lag that admission aims at, W is the size of the window, L is max_lag.
 
     mask, drop   all ready units, the oldest first: any number of units may overtake a slow one
     wait         W = 1: strict first in, first out
     windowed     W = (L - S) * P + 1: the window starts at the oldest held unit that is not ready and has W places in
                  the order of issue; units after the window wait until that unit is ready
 
-Windowed is torchtitan's rule for RL (its docs/windowed_fifo.md), after MiniMax (https://arxiv.org/abs/2605.26494). Unit
-n opens for an engine of version n // P - S or later. Before unit n is taken, all n older units and at most W - 1
-younger ones are taken, so that it is in batch (n + W - 1) // P at the latest. The age of its tokens is at most
+"windowed" is torchtitan's rule for RL (its docs/windowed_fifo.md), after MiniMax (https://arxiv.org/abs/2605.26494).
+Unit n opens for an engine of version n // P - S or later. Before unit n, all n older units and at most W - 1 younger
+units are taken, so unit n is in batch (n + W - 1) // P at the latest. The age of its tokens is at most
 
     S + ceil((W - 1) / P) = L
 
-so that no token is too old and no unit is resampled for its age. In return the learner waits for a slow unit: with
-`wait` as soon as it is the oldest, with a window once W - 1 younger units have overtaken it.
+So no token is too old, and no unit is sampled again because of its age. In return the learner waits for a slow unit:
+with "wait" as soon as it is the oldest unit, with a window after W - 1 younger units have overtaken it.
 
 S and W are derived from L. S is the greatest lag for which W - 1 is at least 3/10 of the (S + 1) * P held units, which
-is MiniMax's share. L = 1 has room for either a flow lag or a window, and gets the flow lag: S = 1, W = 1. Example:
+is MiniMax's share. L = 1 leaves room for either a flow lag or a window; the flow lag is chosen: S = 1, W = 1. Example:
 
     L       2        4         8         16
     S       1        2         5         12
@@ -27,14 +27,14 @@ is MiniMax's share. L = 1 has room for either a flow lag or a window, and gets t
 Segments: S = max(1, L - 1) if they are cut just in time, else L. Update u trains from version u.
 
     a cut       an engine that swaps to version v delivers every segment whose oldest token is of v - S or before, and
-                some segments earlier, so that not too many are due at once (rollout/segment_cuts.py)
-    a place     each waiting segment takes one, and so does the rest of its completion, which the cut has opened
-    admission   as for whole completions, with S in place of L, and with the slowest actor's last cut as version
+                some segments earlier, so that not too many are due together (rollout/segment_cuts.py)
+    a place     each waiting segment takes one; the rest of its completion, which the cut has opened, takes another
+    admission   as for whole completions, with S instead of L, and with the slowest actor's last cut as version
     the take    segments with the oldest tokens first; it waits for actors whose cuts could still be due
 
 So every due segment finds room in a batch. Cuts by length open places too, and admission counts them in advance: for
-each completion in flight, the average number of cuts of an ended completion. This is an average, not a bound: if a
-completion has more cuts, tokens may become too old and are masked.
+each completion in flight, the average number of cuts of an ended completion. The average is not a bound: if completions
+have more cuts, tokens may become too old and are masked.
 """
 
 from collections.abc import Iterator, Sequence
@@ -46,9 +46,9 @@ from streamppo.queue.rules.state import QueueSettings, QueueState
 
 
 class ChosenUnits(NamedTuple):
-    """The units of a batch, oldest first, empty if there are too few; and the number of their tokens to mask.
+    """The units of a batch, oldest first, and the number of their tokens to mask; no units if there are too few.
 
-    `too_old` are the units among those examined that must not be trained on.
+    `too_old` are those of the examined units that must not be trained on.
     """
 
     units: Sequence[Unit]
@@ -91,9 +91,9 @@ def _choose_completions(settings: QueueSettings, state: QueueState, min_version:
 
 
 def _units_in_window(settings: QueueSettings, state: QueueState, too_old: Sequence[Unit]) -> Iterator[Unit]:
-    """The complete units that a batch may take, oldest first.
+    """Iterate over the complete units that a batch may take, oldest first.
 
-    The window also starts at a unit that the caller adds to `too_old`, which is sampled again.
+    A unit that the caller adds to `too_old` will be sampled again, so the window may also start at it.
     """
     window, oldest = settings.window, None
     for (number, _), unit in state.units.items():
@@ -117,12 +117,12 @@ def _num_old_tokens(settings: QueueSettings, unit: Unit, min_version: int) -> in
 
 def _is_behind(settings: QueueSettings, state: QueueState, min_version: int) -> bool:
     """True if an actor may still hold a segment with tokens that would be too old for the batch after this one."""
-    # After a cut for version v only tokens of v - S + 1 or later are uncut.
+    # After a cut for version v, all uncut tokens are of version v - S + 1 or later.
     return state.last_cut is not None and max(0, state.last_cut - settings.flow_lag + 1) <= min_version
 
 
 def _choose_segments(settings: QueueSettings, state: QueueState, min_version: int) -> ChosenUnits:
-    """Segments with the oldest tokens come first; those whose tokens are all too old are `too_old`."""
+    """Choose the segments with the oldest tokens; segments with only old tokens are `too_old`."""
     young: list[tuple[int, tuple[int, int], int, Unit]] = []
     too_old: list[Unit] = []
     for unit in (unit for unit in state.units.values() if unit.missing == 0):

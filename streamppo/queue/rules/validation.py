@@ -13,15 +13,16 @@ OPTIONAL_COLUMNS = attrgetter(
     "token_rewards", "candidates", "candidate_counts", "teacher_logprobs", "routes", "branches", "turns"
 )
 LOGPROB_SLACK = 1e-4
-"""The largest log-prob that counts as rounding error of 0."""
+"""A log-prob up to this much above 0 counts as a rounding error."""
 
 
 class TokenLimits(NamedTuple):
     """Bounds for trajectories: the vocabulary's size, and the most tokens of a completion and a prompt (None: any).
 
-    A trajectory must have candidate tokens if `candidates` (top-p or top-k is on), the reward components in
-    `components` (samples are compared by them), log-probs of the teacher's server if `teacher`, and the engine's
-    expert choices if `routes`. `linear` names the configured choices that do not support branches.
+    `candidates`: a trajectory must have candidate tokens, because top-p or top-k is on. `components`: it must have
+    these reward components, by which samples are compared. `teacher`: it must have log-probs from the teacher's server.
+    `routes`: it must have the engine's expert choices. `linear` names the configured choices that do not support
+    branches.
     """
 
     vocabulary: int
@@ -35,26 +36,26 @@ class TokenLimits(NamedTuple):
 
 
 def defects(trajectories: Sequence[Trajectory], limits: TokenLimits | None) -> list[str | None]:
-    """`defect` of each trajectory of a delivery; if all are valid, one check over all columns is enough."""
+    """Return `defect` of each trajectory. One check over all columns is enough if all trajectories are valid."""
     if trajectories and all(map(_is_even, trajectories)) and _are_sound(trajectories, limits):
         return [None] * len(trajectories)
     return [defect(trajectory, limits) for trajectory in trajectories]
 
 
 def _is_even(trajectory: Trajectory) -> bool:
-    """True if the columns have one length and there are no optional columns."""
+    """True if all columns have the same number of tokens and there are no optional columns."""
     size, prompt = len(trajectory.tokens), len(trajectory.prompt_tokens)
     same = size == len(trajectory.logprobs) == len(trajectory.versions) == 4 * len(trajectory.mask) > 0
     return same and prompt > 0 and prompt % 4 == 0 and not any(OPTIONAL_COLUMNS(trajectory))
 
 
 def _are_sound(trajectories: Sequence[Trajectory], limits: TokenLimits | None) -> bool:
-    """True if `defect` refuses none of these trajectories with even columns. False: check each of them."""
+    """True if `defect` refuses none of these trajectories with even columns; else each must be checked separately."""
     marks = b"".join(trajectory.mask for trajectory in trajectories)
     if max(marks) > 1 or not all(b"\1" in trajectory.mask for trajectory in trajectories):
         return False
     logprobs = floats(b"".join(trajectory.logprobs for trajectory in trajectories))[flags(marks)]
-    # Written so that NaN fails: no comparison holds for it.
+    # The comparison is written so that NaN fails it.
     if not (logprobs.min() > -np.inf and logprobs.max() <= LOGPROB_SLACK):
         return False
     if not all(math.isfinite(trajectory.reward) for trajectory in trajectories):
@@ -115,7 +116,7 @@ def _numbers(trajectory: Trajectory) -> str | None:
 
 
 def _teacher(trajectory: Trajectory) -> str | None:
-    """Teacher log-probs cover all tokens, and those of sampled tokens are finite and not positive."""
+    """Check that teacher log-probs cover all tokens, and that those of sampled tokens are finite and not positive."""
     column = trajectory.teacher_logprobs
     if not column:
         return None
@@ -128,7 +129,7 @@ def _teacher(trajectory: Trajectory) -> str | None:
 
 
 def _candidates(trajectory: Trajectory) -> str | None:
-    """Each token's candidates are in ascending order, and a sampled token is one of its candidates."""
+    """Check that each token's candidates ascend, and that a sampled token is one of its candidates."""
     if not trajectory.candidate_counts and not trajectory.candidates:
         return None
     if len(trajectory.candidate_counts) != len(trajectory.tokens) or len(trajectory.candidates) % 4:
@@ -146,13 +147,13 @@ def _candidates(trajectory: Trajectory) -> str | None:
 
 
 def _routes(trajectory: Trajectory) -> str | None:
-    """Every token of prompt and completion but the last has the same number of experts."""
+    """Check that every token of prompt and completion, except the last, has the same number of experts."""
     tokens = (len(trajectory.prompt_tokens) + len(trajectory.tokens)) // 4 - 1
     return routes.flaw(trajectory.routes, trajectory.route_bytes, tokens)
 
 
 def _branches(trajectory: Trajectory) -> str | None:
-    """Branches form a valid tree, turns are those of the mask, and the trajectory is a whole completion."""
+    """Check that branches form a valid tree, turns fit the mask, and the trajectory is a whole completion."""
     if not trajectory.branches and not trajectory.turns:
         return None
     if trajectory.finish == "cut" or trajectory.identity.segment or trajectory.prefix:

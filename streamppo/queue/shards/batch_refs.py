@@ -1,8 +1,8 @@
 """References by which the ranks get batches from the queue, through Ray's object store.
 
-A batch is encoded once, in a thread, and put into the store once for all ranks; the queue's event loop sends only
-references. Each node receives the bytes once, and its ranks read them without a copy. With several ranks, the outline
-is put once, and each rank requests the tokens of its own rows (batch_parts.py).
+A batch is encoded in a thread and put into the store one time for all ranks; the queue's event loop sends only
+references. Each node receives the bytes one time, and its ranks read them without a copy. With several ranks, the
+outline is put one time, and each rank requests the tokens of its own rows (batch_parts.py).
 """
 # Ray leaves parts of its signatures untyped.
 # pyright: reportUnknownMemberType=false
@@ -24,16 +24,16 @@ BatchRef: TypeAlias = ray.ObjectRef[NDArray[np.uint8]]
 Put: TypeAlias = Callable[[NDArray[np.uint8]], BatchRef]
 """Puts an encoded batch into the object store."""
 KEPT = 2
-"""Batches that are kept: one rank may request the next batch while another fetches this one."""
+"""The number of batches that are kept: one rank may request the next batch while another fetches this one."""
 
 
 def put(encoded: NDArray[np.uint8]) -> BatchRef:
-    """Put an encoded batch into the object store, as an array: readers do not copy it."""
+    """Put an encoded batch into the object store, as an array, because readers do not copy an array."""
     return ray.put(encoded)
 
 
 def encode_slowly(value: Batch | Outline | tuple[Tokens, ...]) -> NDArray[np.uint8]:
-    """As `encode(value)`, one trajectory at a time: it blocks the event loop's thread for one trajectory at most."""
+    """Return `encode(value)`, encoded one trajectory at a time, to block the event loop's thread only briefly."""
     encoded = bytearray()
     match value:
         case Batch():
@@ -49,7 +49,7 @@ def encode_slowly(value: Batch | Outline | tuple[Tokens, ...]) -> NDArray[np.uin
 
 
 def _add_batch(encoded: bytearray, batch: Batch) -> None:
-    # The empty array of trajectories is the last field and one byte; it is replaced.
+    # The last field, trajectories, is empty and takes one byte, which the array's header replaces.
     encoded += encode(msgspec.structs.replace(batch, trajectories=()))[:-1] + _head(len(batch.trajectories))
     _add(encoded, batch.trajectories)
 
@@ -66,9 +66,9 @@ def _head(count: int) -> bytes:
 
 
 class BatchRefs:
-    """References of the last requested batches, whole or in parts; each is put into the store once, by `put`.
+    """References of the last requested batches, whole or in parts; each is put into the store one time, by `put`.
 
-    In all methods `read` returns the batch of `version`; it is called once, in a thread. Its error is raised.
+    In all methods `read` returns the batch of `version`. It is called one time, in a thread, and its error is raised.
     """
 
     def __init__(self, put: Put) -> None:
@@ -76,18 +76,18 @@ class BatchRefs:
         self._batches, self._refs = _TaskCache[Batch](), _TaskCache[BatchRef]()
 
     async def batch(self, version: int, read: Callable[[], Batch]) -> BatchRef:
-        """The reference of the whole batch."""
+        """Return the reference of the whole batch."""
         return await self._refs.get(version, "whole", lambda: self._put(encode_slowly(read())))
 
     async def outline(self, version: int, read: Callable[[], Batch]) -> BatchRef:
-        """The reference of the batch's `Outline`."""
+        """Return the reference of the batch's `Outline`."""
         batch = await self._batches.get(version, "", read)
         return await self._refs.get(
             version, "outline", lambda: self._put(encode_slowly(batch_parts.make_outline(batch)))
         )
 
     async def tokens(self, version: int, rows: bytes, read: Callable[[], Batch]) -> BatchRef:
-        """The reference of the `Tokens` of the trajectories at `rows` (int32)."""
+        """Return the reference of the `Tokens` of the trajectories at `rows` (int32)."""
         batch, picked = await self._batches.get(version, "", read), ints(rows).tolist()
         return await self._refs.get(
             version, rows, lambda: self._put(encode_slowly(batch_parts.select_tokens(batch, picked)))
@@ -98,13 +98,13 @@ Result = TypeVar("Result")
 
 
 class _TaskCache(Generic[Result]):
-    """A cache of results, each computed once in a thread for all callers; it keeps the last `KEPT` versions."""
+    """A cache of results, each computed one time, in a thread, for all callers; it keeps the last `KEPT` versions."""
 
     def __init__(self) -> None:
         self._tasks: dict[int, dict[str | bytes, asyncio.Task[Result]]] = {}
 
     async def get(self, version: int, name: str | bytes, make: Callable[[], Result]) -> Result:
-        """Return the result of `make` for `version` and `name`. Raises its error; then the next call tries again."""
+        """Return the result of `make` for `version` and `name`. Raises its error; the next call then tries again."""
         tasks = self._tasks.setdefault(version, {})
         if name not in tasks:
             tasks[name] = asyncio.create_task(asyncio.to_thread(make))

@@ -5,8 +5,8 @@
     archive       <--its part of a batch-- shard
 
 Prompt p belongs to shard p modulo K. So K processes receive, validate, journal, serve and archive tokens, while only
-the queue applies the rules: admission, age and leases. A shard has no rules and no state but its journal: its calls may
-be repeated, also by two processes of one shard if one of them was marked dead but still runs.
+the queue applies the rules: admission, age and leases. A shard has no rules, and its journal is its only state. So its
+calls may be repeated, also by two processes of one shard if one of them was marked dead but still runs.
 
     a trajectory is in its shard's journal before its record is in the queue's journal
     it is dropped after the queue's journal records that it is in the archive, or will never be trained on
@@ -40,13 +40,13 @@ from streamppo.types import Batch, Identity, TokenRecord, Trajectory, WireStruct
 LearnedRef: TypeAlias = "ObjectRef[bytes]"
 """An encoded `TokenRecord` of a whole batch, in the object store."""
 LEARNED_S = 60.0
-"""Timeout in seconds to fetch it: if its rank is unreachable, the ranks restart and publish a new reference."""
+"""Timeout in seconds to fetch the record. If its rank is unreachable, the ranks restart and publish a new reference."""
 
 
 class BatchPart(WireStruct, frozen=True):
-    """One shard's trajectories in a batch; `rows` (int32) are their indices in it.
+    """The trajectories of one shard in a batch; `rows` (int32) are their indices in the batch.
 
-    `ends` (int64) are the token offsets of the whole batch: row i has the tokens ends[i] : ends[i + 1].
+    `ends` (int64) are token offsets in the whole batch: row i has the tokens ends[i] : ends[i + 1].
     """
 
     version: int
@@ -73,14 +73,14 @@ class QueueShard:
 
     @ray.method
     async def new_process_id(self, known: str) -> str:
-        """The id of this process, once it differs from `known`: by it callers detect a restart."""
+        """Wait until the id of this process differs from `known`, and return it: callers detect a restart by it."""
         if self._process_id == known:
             await asyncio.Event().wait()
         return self._process_id
 
     @ray.method
     async def store(self, trajectories: bytes) -> bytes:
-        """Journal encoded trajectories, and return their `TrajectoryRecord`s in order.
+        """Journal encoded trajectories, and return their `TrajectoryRecord`s in the same order.
 
         A trajectory that cannot be trained on is not journalled; its record has the reason and all columns.
         """
@@ -97,19 +97,19 @@ class QueueShard:
 
     @ray.method
     async def take(self, part: bytes) -> BatchRef:
-        """The trajectories of an encoded `BatchPart`."""
+        """Return the trajectories of an encoded `BatchPart`."""
         named = decode(part, BatchPart)
         return await self._refs.batch(named.version, lambda: self._batch(named))
 
     @ray.method
     async def outline(self, part: bytes) -> BatchRef:
-        """The `Outline` of an encoded `BatchPart`."""
+        """Return the `Outline` of an encoded `BatchPart`."""
         named = decode(part, BatchPart)
         return await self._refs.outline(named.version, lambda: self._batch(named))
 
     @ray.method
     async def tokens(self, part: bytes, rows: bytes) -> BatchRef:
-        """The `Tokens` of the part's trajectories whose index in the whole batch is in `rows` (int32)."""
+        """Return the `Tokens` of the part's trajectories whose index in the whole batch is in `rows` (int32)."""
         named = decode(part, BatchPart)
         return await self._refs.tokens(named.version, rows, lambda: self._batch(named))
 
@@ -118,7 +118,7 @@ class QueueShard:
         """Write the part to the archive under a temporary name, with the learner's record of its tokens.
 
         `learned` has at most one reference, to the record of the whole batch. Returns a `WrittenFile`. Raises
-        `TimeoutError` after `LEARNED_S` if the reference's rank is unreachable: Ray itself waits for minutes.
+        `TimeoutError` after `LEARNED_S` if the rank of the reference is unreachable; Ray alone would wait for minutes.
         """
         async with asyncio.timeout(LEARNED_S):
             numbers = decode(await learned[0], TokenRecord) if learned else TokenRecord()
@@ -126,18 +126,18 @@ class QueueShard:
 
     @ray.method
     async def drop(self, identities: bytes, first_prompt: int) -> None:
-        """Delete these trajectories, and all of prompts before `first_prompt`."""
+        """Delete these trajectories, and all trajectories of prompts before `first_prompt`."""
         await asyncio.to_thread(self._bodies.drop, decode(identities, tuple[Identity, ...]), first_prompt)
 
     @ray.method
     async def report(self) -> bytes:
-        """The time spent in this process: a `PhaseTime` by the name of each phase."""
+        """Return the time spent in this process: a `PhaseTime` by the name of each phase."""
         return encode(process.spent())
 
-    # --- the pieces ------------------------------------------------------------------------------------------
+    # --- implementation --------------------------------------------------------------------------------------
 
     async def _write(self, encoded: dict[Identity, bytes]) -> None:
-        """Return when these trajectories are in the journal; calls that arrive during a transaction share the next."""
+        """Wait until these trajectories are in the journal. Calls during a transaction share the next transaction."""
         self._waiting |= encoded
         async with self._writing:
             if not self._waiting.keys() & encoded.keys():
@@ -146,7 +146,7 @@ class QueueShard:
             try:
                 await asyncio.to_thread(self._bodies.write, together)
             except JournalError:
-                # Each waiting caller retries the write, so that each of them raises.
+                # Each waiting caller tries the write again, so that each of them raises.
                 self._waiting = together | self._waiting
                 raise
 

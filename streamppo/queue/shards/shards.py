@@ -1,4 +1,4 @@
-"""The client of a queue's shards, for the queue and the rollout actors: routes calls to the right shards."""
+"""The client of a queue's shards, for the queue and the rollout actors: it sends each call to the right shards."""
 # Ray leaves parts of its signatures untyped.
 # pyright: reportUnknownMemberType=false, reportUnknownArgumentType=false
 
@@ -41,15 +41,15 @@ class Shards:
 
     @classmethod
     def attach(cls, config: Config) -> "Shards":
-        """The existing shards of this process's run, by their names."""
-        # Arguments of an actor that Ray restarts must not contain references, which may be lost by then.
+        """Find the shards of this process's run, by the names of their actors."""
+        # By name: Ray reuses the arguments of an actor that it restarts, and references in them may be lost by then.
         return cls([ray.get_actor(name(number)) for number in numbers(config)])
 
     def __bool__(self) -> bool:
         return bool(self._actors)
 
     async def store(self, trajectories: Sequence[Trajectory]) -> tuple[TrajectoryRecord, ...]:
-        """Send each trajectory to its shard; return their records in order."""
+        """Send each trajectory to its shard; return the records in the order of the trajectories."""
         rows = self._rows([trajectory.identity for trajectory in trajectories])
         sent = [
             self._actors[shard].store.remote(encode(tuple(trajectories[row] for row in mine))) for shard, mine in rows
@@ -60,44 +60,44 @@ class Shards:
         return tuple(records[row] for row in range(len(trajectories)))
 
     async def take(self, batch: Batch) -> list[BatchRef]:
-        """The parts of the whole batch whose records are in `batch`."""
+        """Return the parts of the whole batch whose records are in `batch`."""
         return await asyncio.gather(*(self._actors[shard].take.remote(part) for shard, part in self._parts(batch)))
 
     async def outline(self, batch: Batch) -> list[BatchRef]:
-        """The outlines of the parts."""
+        """Return the outlines of the batch's parts."""
         return await asyncio.gather(*(self._actors[shard].outline.remote(part) for shard, part in self._parts(batch)))
 
     async def tokens(self, batch: Batch, rows: bytes) -> list[BatchRef]:
-        """The tokens of `rows` (int32), from each shard that has a part of the batch."""
+        """Return the tokens of `rows` (int32), from each shard that has a part of the batch."""
         parts = self._parts(batch)
         return await asyncio.gather(*(self._actors[shard].tokens.remote(part, rows) for shard, part in parts))
 
     async def archive(self, batch: Batch, learned: "list[LearnedRef]") -> list[WrittenFile]:
-        """Have the shards write their parts of a batch to the archive, each under a temporary name."""
+        """Make the shards write their parts of a batch to the archive, each under a temporary name."""
         parts = self._parts(batch)
         answers = await asyncio.gather(*(self._actors[shard].archive.remote(part, learned) for shard, part in parts))
         return [decode(answer, WrittenFile) for answer in answers]
 
     def drop(self, identities: Sequence[Identity], first_prompt: int) -> None:
-        """Have the shards delete trajectories, without waiting; a missed deletion is made up for by `first_prompt`."""
+        """Make the shards delete trajectories, without waiting; `first_prompt` makes up for a missed deletion."""
         by_shard = {shard: tuple(identities[row] for row in rows) for shard, rows in self._rows(identities)}
         for number, actor in enumerate(self._actors):
             actor.drop.remote(encode(by_shard.get(number, ())), first_prompt)
 
     async def phase_times(self) -> list[dict[str, PhaseTime]]:
-        """The time that each shard has spent, by phase."""
+        """Return the time that each shard has spent, by phase."""
         answers = await asyncio.gather(*(actor.report.remote() for actor in self._actors))
         return [decode(answer, dict[str, PhaseTime]) for answer in answers]
 
     def _rows(self, identities: Sequence[Identity]) -> list[tuple[int, list[int]]]:
-        """(shard, indices of its identities) for each shard that has any of them."""
+        """For each shard that has some of the `identities`, its number and their indices."""
         by_shard: dict[int, list[int]] = {}
         for row, identity in enumerate(identities):
             by_shard.setdefault(identity.prompt % len(self._actors), []).append(row)
         return sorted(by_shard.items())
 
     def _parts(self, batch: Batch) -> list[tuple[int, bytes]]:
-        """(shard, encoded `BatchPart`) for each shard that has a part of a batch of records."""
+        """For each shard that has a part of a batch of records, its number and the encoded `BatchPart`."""
         records = batch.trajectories
         ends = np.cumsum([0, *(record.num_tokens for record in records)]).astype("<i8").tobytes()
         return [

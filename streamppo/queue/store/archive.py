@@ -1,4 +1,4 @@
-"""The durable record of all consumed batches: one zarr group for each update, each in its own zip file.
+"""The durable record of all consumed batches: one zarr group for each update, each in a separate zip file.
 
 runs/NAME/archive/00000042.zarr.zip            the batch of version 42, exactly
 runs/NAME/archive/00000042.1-of-4.zarr.zip     if the queue has shards: one shard's part of the batch
@@ -6,30 +6,31 @@ runs/NAME/archive/00000042.1-of-4.zarr.zip     if the queue has shards: one shar
     zarr.open_group(zarr.storage.ZipStore("00000042.zarr.zip", mode="r"))        opens a file
 
 B trajectories are concatenated in flat columns: trajectory i has the entries `offsets[i] : offsets[i + 1]`, its prompt
-`prompt_offsets[i] : prompt_offsets[i + 1]`. Optional flat columns have their own offsets:
+has `prompt_offsets[i] : prompt_offsets[i + 1]`. Optional flat columns have separate offsets:
 
     token_rewards                   rewards of single tokens
     candidates, candidate_counts    with top-p or top-k, the tokens left of the distribution, and their number for each
                                     token of a completion (0: the whole vocabulary)
-    teacher_logprobs                log-probs of a teacher that is a server
-    routes, route_bytes             the experts of a mixture of experts; where a number is a byte (types/routes.py) the
-                                    column is of bytes, and each trajectory has the bytes of its numbers
-    branches                        of trajectories whose tokens are a tree: pairs (start, parent), types/branches.py
-    turns                           of agents' runs: (start, end, reused, delivered) of each turn, types/turns.py
+    teacher_logprobs                log-probs by a teacher that is a server
+    routes, route_bytes             the experts of a mixture of experts, and the bytes per number in each trajectory; if
+                                    some numbers take one byte (types/routes.py), `routes` is a column of bytes
+    branches                        for trajectories whose tokens are a tree: pairs (start, parent), types/branches.py
+    turns                           for agents' runs: (start, end, reused, delivered) of each turn, types/turns.py
     explanations                    the text that explains the rewards, in UTF-8
 
 `components` is a table [B, components] of reward components; NaN if a trajectory lacks one. `source` is the data set of
-each prompt, where a task has several. The learner's record has one number per token, as of the update's start:
+each prompt, if a task has several. The learner's record has one number per token, computed when the update starts:
 `values`, the critic's expectation before the token, if there is a critic; `proximal_logprobs`, if a pass computed them;
 `advantages`.
 
-The attribute `rows` of a part lists the indices of its trajectories in the batch; the parts are read as one batch.
-With segments, `segment` is a trajectory's number in its completion, and `prefix` is the number of tokens at the end of
-its prompt that belong to earlier segments.
+In a part of a batch, the attribute `rows` lists the indices of its trajectories in the batch. The parts are read as one
+batch. With segments, `segment` is a trajectory's number in its completion, and `prefix` is the number of tokens at the
+end of its prompt that belong to earlier segments.
 
-A file is written under a temporary name of its writer, and gets its final name within the journal's transaction that
-records its SHA-256; only then it counts. A queue that was marked dead but still writes is fenced out of that
-transaction. The journal also has the range of prompts of each file, so that a prompt is found without opening them all.
+Each writer writes a file under a temporary name of its own. The file gets its final name, and counts, within the
+journal's transaction that records its SHA-256. A queue that was marked dead but still writes cannot make that
+transaction. The journal also has the range of prompts in each file, so that a prompt is found without opening all
+files.
 """
 
 # pyarrow leaves parts of its signatures untyped.
@@ -70,7 +71,7 @@ if TYPE_CHECKING:
 
 
 class WrittenFile(WireStruct, frozen=True):
-    """A written file, still under its temporary name, of a batch or a part: its SHA-256, first and last prompt."""
+    """A written file of a batch or a part, still under its temporary name: its SHA-256, first and last prompt."""
 
     path: str
     sha256: str
@@ -98,7 +99,7 @@ class Archive:
         return self.gather(batch.version, [write(self.folder, batch, learned or TokenRecord())])
 
     def gather(self, version: int, written: Sequence[WrittenFile]) -> ArchivedBatch:
-        """Keep the temporary names of a batch's files, until `settle`; return the journal's record of the files."""
+        """Remember the temporary names of a batch's files for `settle`; return the journal's record of the files."""
         self._asides[version] = [Path(file.path) for file in written]
         return ArchivedBatch(
             files=tuple(file.sha256 for file in written),
@@ -121,7 +122,7 @@ class Archive:
         self.checksums[version] = files
 
     def sweep(self) -> None:
-        """Delete the temporary files of dead writers, and the files of versions before the first kept one.
+        """Delete the temporary files of dead writers, and the files of versions before the first that is kept.
 
         Call it only after fencing the journal.
         """
@@ -149,7 +150,7 @@ class Archive:
         return to_batch(columns, attributes)
 
     def batch_and_record(self, version: int) -> tuple[Batch, dict[str, list[Floats]]]:
-        """The batch and the learner's columns, read once. Raises `JournalError` if it is missing or damaged."""
+        """The batch and the learner's columns from one read. Raises `JournalError` if it is missing or damaged."""
         columns, attributes = self._read(version)
         return to_batch(columns, attributes), record_columns(columns)
 
@@ -175,11 +176,11 @@ class Archive:
         return pyarrow.table({**columns, **words, **explained, **flat})
 
     def path(self, version: int) -> Path:
-        """The file of the batch of `version`, for a queue without shards."""
+        """The path of the file of the batch of `version`, for a queue without shards."""
         return _path(self.folder, version)
 
     def paths(self, version: int, count: int) -> list[Path]:
-        """The `count` files of the batch of `version`."""
+        """The paths of the `count` files of the batch of `version`."""
         parts = [f".{number + 1}-of-{count}" for number in range(count)] if count > 1 else [""]
         return [_path(self.folder, version, part) for part in parts]
 
@@ -195,7 +196,7 @@ class Archive:
 
 
 def open(run: Path) -> Archive:
-    """The archive of the run in the folder `run`. Raises `JournalError` if it has none."""
+    """Open the archive of the run in the folder `run`. Raises `JournalError` if there is none."""
     journal = Journal.open_run(run)
     versions = journal.versions().values()
     journal.close()
@@ -231,7 +232,7 @@ def _path(folder: Path, version: int, part: str = "") -> Path:
 
 
 def _read(path: Path, expected: str) -> tuple[dict[str, Column], Attributes]:
-    """The columns and attributes of a file. Raises `JournalError` if it is missing or damaged."""
+    """Read the columns and attributes of a file. Raises `JournalError` if it is missing or damaged."""
     try:
         with durable.reading(path, whole=True) as file:
             if hashlib.file_digest(file, "sha256").hexdigest() != expected:
@@ -250,7 +251,7 @@ def _read(path: Path, expected: str) -> tuple[dict[str, Column], Attributes]:
 
 
 def _merge_columns(parts: Sequence[tuple[dict[str, Column], Attributes]]) -> tuple[dict[str, Column], Attributes]:
-    """The columns of a whole batch, joined from its parts."""
+    """Join the columns of a whole batch from its parts."""
     batch = batch_parts.merge([to_batch(columns, attributes) for columns, attributes in parts])
     if len({frozenset(columns).intersection(LEARNED) for columns, _ in parts}) > 1:
         raise JournalError(f"the batch of version {batch.version} came in parts with different columns")

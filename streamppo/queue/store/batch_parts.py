@@ -1,6 +1,6 @@
-"""A batch in parts: its outline, which every rank needs in full, and the token ids of the rows that a rank reads.
+"""A batch in parts: an outline, which every rank needs in full, and the token ids of the rows that a rank reads.
 
-    batch = join(make_outline(batch), select_tokens(batch, rows))       exactly, but the tokens of other rows are zeros
+    batch = join(make_outline(batch), select_tokens(batch, rows))       equal, except that other rows have zero tokens
 
 Each shard of a queue returns its part of a batch or of its outline; `merge` and `merge_outlines` join the parts.
 
@@ -18,7 +18,7 @@ from streamppo.types import Batch, Outline, Tokens, Trajectory, ints
 
 
 def make_outline(batch: Batch) -> Outline:
-    """The batch without its token ids."""
+    """Make the outline of a batch: all of it except its token ids."""
     lengths = [len(trajectory.prompt_tokens) // 4 for trajectory in batch.trajectories]
     none = Tokens(row=0, prompt_tokens=b"", tokens=b"", candidates=b"")
     bare = tuple(_with_tokens(trajectory, none) for trajectory in batch.trajectories)
@@ -27,7 +27,7 @@ def make_outline(batch: Batch) -> Outline:
 
 
 def select_tokens(batch: Batch, rows: Sequence[int]) -> tuple[Tokens, ...]:
-    """The token ids of the trajectories at `rows`; for a part of a batch, of those rows that it contains."""
+    """Select the token ids of the trajectories at `rows`; from a part of a batch, of those rows that it contains."""
     place = {row: at for at, row in enumerate(ints(batch.rows).tolist())} if batch.rows else None
     return tuple(
         _tokens(row, batch.trajectories[row if place is None else place[row]])
@@ -37,7 +37,7 @@ def select_tokens(batch: Batch, rows: Sequence[int]) -> tuple[Tokens, ...]:
 
 
 def merge(batches: Sequence[Batch]) -> Batch:
-    """The whole batch from its parts, or from a single part. Raises `JournalError` if a row is missing."""
+    """Join a whole batch from its parts, or from a single part. Raises `JournalError` if a row is missing."""
     first, *others = batches
     if not others and not first.rows:
         return first
@@ -48,7 +48,7 @@ def merge(batches: Sequence[Batch]) -> Batch:
 
 
 def merge_outlines(outlines: Sequence[Outline]) -> Outline:
-    """The outline of the whole batch from the outlines of its parts. Raises as `merge` does."""
+    """Join the outline of a whole batch from the outlines of its parts. Raises as `merge` does."""
     first, *others = outlines
     if not others and not first.batch.rows:
         return first
@@ -58,13 +58,13 @@ def merge_outlines(outlines: Sequence[Outline]) -> Outline:
 
 
 def widths(outline: Outline) -> list[int]:
-    """The number of prompt and completion tokens of every row."""
+    """The number of prompt and completion tokens in every row."""
     completions = (len(trajectory.versions) // 4 for trajectory in outline.batch.trajectories)
     return [prompt + tokens for prompt, tokens in zip(ints(outline.prompt_lengths).tolist(), completions, strict=True)]
 
 
 def join(outline: Outline, tokens: Sequence[Tokens]) -> Batch:
-    """The batch with these `tokens`; other rows have zeros of the same length, and no candidates or routes."""
+    """Make the batch with these `tokens`; other rows get zeros of the same length, and no candidates or routes."""
     by_row = {row_tokens.row: row_tokens for row_tokens in tokens}
     lengths = ints(outline.prompt_lengths).tolist()
     bare = enumerate(zip(outline.batch.trajectories, lengths, strict=True))

@@ -2,8 +2,8 @@
 
     to_batch(*batch_columns(batch, learned)) == batch
 
-archive.py describes the columns. `verify` checks the columns of a file before they are used: the file may come from an
-untrusted source.
+archive.py describes the columns. `verify` checks the columns of a file before they are used, because the file may come
+from an untrusted source.
 """
 
 # pyright: standard
@@ -36,7 +36,7 @@ FINISH: tuple[Finish, ...] = ("stop", "length", "cut")
 FLAT = {"tokens": ints, "logprobs": floats, "versions": ints, "mask": flags}
 """Columns with one entry for each token of a completion."""
 LEARNED = TokenRecord.__struct_fields__
-"""Columns that the learner adds, also with one entry for each token of a completion."""
+"""Columns that the learner adds, which also have one entry for each token of a completion."""
 RAGGED = {
     "token_rewards": floats,
     "candidates": ints,
@@ -46,11 +46,11 @@ RAGGED = {
     "branches": ints,
     "turns": ints,
 }
-"""Optional columns, and columns with any number of entries per trajectory; each has a column NAME_offsets."""
+"""Optional columns, which may have any number of entries per trajectory; each has a column NAME_offsets."""
 EACH = ("token_rewards", "candidate_counts", "teacher_logprobs")
-"""Columns with one entry for each token of a completion, or none for a whole completion."""
+"""Columns in which a completion has either one entry for each token or none at all."""
 IDENTITY = ("prompt", "sample", "attempt", "segment")
-"""Columns of an identity's numbers; `segment` only with segments."""
+"""The columns with an identity's numbers; `segment` exists only with segments."""
 
 
 TYPES: dict[str, tuple[str, ...]] = {
@@ -65,13 +65,13 @@ TYPES: dict[str, tuple[str, ...]] = {
     "route_bytes": ("int64",),
     "explanations": ("uint8",),
 }
-"""The dtypes of every column except offsets, which are int64."""
+"""The allowed dtypes of every column, except offsets, which are int64."""
 REQUIRED = frozenset((*IDENTITY[:3], "task", "actor", "finish", "reward", "prompt_tokens", *FLAT))
-"""The columns of every batch, except offsets."""
+"""The columns that every batch has, except offsets."""
 
 
 class Attributes(msgspec.Struct, omit_defaults=True, forbid_unknown_fields=True):
-    """A batch's versions, and the words that its columns index."""
+    """A batch's versions, and the words to which numbers in its columns point."""
 
     version: int
     min_version: int
@@ -83,7 +83,7 @@ class Attributes(msgspec.Struct, omit_defaults=True, forbid_unknown_fields=True)
     sources: list[str] = []
 
     def words(self) -> dict[str, Sequence[str]]:
-        """The words, by the name of the column that indexes them."""
+        """The words, by the name of the column that points to them."""
         named = {"task": self.tasks, "actor": self.actors, "finish": self.finishs}
         return {**named, "source": self.sources} if self.sources else named
 
@@ -116,7 +116,7 @@ def verify(columns: Mapping[str, Column], attributes: Attributes) -> None:
 
 
 def _ends(columns: Mapping[str, Column], name: str, rows: int, of: str) -> Column:
-    """Check the offsets `name` of the column `of`; return the number of entries of each row."""
+    """Check the offsets `name` of the column `of`, and return the number of entries of each row."""
     ends = columns[name].astype(np.int64)
     lengths = np.diff(ends)
     if len(ends) != rows + 1 or ends[0] != 0 or ends[-1] != len(columns[of]) or lengths.min(initial=0) < 0:
@@ -164,13 +164,13 @@ def _verify_trees(columns: Mapping[str, Column]) -> None:
 
 
 def record_columns(columns: Mapping[str, Column]) -> dict[str, list[Floats]]:
-    """The learner's columns that the file has, by name: for each completion an array with one number per token."""
+    """The learner's columns in a file, by name: for each completion an array with one number per token."""
     ends = columns["offsets"][1:-1].tolist()
     return {name: np.split(columns[name].astype(np.float32, copy=False), ends) for name in LEARNED if name in columns}
 
 
 def batch_columns(batch: Batch, learned: TokenRecord) -> tuple[dict[str, Column], Attributes]:
-    """The columns of a batch, with the learner's record of its tokens, and the attributes."""
+    """Convert a batch, with the learner's record of its tokens, to columns and attributes."""
     trajectories = batch.trajectories
     words = {
         "task": [trajectory.identity.task for trajectory in trajectories],
@@ -243,12 +243,12 @@ def _known_components(names: Sequence[str], numbers: Sequence[float]) -> dict[st
 
 
 def decode_words(column: Column, known: Sequence[str]) -> list[str]:
-    """The words at the indices in `column`."""
+    """Look up the words at the indices in `column`."""
     return [known[int(number)] for number in column]
 
 
 def explanations(columns: Mapping[str, Column]) -> list[str]:
-    """The explanation of each trajectory; empty if it has none."""
+    """The explanation of each trajectory; "" if it has none."""
     if "explanations" not in columns:
         return [""] * (len(columns["offsets"]) - 1)
     text, ends = columns["explanations"].tobytes(), columns["explanations_offsets"].tolist()
@@ -256,7 +256,7 @@ def explanations(columns: Mapping[str, Column]) -> list[str]:
 
 
 def to_batch(columns: Mapping[str, Column], attributes: Attributes) -> Batch:
-    """The batch of columns that `verify` has accepted."""
+    """Make the batch from columns that `verify` has accepted."""
     at, prompt_at = columns["offsets"].tolist(), columns["prompt_offsets"].tolist()
     words = {name: decode_words(columns[name], known) for name, known in attributes.words().items()}
     ragged_at = {name: columns[f"{name}_offsets"].tolist() for name in RAGGED if name in columns}

@@ -1,6 +1,6 @@
 """SQLite for the journals: WAL mode, rows with checksums, errors that name the file.
 
-SQLite checks only its structure, so every row has its own checksum. Other columns of a row are keys.
+SQLite checks only the structure of a file, so every row also has a checksum. The other columns of a row are keys.
 """
 
 import logging
@@ -21,20 +21,19 @@ from streamppo.types import decode
 LOCKED_S = 120.0
 """Seconds that a writer waits for the write lock while another process, such as a backup or a shell, holds it."""
 LOG = "-wal"
-"""Suffix of SQLite's log next to a file: transactions that are not in the file yet."""
+"""The suffix of SQLite's log beside a file; it holds the transactions that are not in the file yet."""
 T = TypeVar("T")
 ENCODER = msgspec.msgpack.Encoder()
-"""Starts with a buffer large enough for a row; `msgspec.msgpack.encode` starts smaller and reallocates repeatedly."""
+"""Its buffer is large enough for a row; `msgspec.msgpack.encode` starts with less and reallocates repeatedly."""
 SCHEMA = "select type, name, sql from sqlite_master where name not like 'sqlite_stat%' order by type, name"
 log = logging.getLogger(__name__)
 
 
 class Database:
-    """One SQLite file with `tables`, whose format has this `number`; several threads may use it in turn.
+    """One SQLite file with `tables`, in the format `number`; several threads may use it in turn.
 
-    A reader sees the content as of opening.
-    Every method raises `JournalError`, which names the file, if SQLite or the disk fails. Opening a file also raises it
-    if the file is damaged or was made by another version of streamppo.
+    A reader sees the content at the time of opening. Every method raises `JournalError`, which names the file, if
+    SQLite or the disk fails. Opening also raises it if the file is damaged or was made by another version of streamppo.
     """
 
     def __init__(self, path: Path, tables: str, number: int, *, read_only: bool = False) -> None:
@@ -42,19 +41,19 @@ class Database:
         with self._errors_named():
             address = _read_only_address(path) if read_only else path
             self._db = sqlite3.connect(address, uri=read_only, check_same_thread=False, isolation_level=None)
-            # The file may be untrusted: its schema may not call functions.
+            # The file may be untrusted, so its schema must not call functions.
             self._db.execute("pragma trusted_schema = off")
             if read_only:
                 self._db.execute("begin")
             self._verify_structure()
             if not read_only:
                 self._db.execute("pragma journal_mode = wal")
-                # Acknowledged transactions survive a power failure, not only a kill.
+                # With `full`, acknowledged transactions survive a power failure, not only a kill.
                 self._db.execute("pragma synchronous = full")
             self._verify_format(tables, number, read_only=read_only)
 
     def close(self) -> None:
-        """Close the file; a writer also checkpoints the write-ahead log into it."""
+        """Close the file; a writer also moves the write-ahead log into it."""
         with self._errors_named():
             self._db.close()
 
@@ -119,7 +118,7 @@ class Database:
         if not isinstance(row, bytes) or crc32(row) != checksum:  # pyright: ignore[reportUnnecessaryIsInstance]
             raise JournalError(f"{self.path}: damaged: a row of {table!r} does not match its checksum")
 
-    # --- the pieces ------------------------------------------------------------------------------------------
+    # --- verification ----------------------------------------------------------------------------------------
 
     def _verify_structure(self) -> None:
         ((first, *_),) = self._db.execute("pragma integrity_check(1)").fetchall()
@@ -138,7 +137,7 @@ class Database:
         if not schema:
             self._db.executescript(f"begin immediate; {tables} pragma user_version = {number}; commit;")
         elif stored != number:
-            # The first format had no number.
+            # The first format had no number, so its stored number is 0.
             raise JournalError(
                 f"{self.path}: made by another version of streamppo: its format is {stored or 1}, and this version "
                 f"reads {number}: continue with the version that made the run, or begin a new one"
@@ -148,9 +147,9 @@ class Database:
 
 
 def merge_logs(run: Path) -> None:
-    """Move SQLite's logs into the files of an ended run, whose processes were killed: a copy of the files is complete.
+    """Move SQLite's logs into the files of an ended run, whose processes were killed, so that a copy is complete.
 
-    A failure is logged: with its log each file is complete too.
+    A failure is only logged: together with its log, each file is complete too.
     """
     for written in [*run.glob(f"*.sqlite{LOG}"), *run.glob(f"shards/*.sqlite{LOG}")]:
         path = written.with_name(written.name.removesuffix(LOG))
@@ -170,17 +169,17 @@ def _tables(tables: str) -> list[tuple[str, str, str | None]]:
 
 
 def with_checksum(value: object) -> tuple[bytes, int]:
-    """The encoded row of `value`, and its checksum."""
+    """Encode a row, and compute its checksum."""
     return checked_row(ENCODER.encode(value))
 
 
 def checked_row(row: bytes) -> tuple[bytes, int]:
-    """An encoded row, and its checksum."""
+    """Return an encoded row with its checksum."""
     return row, crc32(row)
 
 
 def _read_only_address(path: Path) -> str:
-    """The read-only URI of a file; `immutable` if there is no log, because SQLite would create one otherwise."""
+    """The read-only URI of a file; `immutable` if there is no log, because SQLite would otherwise create one."""
     final = "" if path.with_name(f"{path.name}{LOG}").exists() else "&immutable=1"
     return f"{path.resolve().as_uri()}?mode=ro{final}"
 

@@ -4,7 +4,7 @@ runs/NAME/journal.sqlite       held slots, leases, attempts that ended without t
                                each published version, and the counts and skipped prompts of `algorithm.curriculum`
 runs/NAME/journal.tip          the number of the last transaction; a journal that ends before it has lost transactions
 
-A writer starts with `fence`: from then on earlier writers, which may still run although they were marked dead, can
+A writer starts with `fence`. Earlier writers may still run although they were marked dead. After the fence they can
 neither write nor name a file of the archive.
 
 A slot's row is deleted when its batch is consumed, because the archive then has it. So the journal is as large as the
@@ -42,15 +42,15 @@ from streamppo.queue.store.database import LOG, Database, with_checksum
 FORMAT = 9
 """The number of the tables' format; a journal with another number is refused."""
 DEAD_LETTERS = 1000
-"""The number of newest dead letters that are kept."""
+"""This many dead letters are kept, the newest ones."""
 ALL = range(2**62)
-"""Every slot."""
+"""The numbers of all slots."""
 TIP = struct.Struct("<QI")
 TIP_FILE = "journal.tip"
 LOGS = (LOG, "-shm")
-"""Suffixes of SQLite's files next to a journal."""
+"""The suffixes of SQLite's files beside a journal."""
 TIP_READS = 3
-"""Reads of a tip until it counts as damaged: a queue may be writing it during a read."""
+"""The number of reads before a tip counts as damaged: a queue may be writing the tip during a read."""
 TABLES = """
 create table if not exists state (name text primary key, value blob, checksum int) strict;
 create table if not exists slots (
@@ -78,7 +78,7 @@ class Journal(Database):
 
     def __init__(self, path: Path, *, read_only: bool = False) -> None:
         self.path, self._tip = path, path.with_name(TIP_FILE)
-        # A running queue writes the tip after each transaction: a tip that is read first is never ahead of the journal.
+        # A running queue writes the tip after each transaction, so a tip that is read first is never ahead.
         with self._errors_named():
             tip = self._read_tip()
         super().__init__(path, TABLES, FORMAT, read_only=read_only)
@@ -87,18 +87,18 @@ class Journal(Database):
 
     @classmethod
     def open_run(cls, run: Path) -> "Journal":
-        """The journal of the run in the folder `run`, for reading. Raises `JournalError` if it has none."""
+        """Open the journal of the run in the folder `run` for reading. Raises `JournalError` if there is none."""
         path = run / "journal.sqlite"
         if not path.is_file():
             raise JournalError(f"{path}: missing: {run} is not the folder of a run, or nothing was sampled in it yet")
-        # SQLite would block on a pipe.
+        # SQLite would wait forever for a pipe.
         for beside in (path.with_name(f"{path.name}{end}") for end in LOGS):
             if beside.exists() and not beside.is_file():
                 raise JournalError(f"{beside}: not a file")
         try:
             return cls(path, read_only=True)
         except JournalError as error:
-            # SQLite reads a log only with an index next to it, which it creates.
+            # SQLite needs an index beside a log to read it, and creates the index if it is missing.
             if path.with_name(f"{path.name}{LOG}").exists() and not os.access(run, os.W_OK):
                 raise JournalError(
                     f"{error}: the run is running or was killed, and its journal can be read only where files can be "
@@ -108,7 +108,7 @@ class Journal(Database):
 
     @classmethod
     def from_copy(cls, path: Path, number: int) -> "Journal":
-        """The journal at `path`, a copy made after transaction `number`; writes its tip."""
+        """Open the journal at `path`, a copy made after transaction `number`, and write its tip."""
         with durable.naming(path, JournalError):
             durable.write(path.with_name(TIP_FILE), _tip(number))
         return cls(path)
@@ -119,7 +119,7 @@ class Journal(Database):
         return self._number
 
     def fence(self) -> None:
-        """Prevent all earlier writers from writing again; what they have written is visible from here on."""
+        """Prevent all earlier writers from writing again; all that they have written is visible afterwards."""
         with self._numbered_transaction(fencing=True):
             pass
 
@@ -132,8 +132,8 @@ class Journal(Database):
     ) -> None:
         """Write one transaction. Writing the same changes again leaves the same rows.
 
-        `before_commit` is called within it for each of `versions`, before the version is recorded; never for a
-        writer that was fenced out.
+        `before_commit` is called within it for each of `versions`, before the version is recorded. It is never called
+        for a writer that was fenced out.
         """
         with self._numbered_transaction() as db:
             if before_commit is not None:
@@ -177,7 +177,7 @@ class Journal(Database):
             db.execute("insert or replace into state values ('counters', ?, ?)", with_checksum(changes.counters))
 
     def read(self) -> QueueSnapshot | None:
-        """Everything needed to rebuild a queue; None if nothing was ever written."""
+        """Read everything that is needed to rebuild a queue; None if nothing was ever written."""
         counters = self.counters()
         if counters is None:
             return None
@@ -186,12 +186,12 @@ class Journal(Database):
         return QueueSnapshot(counters, tuple(self.slots()), tuple(self.leases()), zero_variance, self.known_rows())
 
     def known_rows(self) -> KnownRows | None:
-        """How prompts map to rows; None if there never was a curriculum."""
+        """How prompts map to rows; None if there was never a curriculum."""
         rows = self._rows("state", "select value, checksum from state where name = 'rows'", KnownRows)
         return rows[0] if rows else None
 
     def skipped(self, numbers: range = ALL) -> Counts:
-        """(number of its first slot, count of its row) of each skipped prompt, in `numbers`."""
+        """For each skipped prompt whose first slot is in `numbers`: the slot's number, and the count of its row."""
         query = "select number, row, checksum from skipped where number >= ? and number < ? order by number"
         return self._counts("skipped", query, numbers.start, numbers.stop)
 
@@ -210,7 +210,7 @@ class Journal(Database):
         return self._rows("leases", "select row, checksum from leases order by version", Lease)
 
     def versions(self) -> dict[int, PublishedVersion]:
-        """Every published version, by its number, in order."""
+        """Every published version, in order, by its number."""
         versions = self._rows("versions", "select row, checksum from versions order by version", PublishedVersion)
         return {version.version: version for version in versions}
 
@@ -224,7 +224,7 @@ class Journal(Database):
         return self._rows("ended", query, EndedAttempt, numbers.start, numbers.stop)
 
     def configs(self) -> dict[int, bytes]:
-        """The encoded configurations of the run, each by the first version from which it holds."""
+        """The encoded configurations of the run, each by the first version that it applies to."""
         with self._errors_named():
             rows = self._db.execute("select version, row, checksum from configs order by version").fetchall()
         for _, row, checksum in rows:
@@ -232,7 +232,7 @@ class Journal(Database):
         return {version: row for version, row, _ in rows}
 
     def configure(self, version: int, config: bytes) -> None:
-        """Record that `config` holds from `version` on."""
+        """Record that `config` applies from `version` on."""
         with self._numbered_transaction() as db:
             db.execute("insert or replace into configs values (?, ?, ?)", (version, config, crc32(config)))
 
@@ -255,11 +255,11 @@ class Journal(Database):
             db.execute("delete from ended where number < ?", (first_slot,))
             db.execute("delete from skipped where number < ?", (first_slot,))
 
-    # --- the pieces ------------------------------------------------------------------------------------------
+    # --- implementation --------------------------------------------------------------------------------------
 
     @contextmanager
     def _numbered_transaction(self, *, fencing: bool = False) -> Generator[sqlite3.Connection]:
-        """A transaction with the next number; afterwards the number is written to the tip."""
+        """Run the block in a transaction with the next number; afterwards write the number to the tip."""
         with self._errors_named():
             with self._transaction() as db:
                 number = self._transactions()
@@ -268,7 +268,7 @@ class Journal(Database):
                 if number != self._number and not fencing:
                     raise JournalError(f"{self.path}: another process writes here: this queue was marked dead")
                 if number == 0:
-                    # Makes the tip's name and size durable; its later numbers are never ahead of the journal.
+                    # This makes the tip's name and size durable. Later numbers in it are never ahead of the journal.
                     durable.write(self._tip, _tip(0))
                 yield db
                 db.execute("insert or replace into state values ('number', ?, ?)", with_checksum(number + 1))
@@ -277,13 +277,13 @@ class Journal(Database):
                 file.write(_tip(self._number))
 
     def _linked(self, made: PublishedVersion) -> PublishedVersion:
-        """The record of a version, with its link to that of the version before."""
+        """Add to the record of a version its link to the record of the previous version."""
         query = "select row, checksum from versions where version >= ? and version < ?"
         before = self._rows("versions", query, PublishedVersion, made.version - 1, made.version)
         return with_link(made, self.configs(), before[0].link if before else "")
 
     def _counts(self, table: str, query: str, *arguments: int) -> Counts:
-        """The counts in the rows (key, row, checksum) of a query."""
+        """Decode the counts in the rows (key, row, checksum) of a query."""
         with self._errors_named():
             rows = self._db.execute(query, arguments).fetchall()
         return tuple((key, self._decode(table, row, checksum, int)) for key, row, checksum in rows)
@@ -294,9 +294,9 @@ class Journal(Database):
         return rows[0] if rows else 0
 
     def _last_transaction(self, tip: bytes) -> int:
-        """The number of the last transaction. Raises `JournalError` if the `tip`, read before, has a later one."""
+        """The number of the last transaction. Raises `JournalError` if the `tip`, read earlier, has a later number."""
         number = self._transactions()
-        # The queue creates the tip before its first transaction: both may have happened since `tip` was read.
+        # The queue creates the tip before its first transaction; both may have happened after `tip` was read.
         if not tip and number and not self._read_tip():
             raise JournalError(f"{self._tip}: missing or empty, though {self.path} holds {number} transactions")
         if not tip:
@@ -311,11 +311,11 @@ class Journal(Database):
         return number
 
     def _read_tip(self) -> bytes:
-        """The content of the tip; empty without one."""
+        """Read the content of the tip; b"" if there is no tip."""
         tip = b""
         for _ in range(TIP_READS):
             tip = durable.read(self._tip) if self._tip.exists() else b""
-            # A concurrent write may be half visible: read it again.
+            # A concurrent write may be half visible, so read again.
             if not tip or _is_whole(tip):
                 break
         return tip

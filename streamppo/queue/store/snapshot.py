@@ -21,7 +21,7 @@ log = logging.getLogger(__name__)
 
 
 def take_changes(settings: QueueSettings, state: QueueState) -> Changes:
-    """All changes since the last call, for the journal."""
+    """Return all changes since the last call, for the journal, and clear them."""
     unwritten, state.pending_changes = state.pending_changes, no_changes()
     leased = [(version, state.leases[version]) for version in unwritten.leases if version in state.leases]
     return Changes(
@@ -50,7 +50,7 @@ def take_changes(settings: QueueSettings, state: QueueState) -> Changes:
 
 
 def read_state(settings: QueueSettings, journal: Journal) -> QueueState:
-    """The state as of the journal's last transaction; a new one if the journal is empty."""
+    """Read the state as of the journal's last transaction; a new state if the journal is empty."""
     saved = journal.read()
     if saved is None:
         return QueueState()
@@ -62,7 +62,7 @@ def read_state(settings: QueueSettings, journal: Journal) -> QueueState:
 
 
 def rebuild_state(settings: QueueSettings, saved: QueueSnapshot, path: Path) -> QueueState:
-    """The state saved in the journal at `path`. Raises `JournalError` for a queue of another shape."""
+    """Rebuild the state saved in the journal at `path`. Raises `JournalError` for a queue of another shape."""
     counters = saved.counters
     refuse_other_shape(settings, counters, path)
     state = QueueState(
@@ -89,7 +89,7 @@ def rebuild_state(settings: QueueSettings, saved: QueueSnapshot, path: Path) -> 
 
 
 def refuse_other_shape(settings: QueueSettings, counters: Counters, path: Path) -> None:
-    """Raise `JournalError` if these counters, of the journal at `path`, have another shape than `settings`."""
+    """Raise `JournalError` if the `counters` in the journal at `path` have another shape than `settings`."""
     if counters.shape != settings.shape:
         raise JournalError(
             f"{path}: of another run: its (task.kind, queue.samples_per_prompt, trajectories taken together) are "
@@ -123,7 +123,7 @@ def _add_slot(state: QueueState, saved: SavedSlot, unit_size: int) -> None:
 
 
 def _add_to_request(state: QueueState, actor: str, slot: Slot) -> None:
-    """Rebuild an actor's last request: the one with the highest `call`, with all slots of that call."""
+    """Rebuild an actor's last request: the highest `call`, with all slots of this call."""
     last, slots = state.calls.get(actor, NEVER)
     if slot.call >= last:
         state.calls[actor] = TicketRequest(slot.call, [*slots, slot] if slot.call == last else [slot])

@@ -1,9 +1,9 @@
-"""A shard's journal: the trajectories that were delivered to it and not yet dropped.
+"""A shard's journal: the trajectories that were delivered to it and not dropped yet.
 
 runs/NAME/shards/0.sqlite      one row for each trajectory, by its identity
 
-It keeps no state in memory and has no rules, and a superfluous row does no harm: so a live process of the shard and one
-that was marked dead may both write here.
+It has no rules and keeps no state in memory, and a superfluous row does no harm. So a live process of the shard and a
+process that was marked dead may both write here.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -48,18 +48,18 @@ class TrajectoryStore(Database):
             db.executemany("insert or ignore into bodies values (?, ?, ?, ?, ?, ?)", rows)
 
     def read(self, identities: Sequence[Identity]) -> list[Trajectory]:
-        """The trajectories of `identities`, in order. Raises `JournalError` if one is missing or damaged."""
+        """Read the trajectories of `identities`, in order. Raises `JournalError` if one is missing or damaged."""
         with self._lock:
             return [self._read(identity) for identity in identities]
 
     def drop(self, identities: Iterable[Identity], first_prompt: int) -> None:
-        """Delete these trajectories, and all of prompts before `first_prompt`; missing ones are ignored."""
+        """Delete these trajectories, and all trajectories of prompts before `first_prompt`; ignore missing ones."""
         with self._lock, self._transaction() as db:
             db.executemany(f"delete from bodies where {ONE}", [_key(identity) for identity in identities])
             db.execute("delete from bodies where prompt < ?", (first_prompt,))
 
     def all(self, together: int) -> Iterator[dict[Identity, bytes]]:
-        """Iterate over all encoded trajectories, `together` at a time. Raises `JournalError` if one is damaged."""
+        """Yield all encoded trajectories, `together` at a time. Raises `JournalError` if one is damaged."""
         with self._errors_named():
             cursor = self._db.execute("select row, checksum from bodies")
             while rows := cursor.fetchmany(together):

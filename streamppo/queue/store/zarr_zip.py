@@ -2,7 +2,7 @@
 
 zarr itself takes more than a millisecond of CPU for every array, most of it to switch between threads; a batch has
 about fifteen arrays. zarr can read these files, but streamppo does not use it: zarr runs any codec that a file names,
-and one of them unpickles. `unpack` accepts exactly what `pack` writes, so that untrusted files are safe to read.
+and one codec unpickles. `unpack` accepts exactly what `pack` writes, so it is safe to read untrusted files.
 """
 
 # numcodecs has no types.
@@ -21,22 +21,22 @@ from numcodecs.registry import get_codec
 from numpy.typing import NDArray
 
 LEVEL = 1
-"""The zstd level: fast, and still compresses tokens and versions to a tenth."""
+"""The zstd level: it is fast, and compresses tokens and versions to a tenth."""
 ZSTD = get_codec({"id": "zstd", "level": LEVEL})
 MAGIC, BLOCK_BYTES = b"\x28\xb5\x2f\xfd", 2**17
-"""The magic number of a zstd frame, and the most bytes of one of its blocks."""
+"""The magic number of a zstd frame, and the maximum of bytes in one of its blocks."""
 MOST_BYTES, MOST_RATIO = 2**31, 100
-"""Columns take at most MOST_BYTES + MOST_RATIO * (bytes of the file) of memory."""
+"""Columns may take up to MOST_BYTES + MOST_RATIO * (bytes of the file) of memory."""
 MOST_COLUMNS = 100
 TYPES = ("bool", "uint8", "int16", "int32", "int64", "float16", "float32", "float64")
 
 
 class ForeignFile(ValueError):
-    """A file that `pack` has not written."""
+    """The file was not written by `pack`."""
 
 
 class ColumnMetadata(msgspec.Struct):
-    """The part of a column's metadata that determines the rest."""
+    """The fields of a column's metadata that determine all its other fields."""
 
     shape: list[Annotated[int, msgspec.Meta(ge=0, lt=2**48)]]
     data_type: str
@@ -60,7 +60,7 @@ def pack(columns: Mapping[str, NDArray[np.generic]], attributes: Mapping[str, ob
     with zipfile.ZipFile(content, mode="w") as file:
         _entry(file, "zarr.json", {"attributes": attributes, "zarr_format": 3, "node_type": "group"})
         for name, column in columns.items():
-            _entry(file, f"{name}/zarr.json", _read_metadata(column.dtype, column.shape))
+            _entry(file, f"{name}/zarr.json", _column_metadata(column.dtype, column.shape))
             file.writestr(_chunk(name, column.shape), contents[name])
     return content.getbuffer()
 
@@ -74,7 +74,7 @@ def _compress(column: NDArray[np.generic]) -> bytes:
 
 
 def _store_raw(column: NDArray[np.generic]) -> bytes:
-    """An uncompressed zstd frame: a header with the content's size, and raw blocks (RFC 8878, 3.1.1)."""
+    """Write an uncompressed zstd frame: a header with the content's size, and raw blocks (RFC 8878, 3.1.1)."""
     content = np.ascontiguousarray(column).tobytes()
     parts = [MAGIC, b"\xe0", len(content).to_bytes(8, "little")]
     for begin in range(0, len(content) or 1, BLOCK_BYTES):
@@ -85,12 +85,12 @@ def _store_raw(column: NDArray[np.generic]) -> bytes:
 
 
 def _is_bomb(total: int, size: int) -> bool:
-    """True if columns of `total` bytes are above the bound for a file of `size` bytes."""
+    """True if columns of `total` bytes exceed the bound for a file of `size` bytes."""
     return total > MOST_BYTES + MOST_RATIO * size
 
 
 def unpack(file: BinaryIO) -> tuple[dict[str, NDArray[np.generic]], msgspec.Raw]:
-    """The columns of a file and its attributes as JSON: the inverse of `pack`. Raises `ForeignFile` for any other file.
+    """Read the columns of a file and its attributes as JSON: the inverse of `pack`. Raises `ForeignFile` for others.
 
     Every size is checked before memory is allocated for it.
     """
@@ -99,7 +99,7 @@ def unpack(file: BinaryIO) -> tuple[dict[str, NDArray[np.generic]], msgspec.Raw]
             return _unpack(opened, file.seek(0, io.SEEK_END))
     except ForeignFile:
         raise
-    # RuntimeError: encrypted entries. struct.error: a wrong central directory.
+    # Encrypted entries raise RuntimeError, a wrong central directory raises struct.error.
     except (zipfile.BadZipFile, EOFError, ValueError, RuntimeError, struct.error) as error:
         raise ForeignFile(f"{error or type(error).__name__}") from error
 
@@ -130,12 +130,12 @@ def _unpack(file: zipfile.ZipFile, size: int) -> tuple[dict[str, NDArray[np.gene
 
 
 def _read_description(content: bytes) -> tuple[np.dtype[np.generic], tuple[int, ...]]:
-    """The dtype and shape of a column. Raises `ForeignFile` if its metadata differ from those that `pack` writes."""
+    """Read the dtype and shape of a column. Raises `ForeignFile` if its metadata are not as `pack` writes them."""
     metadata = msgspec.json.decode(content, type=ColumnMetadata)
     if metadata.data_type not in TYPES or not 1 <= len(metadata.shape) <= 2:
         raise ForeignFile(f"a column of {metadata.data_type!r} with the shape {metadata.shape}")
     description = np.dtype(metadata.data_type), tuple(metadata.shape)
-    if content != msgspec.json.encode(_read_metadata(*description)):
+    if content != msgspec.json.encode(_column_metadata(*description)):
         raise ForeignFile("a column with other metadata than streamppo's")
     return description
 
@@ -154,7 +154,7 @@ def _bytes(dtype: np.dtype[np.generic], shape: Sequence[int]) -> int:
 
 
 def _frame_bytes(content: bytes) -> int | None:
-    """The content size in a zstd frame's header (RFC 8878, 3.1.1.1); None if the header has none."""
+    """Read the content size in a zstd frame's header (RFC 8878, 3.1.1.1); None if the header has none."""
     if content[:4] != MAGIC or len(content) < 6:
         return None
     is_single = bool(content[4] & 0x20)
@@ -169,7 +169,7 @@ def _chunk(name: str, shape: Sequence[int]) -> str:
     return f"{name}/c/{'/'.join('0' for _ in shape)}"
 
 
-def _read_metadata(dtype: np.dtype[np.generic], shape: Sequence[int]) -> dict[str, object]:
+def _column_metadata(dtype: np.dtype[np.generic], shape: Sequence[int]) -> dict[str, object]:
     return {
         "shape": list(shape),
         "data_type": dtype.name,
