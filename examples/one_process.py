@@ -35,7 +35,7 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from streamppo.algorithms.advantages import gae, whiten
 from streamppo.algorithms.aggregate import aggregate, denominators
-from streamppo.algorithms.corrections import Correction, by_sign, importance_weights, topr
+from streamppo.algorithms.corrections import Correction, importance_weights, scale_negatives, topr
 from streamppo.algorithms.diagnostics import off_policy
 from streamppo.algorithms.masked import on_last_token
 from streamppo.algorithms.policy_losses import clipped
@@ -230,7 +230,7 @@ def train(
         logprobs_bT, values_bT, entropy_bT = learner(batch.inputs_BL[rows])
         # max(-A * ratio, -A * clamp(ratio, 1 - CLIP, 1 + CLIP)) with ratio = current / proximal
         surrogate = clipped(logprobs_bT, proximal_BT[rows], advantages_bT, mask_bT, clip_low=CLIP, clip_high=CLIP)
-        policy_bT = weights_BT[rows] * by_sign(surrogate.loss, advantages_bT, negative=negative)
+        policy_bT = weights_BT[rows] * scale_negatives(surrogate.loss, advantages_bT, negative=negative)
         critic_bT = value_loss(values_bT, proximal_values_BT[rows], returns_BT[rows], mask_bT, clip=CLIP).loss
         loss_bT = policy_bT + CRITIC_COEFFICIENT * critic_bT - ENTROPY_COEFFICIENT * entropy_bT
         loss = aggregate(loss_bT, mask_bT, "token-mean", denominators(mask_bT), lengths_B=mask_bT.sum(-1))

@@ -37,14 +37,14 @@ class Prompts(NamedTuple):
 class Denominators(NamedTuple):
     """The counts by which a minibatch's losses are divided; `constant` is a fixed length, not a count.
 
-    `right` is the number of tokens of right answers, for `policy_losses.positive_nll`.
+    `right_tokens` is the number of tokens of right answers, for `policy_losses.positive_nll`.
     """
 
     tokens: float
     sequences: float
     constant: float = 1.0
     prompts: Prompts | None = None
-    right: float = 0.0
+    right_tokens: float = 0.0
 
 
 def denominators(mask_BT: Tensor, *, constant: float = 1.0, prompt_B: Tensor | None = None) -> Denominators:

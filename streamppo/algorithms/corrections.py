@@ -130,7 +130,7 @@ def topr(
     return Correction(weights_BT.masked_fill(~mask_BT, 0.0), mask_BT)
 
 
-def by_sign(loss_BT: Tensor, advantages_BT: Tensor, *, negative: float) -> Tensor:
+def scale_negatives(loss_BT: Tensor, advantages_BT: Tensor, *, negative: float) -> Tensor:
     """[B, T], the losses; those of tokens with a negative advantage are multiplied by `negative`, a number in [0, 1].
 
         loss = negative * loss if A < 0 else loss

@@ -46,10 +46,10 @@ def check_inputs_unchanged(function: Callable[[Inputs], object], name: str) -> C
     return checked
 
 
-def check_repeatable(first: Tensor, again: Tensor, what: str) -> None:
-    """Raise `ValueError` if two results for the same inputs differ; `what` begins the message."""
-    if not torch.allclose(first, again, rtol=1e-4, atol=1e-6):
-        raise ValueError(f"{what} from call to call: a resume could not repeat an update")
+def check_repeatable(first: Tensor, second: Tensor, fault: str) -> None:
+    """Raise `ValueError` if two results for the same inputs differ; `fault` begins the message."""
+    if not torch.allclose(first, second, rtol=1e-4, atol=1e-6):
+        raise ValueError(f"{fault} from call to call: a resume could not repeat an update")
 
 
 def _tensor(result: object, name: str) -> Tensor:

@@ -104,7 +104,7 @@ def _block_sums(proximal_logprobs_BT: Tensor, behavior_logprobs_BT: Tensor, mask
     return torch.cat([token_KS, member_KB @ torch.stack([torch.ones_like(W_B), W_B, W_B.square()], -1)], -1)
 
 
-def numbers(sums_S: Tensor) -> list[float]:
+def to_floats(sums_S: Tensor) -> list[float]:
     """The entries of a vector as floats, copied from the device in one transfer."""
     return [float(x) for x in sums_S.cpu()]
 
@@ -132,9 +132,9 @@ def divergence_of(sums_S: list[float]) -> Divergence:
 
 def off_policy_of(sums_KS: Tensor) -> OffPolicy:
     """The divergences computed from `off_policy_sums`; lag buckets without tokens are left out."""
-    rows = {name: numbers(row_S) for name, row_S in zip(LAG_BUCKETS, sums_KS.cpu(), strict=True)}
+    rows = {name: to_floats(row_S) for name, row_S in zip(LAG_BUCKETS, sums_KS.cpu(), strict=True)}
     by_lag = {name: divergence_of(row) for name, row in rows.items() if row[0] > 0}
-    return OffPolicy(divergence_of(numbers(sums_KS.sum(0))), by_lag, by_lag.get("0"))
+    return OffPolicy(divergence_of(to_floats(sums_KS.sum(0))), by_lag, by_lag.get("0"))
 
 
 def off_policy(
@@ -173,7 +173,7 @@ def update_sums(logprobs_BT: Tensor, proximal_logprobs_BT: Tensor, mask_BT: Tens
 
 def update_statistics_of(sums_S: Tensor) -> UpdateStatistics:
     """The means computed from `update_sums`; k3 is the approximate KL that `kl.stop_early` takes."""
-    tokens, *totals = numbers(sums_S)
+    tokens, *totals = to_floats(sums_S)
     return UpdateStatistics(tokens, *(total / max(tokens, 1.0) for total in totals))
 
 

@@ -59,10 +59,10 @@ def fault(device: torch.device, dtype: torch.dtype) -> str | None:
         torch.zeros(16, 128, device=device, dtype=precision) for precision in (torch.float32, dtype)
     )
     softmax_4N = softmax(logits_NP)
-    few = tokens((1.0, 0.0), None, torch.zeros(16, device=device, dtype=torch.int64), None, None)
+    trial_tokens = tokens((1.0, 0.0), None, torch.zeros(16, device=device, dtype=torch.int64), None, None)
     try:
-        read(logits_NP, 0, few, softmax_4N)
-        write(logits_NP, 0, few, tuple(softmax_4N), gradient_QP)
+        read(logits_NP, 0, trial_tokens, softmax_4N)
+        write(logits_NP, 0, trial_tokens, tuple(softmax_4N), gradient_QP)
     except (RuntimeError, ImportError, OSError, SubprocessError, TritonError) as error:
         return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
     return None
@@ -107,21 +107,21 @@ def read_logits(logits_NP, tokens, softmax_4N, size, BLOCK: tl.constexpr):
     moment = tl.load(state + 2 * N + 0 * lane, mask=lane == 0, other=0.0)
     score = tl.load(state + 3 * N + 0 * lane, mask=lane == 0, other=-float("inf"))
     target = tl.load(tokens.targets_N + n) - first
-    whole = width
+    dense_width = width
     if tokens.counts_N is not None:
-        whole = tl.where(tl.load(tokens.counts_N + n) == 0, width, 0)
-    for begin in range(0, whole, BLOCK):
+        dense_width = tl.where(tl.load(tokens.counts_N + n) == 0, width, 0)
+    for begin in range(0, dense_width, BLOCK):
         column = begin + lane
         live = column < width
-        z = tl.where(live, capped(row, column, live, first, tokens) * temper(tokens, n), -float("inf"))
+        z = tl.where(live, logits(row, column, live, first, tokens) * inverse_temperature(tokens, n), -float("inf"))
         score = tl.where(column == target, tl.maximum(score, z), score)
-        maximum, total, moment = longer(z, maximum, total, moment)
+        maximum, total, moment = add_logit(z, maximum, total, moment)
     if tokens.counts_N is not None:
         for begin in range(0, tl.load(tokens.counts_N + n), BLOCK):
             column, live = candidates(begin, n, first, width, tokens, BLOCK)
-            z = tl.where(live, capped(row, column, live, first, tokens) * temper(tokens, n), -float("inf"))
+            z = tl.where(live, logits(row, column, live, first, tokens) * inverse_temperature(tokens, n), -float("inf"))
             score = tl.where(column == target, tl.maximum(score, z), score)
-            maximum, total, moment = longer(z, maximum, total, moment)
+            maximum, total, moment = add_logit(z, maximum, total, moment)
     highest = tl.max(maximum)
     below = maximum - highest
     tl.store(state, highest)
@@ -136,13 +136,13 @@ def write_gradient(logits_NP, tokens, scores, gradient_QP, size, BLOCK: tl.const
     stride, width, first, N, wide, parts = size
     n = tl.program_id(0).to(tl.int64)
     row, out = logits_NP + n * stride, gradient_QP + n * wide
-    whole = True
+    is_dense = True
     if tokens.counts_N is not None:
-        whole = tl.load(tokens.counts_N + n) == 0
+        is_dense = tl.load(tokens.counts_N + n) == 0
     for begin in range(0, width, BLOCK):
         column = begin + tl.arange(0, BLOCK)
         live = column < width
-        gradient = tl.where(whole, slope(row, column, live, (n, first), tokens, scores), 0.0)
+        gradient = tl.where(is_dense, product_gradient(row, column, live, (n, first), tokens, scores), 0.0)
         for part in range(parts):
             rounded = gradient.to(gradient_QP.dtype.element_ty)
             tl.store(out + part * N * wide + column, rounded, mask=live)
@@ -152,7 +152,7 @@ def write_gradient(logits_NP, tokens, scores, gradient_QP, size, BLOCK: tl.const
         tl.debug_barrier()
         for begin in range(0, tl.load(tokens.counts_N + n), BLOCK):
             column, live = candidates(begin, n, first, width, tokens, BLOCK)
-            gradient = slope(row, column, live, (n, first), tokens, scores)
+            gradient = product_gradient(row, column, live, (n, first), tokens, scores)
             for part in range(parts):
                 rounded = gradient.to(gradient_QP.dtype.element_ty)
                 tl.store(out + part * N * wide + column, rounded, mask=live)
@@ -170,7 +170,7 @@ def candidates(begin, n, first, width, tokens, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def capped(row, column, live, first, tokens):
+def logits(row, column, live, first, tokens):
     """The logits of a block at temperature 1: soft_cap * tanh(scale * (product + bias) / soft_cap)."""
     y = tl.load(row + column, mask=live, other=0.0).to(tl.float32)
     if tokens.bias_V is not None:
@@ -183,7 +183,7 @@ def capped(row, column, live, first, tokens):
 
 
 @triton.jit
-def temper(tokens, n):
+def inverse_temperature(tokens, n):
     """The inverse temperature of token n."""
     inverse = 1.0
     if tokens.inverse_temperature_N is not None:
@@ -192,7 +192,7 @@ def temper(tokens, n):
 
 
 @triton.jit
-def longer(z, maximum, total, moment):
+def add_logit(z, maximum, total, moment):
     """Add one logit to the softmax of each lane, with a single exponential."""
     # exp is 0 below -104. The bound of -200 avoids 0 * inf. NaN is kept.
     below = tl.maximum(-tl.abs(z - maximum), -200.0, propagate_nan=tl.PropagateNan.ALL)
@@ -203,12 +203,12 @@ def longer(z, maximum, total, moment):
 
 
 @triton.jit
-def slope(row, column, live, place, tokens, scores):
+def product_gradient(row, column, live, place, tokens, scores):
     """The gradient with respect to a block of products, by the formulas of `ChunkedHead`."""
     n, first = place
     normalisers_N, entropies_N, grad_logprobs_N, grad_entropies_N = scores
-    grad_logprob, inverse = tl.load(grad_logprobs_N + n), temper(tokens, n)
-    y = capped(row, column, live, first, tokens)
+    grad_logprob, inverse = tl.load(grad_logprobs_N + n), inverse_temperature(tokens, n)
+    y = logits(row, column, live, first, tokens)
     log_p = y * inverse - tl.load(normalisers_N + n)
     gradient = (log_p + tl.load(entropies_N + n)) * -tl.load(grad_entropies_N + n) - grad_logprob
     gradient *= tl.exp(log_p)

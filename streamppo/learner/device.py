@@ -6,6 +6,7 @@ import socket
 from collections.abc import Generator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
+from typing import TypeVar
 
 import psutil
 import torch
@@ -28,6 +29,7 @@ GLOO, NCCL = "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"
 """Environment variables for the network interface of gloo and of NCCL; a value that the user has set is kept."""
 UPDATE = timedelta(minutes=10)
 """Timeout of a collective in an update: the other ranks raise an error if a rank is this late."""
+T = TypeVar("T")
 
 
 def acquire(gpus: float, *, exact: bool = True) -> torch.device:
@@ -140,6 +142,20 @@ def mesh_of(device: str, config: Mesh) -> DeviceMesh:
     if config.replicate == 1:
         return init_device_mesh(device, (ranks,))
     return init_device_mesh(device, (config.replicate, config.shards(ranks)), mesh_dim_names=("replicate", "shard"))
+
+
+def gather(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
+    """Return the values of all ranks of `group`, by default all ranks. A collective."""
+    values = [value] * dist.get_world_size(group)
+    dist.all_gather_object(values, value, group=group)
+    return values
+
+
+def from_first_rank(value: T, group: dist.ProcessGroup | None = None) -> T:
+    """Return the value of the first rank of `group`, by default of all ranks. A collective."""
+    values = [value]
+    dist.broadcast_object_list(values, group=group, group_src=0)
+    return values[0]
 
 
 def everybody() -> dist.ProcessGroup:

@@ -126,14 +126,14 @@ class Learner:
             run = self.config.algorithm.critic.pretrain
             log.info("the critic was trained on %d batches of %s: %s", len(explained), run, shares)
 
-    def push(self, learned: bytes = b"") -> PushedVersion:
+    def push(self, token_record: bytes = b"") -> PushedVersion:
         """Start to publish the present version during training: every rank copies and pushes its shards.
 
-        `learned` is the encoded `TokenRecord` of the batch that made the version. Returns the previous push.
+        `token_record` is the encoded `TokenRecord` of the batch that made the version. Returns the previous push.
         """
         buckets = self.pusher.buckets(policy.shards(self.policy, self.config.model.dtype))
         wait_for_copy, admitted = self.copies.write(buckets.tensors), self.lag.admitted if self.lag else None
-        return self.pusher.push(self.version, buckets, learned, admitted, wait_for_copy)
+        return self.pusher.push(self.version, buckets, token_record, admitted, wait_for_copy)
 
     def save(self, folder: Path) -> None:
         """Start a checkpoint of the present version under `folder`, which is written during training."""

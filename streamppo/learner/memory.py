@@ -191,7 +191,7 @@ def _activation_bytes(body: torch.nn.Module, rows: int, width: int) -> list[int]
             storages[storage._cdata] = storage
         return tensor
 
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor), Fused():
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor), FusedAttentionMode():
         _pass(body, rows, width)
     return [storage.nbytes() for storage in storages.values()]
 
@@ -200,24 +200,24 @@ def _pass(body: torch.nn.Module, rows: int, width: int) -> None:
     """Call `body` with tensors on the meta device, which allocates nothing."""
     tokens = torch.zeros(rows, width, dtype=torch.long, device="meta")
     # Rows of one token need a mask. For a long row there is none: layers with a recurrent state cannot read one here.
-    seen = torch.ones(rows, 1, 1, 1, dtype=torch.bool, device="meta") if width == 1 else None
+    mask = torch.ones(rows, 1, 1, 1, dtype=torch.bool, device="meta") if width == 1 else None
     with attention.without_packing_search():
-        body(input_ids=tokens, attention_mask=seen, use_cache=False)
+        body(input_ids=tokens, attention_mask=mask, use_cache=False)
 
 
-class Fused(TorchFunctionMode):
+class FusedAttentionMode(TorchFunctionMode):
     """Counts attention as fused kernels keep it; on the meta device torch would use the unfused formula."""
 
     def __torch_function__(
         self, func: Callable[..., Any], types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> object:
-        """Run `func`, or `_Kept` instead of SDPA."""
+        """Run `func`, or `_FusedAttention` instead of SDPA."""
         if func is torch.nn.functional.scaled_dot_product_attention:
-            return _Kept.apply(*args[:3])
+            return _FusedAttention.apply(*args[:3])
         return func(*args, **(kwargs or {}))
 
 
-class _Kept(torch.autograd.Function):
+class _FusedAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
         attended = query.new_empty(*query.shape[:-1], value.shape[-1])
@@ -250,14 +250,14 @@ def rank(config: Config, model: ModelSizes, longest: int) -> RankMemory:
                  a CPU those of the rank's rows
     """
     learner, critic_body = config.learner, _critic_body(config, model)
-    small = model.parameters + critic_body <= SHARD_LAYERS_ABOVE
+    is_small = model.parameters + critic_body <= SHARD_LAYERS_ABOVE
     mesh = learner.mesh
     kept_of_layer = model.layer - model.by_tensor + model.by_tensor // mesh.tensor
     kept_of_layer -= model.by_expert - model.by_expert // mesh.expert
-    gathered_parameters = model.rest + (model.layers if small else 2) * kept_of_layer
+    gathered_parameters = model.rest + (model.layers if is_small else 2) * kept_of_layer
     # Only trained parameters have gradients; `gradients` is their share of all parameters.
     gradients = model.trained / model.parameters
-    reduced = gradients * (gathered_parameters if small else max(model.rest, kept_of_layer))
+    reduced = gradients * (gathered_parameters if is_small else max(model.rest, kept_of_layer))
     gathered = int((1 + gradients) * gathered_parameters * model.element + MASTER * reduced)
     if is_alone := is_whole(learner.ranks, offload=learner.offload):
         gathered = (model.element < MASTER) * model.element * (model.trained + critic_body)
@@ -321,8 +321,8 @@ def _repeated_keys(config: Config, model: ModelSizes, tokens: int, longest: int)
 
 def _is_joined(config: Config, model: ModelSizes) -> bool:
     """True if attention is over rows end to end: every kernel for such rows computes in 16 bits on a GPU."""
-    chosen = config.model.attention
-    return chosen in JOINED or (chosen == "auto" and config.learner.gpus > 0 and model.element < MASTER)
+    kind = config.model.attention
+    return kind in JOINED or (kind == "auto" and config.learner.gpus > 0 and model.element < MASTER)
 
 
 def _head(config: Config, model: ModelSizes, tokens: int) -> int:

@@ -133,10 +133,10 @@ class Rank:
         batch, updater = fetched.batch.to(learner.updater.device), learner.updater
         with device.naming_inexact_operation():
             updated = updater.update(batch)
-        metrics, learned = learner.metrics(updated), encode(updater.token_record(updated))
+        metrics, token_record = learner.metrics(updated), encode(updater.token_record(updated))
         metrics |= learner.adapt(updated, metrics, fetched.lags, scheduled) | learner.speed(updated, metrics)
         learner.version += 1
-        pushed = learner.push(learned)
+        pushed = learner.push(token_record)
         self._follow_history(learner)
         metrics |= {
             "wait_s": wait_s,
@@ -212,9 +212,9 @@ class Rank:
         assert self._built is not None, "setup comes first"
         return self._built
 
-    def _publish(self, push: bytes, refs: "list[BucketRef]", learned: bytes) -> PublishReply:
+    def _publish(self, push: bytes, refs: "list[BucketRef]", token_record: bytes) -> PublishReply:
         # With shards, the queue holds only records and passes a reference to them on to its shards.
-        record = [ray.put(learned)] if learned and self._config.queue.shards > 1 else learned
+        record = [ray.put(token_record)] if token_record and self._config.queue.shards > 1 else token_record
         return decode(ray.get(self._queue.publish.remote(push, refs, record, self._epoch)), PublishReply)
 
     def _beat(self) -> None:

@@ -275,7 +275,7 @@ class Updater:
         counts = denominators(batch.mask_BT[rows], constant=self.config.rollout.max_tokens, prompt_B=prompt_B)
         if not self.config.algorithm.positive_nll:
             return counts
-        return counts._replace(right=float(correct_answer_mask(batch, self.config)[rows].sum()))
+        return counts._replace(right_tokens=float(correct_answer_mask(batch, self.config)[rows].sum()))
 
     def _micro_batches(self, batch: PaddedBatch, rows: Tensor, active: ActiveRows) -> list[Tensor]:
         """This rank's micro-batches of a minibatch; one empty micro-batch for idle rows alone."""

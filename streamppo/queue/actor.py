@@ -269,15 +269,15 @@ class QueueActor(ArchivedRuns):
         )
 
     @ray.method
-    async def publish(self, push: bytes, refs: "list[BucketRef]", learned: EncodedRecord, learner: int) -> bytes:
+    async def publish(self, push: bytes, refs: "list[BucketRef]", record: EncodedRecord, learner: int) -> bytes:
         """Publish a version when every rank has called with its share. All ranks get a `PublishReply`.
 
-        Archives and consumes the version's batch, frees its slots, and lets engines pull its weights. `learned` is the
+        Archives and consumes the version's batch, frees its slots, and lets engines pull its weights. `record` is the
         encoded `TokenRecord` of the batch; it is empty without a batch. A version that is published again keeps its
         first digest. If its configurations had `learner.exact`, it must have the same weights. Raises `Diverged` if
         they differ, `QueueError` for a learner marked as dead, and `WeightsError` if the shares are not of one version.
         """
-        share = RankShare(decode(push, Push), refs, learned)
+        share = RankShare(decode(push, Push), refs, record)
         if learner < self._learner:
             raise QueueError(f"version {share.push.version} comes from learner {learner}, which was marked dead")
         if learner > self._learner:
@@ -302,10 +302,10 @@ class QueueActor(ArchivedRuns):
             self._serve()
 
     async def _publish(self, share: "RankShare[BucketRef]") -> PublishReply:
-        push, refs, learned = share
+        push, refs, record = share
         version, digest, ledger = push.version, push.digest, self._ledger
         archived = (
-            await self._archive_batch(version - 1, learned) if version and version not in self._published else None
+            await self._archive_batch(version - 1, record) if version and version not in self._published else None
         )
         published = self._published.get(version)
         if published is None:
@@ -372,23 +372,21 @@ class QueueActor(ArchivedRuns):
         if self._shards and (consumed or ended):
             self._shards.drop([*consumed, *(attempt.identity for attempt in ended)], transaction.horizon)
 
-    async def _archive_batch(self, version: int, learned: EncodedRecord) -> ArchivedBatch:
+    async def _archive_batch(self, version: int, record: EncodedRecord) -> ArchivedBatch:
         """Write a leased batch to the archive, only the first time; after a failure the next call tries again."""
         if version not in self._archiving:
-            self._archiving[version] = asyncio.create_task(
-                self._write_batch(self._queue.leased_batch(version), learned)
-            )
+            self._archiving[version] = asyncio.create_task(self._write_batch(self._queue.leased_batch(version), record))
         task = self._archiving[version]
         await asyncio.wait([task])
         if task.exception() is not None and self._archiving.get(version) is task:
             del self._archiving[version]
         return task.result()
 
-    async def _write_batch(self, batch: Batch, learned: EncodedRecord) -> ArchivedBatch:
+    async def _write_batch(self, batch: Batch, record: EncodedRecord) -> ArchivedBatch:
         if self._shards:
-            refs = [] if isinstance(learned, bytes) else learned
+            refs = [] if isinstance(record, bytes) else record
             return self._archive.gather(batch.version, await self._shards.archive(batch, refs))
-        numbers = decode(learned, TokenRecord) if isinstance(learned, bytes) and learned else TokenRecord()
+        numbers = decode(record, TokenRecord) if isinstance(record, bytes) and record else TokenRecord()
         return await asyncio.to_thread(self._archive.write, batch, numbers)
 
     def _note_call(self, actor: str, engine_version: int) -> None:

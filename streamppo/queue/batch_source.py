@@ -51,7 +51,7 @@ class BatchSource(Protocol):
         ...
 
     @ray.method
-    async def publish(self, push: bytes, refs: "list[BucketRef]", learned: EncodedRecord, learner: int) -> bytes:
+    async def publish(self, push: bytes, refs: "list[BucketRef]", record: EncodedRecord, learner: int) -> bytes:
         """Receive one rank's share of a new version: its `Push`, its buckets, and the `TokenRecord` of its batch.
 
         `learner` counts the groups of ranks that the run has had. Returns a `PublishReply` when all shares have
@@ -128,9 +128,9 @@ class ArchiveSource(ArchivedRuns):
         return [await self._refs.tokens(version, rows, lambda: self._archive.batch(version))]
 
     @ray.method
-    async def publish(self, push: bytes, refs: "list[BucketRef]", learned: EncodedRecord, learner: int) -> bytes:
+    async def publish(self, push: bytes, refs: "list[BucketRef]", record: EncodedRecord, learner: int) -> bytes:
         """Keep the digest of a version, discard its weights, and return a `PublishReply`."""
-        return encode(await self._shares.result(RankShare(decode(push, Push), refs, learned)))
+        return encode(await self._shares.result(RankShare(decode(push, Push), refs, record)))
 
     async def _publish(self, share: "RankShare[BucketRef]") -> PublishReply:
         digest = self._digests[share.push.version] = share.push.digest

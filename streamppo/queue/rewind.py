@@ -86,7 +86,7 @@ def rewind(run: Path, fork: Path, config: Config, point: RewindPoint) -> None:
         for version, encoded in configs.items():
             if version <= point.version:
                 fork_journal.configure(version, encoded)
-        past = [made for made in versions.values() if made.version <= point.version]
+        past = [published for published in versions.values() if published.version <= point.version]
         counts = _zero_variance(archive, slots.ended, config, point.version, rows)
         fork_journal.write(
             Changes(
@@ -133,8 +133,12 @@ def _slots(
     counters = journal.counters()
     assert counters is not None, "a run with versions has counters"
     opened = _opened(versions, version, counters.opened, shape)
-    later = [made for made in versions.values() if made.version > version and _reaches(made, opened, shape)]
-    identities = [identity for made in later for identity in _identities(archive, made.version - 1)]
+    later = [
+        published
+        for published in versions.values()
+        if published.version > version and _reaches(published, opened, shape)
+    ]
+    identities = [identity for published in later for identity in _identities(archive, published.version - 1)]
     identities += [slot.identity for slot in journal.slots()]
     numbered = ((_number(identity, shape), identity) for identity in identities)
     to_come = {number: identity for number, identity in numbered if number < opened}
@@ -167,19 +171,19 @@ def _opened(versions: Mapping[int, PublishedVersion], version: int, most: int, s
     Any batch may contain the newest prompt: with segments, or after `max_lag` was reduced, many batches may consist of
     trajectories that were held when the prompt's slots were opened.
     """
-    later = [made for made in versions.values() if made.version > version]
-    if dropped := [made.version for made in later if made.archived is None]:
+    later = [published for published in versions.values() if published.version > version]
+    if dropped := [published.version for published in later if published.archived is None]:
         raise JournalError(
             f"the batch of version {dropped[0] - 1} was not kept, and it has prompts that waited at version {version}: "
             f"a fork can begin at version {dropped[-1]} or later"
         )
-    newest = max(made.last_prompt for made in versions.values() if made.version <= version)
+    newest = max(published.last_prompt for published in versions.values() if published.version <= version)
     return min(shape.slots_of(newest).stop, most)
 
 
-def _reaches(made: PublishedVersion, opened: int, shape: GroupShape) -> bool:
+def _reaches(published: PublishedVersion, opened: int, shape: GroupShape) -> bool:
     """True if the batch that made a version may have slots below `opened`."""
-    return made.archived is not None and made.archived.first_prompt * shape.samples_per_prompt < opened
+    return published.archived is not None and published.archived.first_prompt * shape.samples_per_prompt < opened
 
 
 def _identities(archive: Archive, version: int) -> list[Identity]:

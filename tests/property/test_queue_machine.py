@@ -51,7 +51,7 @@ class Disk:
         assert not self.skipped.keys() & dict(changes.skipped).keys(), "a prompt was skipped twice"
         self.skipped |= dict(changes.skipped)
         self.rows = changes.rows or self.rows
-        for place in changes.gone:
+        for place in changes.removed:
             self.slots.pop(place, None)
         for version in [version for version in self.leases if version < self.counters.version]:
             del self.leases[version]

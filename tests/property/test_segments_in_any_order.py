@@ -182,7 +182,7 @@ class World:
         changes = snapshot.take_changes(self.settings, self.rules.state)
         self.disk |= {(one.number, one.part): encode(one) for one in changes.slots}
         self.leases |= {one.version: encode(one) for one in changes.leases}
-        for place in changes.gone:
+        for place in changes.removed:
             self.disk.pop(place, None)
         self.leases = {version: row for version, row in self.leases.items() if version >= changes.counters.version}
         slots = tuple(decode(self.disk[place], SavedSlot) for place in sorted(self.disk))

@@ -168,7 +168,7 @@ class WaitingMachine(RuleBasedStateMachine):
         changes = snapshot.take_changes(self.settings, self.rules.state)
         self.slots |= {(slot.number, slot.part): msgspec.msgpack.encode(slot) for slot in changes.slots}
         self.leases |= {lease.version: msgspec.msgpack.encode(lease) for lease in changes.leases}
-        for place in changes.gone:
+        for place in changes.removed:
             self.slots.pop(place, None)
         self.leases = {version: row for version, row in self.leases.items() if version >= changes.counters.version}
         slots = tuple(msgspec.msgpack.decode(self.slots[place], type=SavedSlot) for place in sorted(self.slots))

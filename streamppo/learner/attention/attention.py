@@ -25,7 +25,7 @@ from streamppo.config.model import JOINED, Model
 from streamppo.config.rollout import FAMILIES
 from streamppo.errors import ModelError
 from streamppo.learner.attention import varlen
-from streamppo.learner.device import to_device
+from streamppo.learner.device import from_first_rank, gather, to_device
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
@@ -149,8 +149,7 @@ def choose(config: Model, device: str) -> str:
 
 def agree_on(implementation: str) -> str:
     """Return the `implementation` of all ranks; raise `ModelError` if ranks differ, as on unlike GPUs. A collective."""
-    by_rank: list[str] = [""] * dist.get_world_size()
-    dist.all_gather_object(by_rank, implementation)
+    by_rank = gather(implementation)
     if len(set(by_rank)) > 1:
         named = ", ".join(f"{name} on rank {by_rank.index(name)}" for name in dict.fromkeys(by_rank))
         raise ModelError(f"ranks would compute attention in different ways ({named}): set model.attention")
@@ -167,13 +166,12 @@ def leak_free_attention(
     """
     if layout(implementation) is padded:
         return implementation
-    leaks = [next(filter(None, map(_leak_sentence, transformers)), "")]
-    dist.broadcast_object_list(leaks, src=0)
-    if not leaks[0]:
+    leak_sentence = from_first_rank(next(filter(None, map(_leak_sentence, transformers)), ""))
+    if not leak_sentence:
         return implementation
     reason = (
         f"the model {str(path)!r} carries state from row to row where rows lie end to end, as {implementation} reads "
-        f"them: {leaks[0]}"
+        f"them: {leak_sentence}"
     )
     if config.attention != "auto":
         raise ModelError(f'{reason}; model.attention = "sdpa" computes every row separately')

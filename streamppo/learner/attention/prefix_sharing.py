@@ -18,11 +18,10 @@ from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from streamppo.learner.attention.attention import CPU, LEAK, RowLayout, has_full_attention, leak, padded
-from streamppo.learner.device import to_device
+from streamppo.learner.device import from_first_rank, to_device
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -44,9 +43,7 @@ def can_share(transformers: "Sequence[PreTrainedModel]") -> bool:
 
     `transformers` are unsharded, on the CPU, with plain torch attention, on rank 0; empty on other ranks.
     """
-    answers = [all(_can_share(transformer) for transformer in transformers)]
-    dist.broadcast_object_list(answers, src=0)
-    return answers[0]
+    return from_first_rank(all(_can_share(transformer) for transformer in transformers))
 
 
 def _can_share(transformer: "PreTrainedModel") -> bool:

@@ -44,7 +44,7 @@ class Host:
         """Select the trajectories at `rows`, cut to the longest of them."""
         start_B, length_B = self.start_B[rows], self.length_B[rows]
         widths = int(length_B.max()), int((start_B + length_B).max())
-        branches = None if self.branches is None else _some([self.branches[row] for row in rows.tolist()])
+        branches = None if self.branches is None else _none_if_empty([self.branches[row] for row in rows.tolist()])
         columns = start_B, length_B, self.prompt_B[rows], self.prefix_B[rows]
         # Pinning keeps strides, and only contiguous memory is copied to a GPU without waiting.
         return Host(self.inputs_BL[rows, : widths[1]].contiguous(), *columns, widths, branches)
@@ -157,11 +157,11 @@ def pad(batch: Batch) -> PaddedBatch:
         candidates=_candidates(trajectories, length_B),
         teacher_logprobs_BT=_teacher_logprobs(trajectories, length_B),
         routes=routes_of_rows(trajectories),
-        branches=_some([trajectory.branches for trajectory in trajectories]),
+        branches=_none_if_empty([trajectory.branches for trajectory in trajectories]),
     )
 
 
-def _some(columns: Sequence[bytes]) -> tuple[bytes, ...] | None:
+def _none_if_empty(columns: Sequence[bytes]) -> tuple[bytes, ...] | None:
     """Return the columns, or None if all of them are empty."""
     return tuple(columns) if any(columns) else None
 

@@ -13,7 +13,7 @@ import shutil
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar, cast
+from typing import Any, NamedTuple, cast
 from uuid import uuid4
 
 import msgspec
@@ -32,11 +32,11 @@ from streamppo.learner.checkpoint.distcp import METADATA
 from streamppo.learner.checkpoint.history import History
 from streamppo.learner.checkpoint.manifest import CheckpointFiles, CheckpointState, DamagedFile
 from streamppo.learner.checkpoint.remote import CheckpointStore, Copier
+from streamppo.learner.device import from_first_rank, gather
 from streamppo.learner.model.policy import rank_in_copy
 from streamppo.weights.pusher import PushedVersion
 
 log = logging.getLogger(__name__)
-T = TypeVar("T")
 
 
 class TrainState(NamedTuple):
@@ -74,7 +74,7 @@ class Saver:
             return
         leads = _leads(folder, self._group)
         # Either all ranks copy the checkpoint, or none does.
-        copies = self._copier.remote is not None and not any(_gather(self._copier.is_busy, self._group))
+        copies = self._copier.remote is not None and not any(gather(self._copier.is_busy, self._group))
         if leads:
             shutil.rmtree(durable.aside(final), ignore_errors=True)
         tensors = _tensors(trained, state)
@@ -108,7 +108,7 @@ class Saver:
 
     def _is_there(self, final: Path) -> bool:
         """True on every rank if `final` exists for rank 0: the ranks may see the rename at different times."""
-        return _from_first_rank(final.exists(), self._group)
+        return from_first_rank(final.exists(), self._group)
 
     def _complete(
         self,
@@ -128,14 +128,14 @@ class Saver:
         aside = durable.aside(final)
         with durable.naming(final, CheckpointError):
             sealed = manifest.seal(aside, f"__{dist.get_rank()}_*")
-            ranks = _gather(sealed, self._group)
+            ranks = gather(sealed, self._group)
             if dist.get_rank() == 0:
                 # Wait for the push, because a run must never resume from a version that was not published.
                 state = msgspec.structs.replace(state, digest=pushed.result().digest)
                 metadata = durable.read(aside / METADATA)
             else:
                 metadata = b""
-            state, metadata = _from_first_rank((state, metadata), self._group)
+            state, metadata = from_first_rank((state, metadata), self._group)
             if leads:
                 # torch.distributed.checkpoint writes the metadata only on rank 0's disk, but every rank reads them.
                 (aside / METADATA).write_bytes(metadata)
@@ -176,12 +176,12 @@ def load_newest(
     local = [folder.name for folder in manifest.complete(path.parent)]
     remote = _complete_copies(copies) if copies and dist.get_rank() == 0 else []
     candidates = [name for name in {path.name, *local, *remote} if name <= path.name]
-    for name in _from_first_rank(sorted(candidates), dist.group.WORLD)[::-1]:
+    for name in from_first_rank(sorted(candidates))[::-1]:
         candidate = path.with_name(name)
         try:
             return load(candidate, trained, copies, past)
         except DamagedFile as error:
-            if _leads(candidate.parent, dist.group.WORLD) and candidate.is_dir():
+            if _leads(candidate.parent) and candidate.is_dir():
                 manifest.set_aside(candidate, error)
     return None
 
@@ -204,7 +204,7 @@ def reference_has_moved(path: Path) -> bool:
         moved = manifest.read(path).state.reference_moved
     except DamagedFile:
         moved = True
-    return _from_first_rank(moved, dist.group.WORLD)
+    return from_first_rank(moved)
 
 
 def load(
@@ -275,7 +275,7 @@ def _verify(path: Path, shards_of: int, copies: CheckpointStore | None, past: Hi
         outcome = manifest.verify(path, dist.get_rank(), shards_of, copies.fetch if copies else None, past)
     except CheckpointError as error:
         outcome = error
-    errors = [gathered for gathered in _gather(outcome, dist.group.WORLD) if isinstance(gathered, CheckpointError)]
+    errors = [gathered for gathered in gather(outcome) if isinstance(gathered, CheckpointError)]
     for error in sorted(errors, key=lambda error: isinstance(error, DamagedFile)):
         raise error
     assert isinstance(outcome, CheckpointState)
@@ -287,7 +287,7 @@ def _leads(folder: Path, group: dist.ProcessGroup | None = None) -> bool:
     rank = dist.get_rank(group)
     if dist.get_world_size(group) == 1:
         return True
-    token = _from_first_rank(uuid4().hex, group)
+    token = from_first_rank(uuid4().hex, group)
     marker = folder / f".rank-{rank}"
     with durable.naming(folder, CheckpointError):
         folder.mkdir(parents=True, exist_ok=True)
@@ -298,20 +298,6 @@ def _leads(folder: Path, group: dist.ProcessGroup | None = None) -> bool:
         dist.barrier(group)
         marker.unlink()
     return leads
-
-
-def _gather(value: T, group: dist.ProcessGroup | None) -> list[T]:
-    """The values of all ranks. A collective."""
-    values = [value] * dist.get_world_size(group)
-    dist.all_gather_object(values, value, group=group)
-    return values
-
-
-def _from_first_rank(value: T, group: dist.ProcessGroup | None) -> T:
-    """The value of rank 0. A collective."""
-    values = [value]
-    dist.broadcast_object_list(values, group=group, group_src=0)
-    return values[0]
 
 
 def _tensors(trained: TrainState, state: CheckpointState) -> dict[str, Any]:

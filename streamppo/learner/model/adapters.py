@@ -83,18 +83,18 @@ def adapter_parameters(lm: nn.Module) -> dict[str, nn.Parameter]:
     transformers freezes a few parameters of some models, such as the bias of a router. An engine needs them, so without
     adapters they are pushed too.
     """
-    return {name: parameter for name, parameter, is_pushed in _named(lm) if is_pushed}
+    return {name: parameter for name, parameter, is_pushed in _version_parameters(lm) if is_pushed}
 
 
 def frozen(lm: nn.Module) -> dict[str, nn.Parameter]:
     """The parameters that adapters leave unchanged, by their names in a version; empty without adapters."""
-    return {name: parameter for name, parameter, is_pushed in _named(lm) if not is_pushed}
+    return {name: parameter for name, parameter, is_pushed in _version_parameters(lm) if not is_pushed}
 
 
-def _named(lm: nn.Module) -> Iterator[tuple[str, nn.Parameter, bool]]:
-    named = dict(lm.named_parameters())
-    has_adapters = any(f".{NAME}." in name for name in named)
-    for name, parameter in named.items():
+def _version_parameters(lm: nn.Module) -> Iterator[tuple[str, nn.Parameter, bool]]:
+    parameters = dict(lm.named_parameters())
+    has_adapters = any(f".{NAME}." in name for name in parameters)
+    for name, parameter in parameters.items():
         yield published_name(name), parameter, parameter.requires_grad or not has_adapters
 
 

@@ -104,13 +104,13 @@ def load_teacher(
     Returns None without a teacher, and for a teacher at a url, whose log-probs come with the trajectories. Raises
     `ModelError` if its path has no model, or if its tokens are not those of the model at `model_path`.
     """
-    chosen, temperature = config.algorithm.teacher, config.rollout.temperature
-    if not chosen.model:
+    teacher, temperature = config.algorithm.teacher, config.rollout.temperature
+    if not teacher.model:
         return None
     if present is None:
-        check_teacher_tokens(chosen.model, model_path)
+        check_teacher_tokens(teacher.model, model_path)
         present = load_policy.load(
-            config.model, chosen.model, temperature, mesh, offload=chosen.offload, master=False, slices=slices
+            config.model, teacher.model, temperature, mesh, offload=teacher.offload, master=False, slices=slices
         )
     present.temperature, present.float32_head = temperature, config.model.float32_head
     return present

@@ -17,6 +17,7 @@ from streamppo.config.algorithm import CRITICS
 from streamppo.config.model import Lora, Model
 from streamppo.errors import ModelError
 from streamppo.learner.attention import attention, layers, prefix_kv, prefix_sharing, short_rows
+from streamppo.learner.device import from_first_rank, gather
 from streamppo.learner.model import adapters, hf_files, lm_head, norms, weight_files
 from streamppo.learner.model.hf_files import CriticStart
 from streamppo.learner.model.policy import Policy, local
@@ -167,12 +168,10 @@ def _shard(policy: Policy, dtype: str, mesh: DeviceMesh, slices: Slices, *, offl
 
 def _is_untied(path: str | Path) -> bool:
     """True if rank 0's files say that the model's head is not tied to its embedding. A collective."""
-    answers = [False]
-    if dist.get_rank() == 0:
-        fetch(path)
-        answers = [not is_tied(settings(path))]
-    dist.broadcast_object_list(answers, src=0)
-    return answers[0]
+    if dist.get_rank():
+        return from_first_rank(False)
+    fetch(path)
+    return from_first_rank(not is_tied(settings(path)))
 
 
 def _read(
@@ -185,8 +184,8 @@ def _read(
 def _on_cpu(path: str | Path, critic: str, lora: Lora | None, plan: weight_files.LoadPlan | None) -> Policy:
     """The policy with all its weights, on the CPU; with a `plan` only its first layers."""
     if plan is not None:
-        lm_head.check(plan.first, path)
-        return Policy(plan.first, 1.0, None if critic == "head" else deepcopy(plan.first.base_model))
+        lm_head.check(plan.first_layers, path)
+        return Policy(plan.first_layers, 1.0, None if critic == "head" else deepcopy(plan.first_layers.base_model))
     lm, critic_start = _read(path, critic, "eager", weights=True)
     lm_head.check(lm, path)
     if lora is not None:
@@ -210,9 +209,8 @@ def _read_rows(policy: Policy, plan: weight_files.LoadPlan, path: str | Path) ->
             begin, *others = _shard_slices(parameter)
             rows = plan.read(name, begin.start, begin.stop)
             shard.zero_() if rows is None else shard.copy_(rows[(slice(None), *others)])
-    wrong = [""] * dist.get_world_size()
-    dist.all_gather_object(wrong, first_not_finite({name: local(weight) for name, weight in policy.named_parameters()}))
-    if name := next(filter(None, wrong), ""):
+    wrong = first_not_finite({name: local(weight) for name, weight in policy.named_parameters()})
+    if name := next(filter(None, gather(wrong)), ""):
         raise ModelError(not_finite(path, name))
 
 

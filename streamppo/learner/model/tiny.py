@@ -139,7 +139,7 @@ def _warm_up(
             log.info(f"{BUILTIN}: supervised step {step}/{config.max_steps}, {step_accuracy:.0%} of answers right")
         batch = problems.at(torch.from_numpy(generator.integers(count, size=batch_size)))
         logits_BLV = _logits(model, batch)
-        step_accuracy = _right(logits_BLV.detach(), batch)
+        step_accuracy = _greedy_accuracy(logits_BLV.detach(), batch)
         loss = torch.nn.functional.cross_entropy(
             logits_BLV[:, :-1].flatten(0, 1), batch.labels_NL[:, 1:].flatten(), ignore_index=IGNORED
         )
@@ -181,10 +181,10 @@ def _logits(model: "Qwen2ForCausalLM", problems: Problems) -> Tensor:
 
 @torch.no_grad()
 def _accuracy(model: "Qwen2ForCausalLM", problems: Problems) -> float:
-    return _right(_logits(model, problems), problems)
+    return _greedy_accuracy(_logits(model, problems), problems)
 
 
-def _right(logits_BLV: Tensor, problems: Problems) -> float:
+def _greedy_accuracy(logits_BLV: Tensor, problems: Problems) -> float:
     """Greedy accuracy: the share of answers in which every token is the most likely one after the right prefix."""
     best_BL = logits_BLV[:, :-1].argmax(-1)
     label_BL = problems.labels_NL[:, 1:]

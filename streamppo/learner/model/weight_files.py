@@ -19,6 +19,7 @@ from torch import Tensor
 
 from streamppo.errors import ModelError
 from streamppo.learner.attention import layers
+from streamppo.learner.device import from_first_rank, gather
 from streamppo.learner.model import hf_files
 from streamppo.weights.models import fit, headers
 from streamppo.weights.models.loading import fetch
@@ -64,19 +65,19 @@ class ParameterSource(NamedTuple):
 class LoadPlan(NamedTuple):
     """The sources of a causal LM's parameters in `files`, by parameter name.
 
-    `first`, on rank 0, is the model with only its first layers; it is None on other ranks.
+    `first_layers`, on rank 0, is the model with only its first layers; it is None on other ranks.
     """
 
     files: TensorFiles
     sources: Mapping[str, ParameterSource]
     prefix: str
-    first: Any
+    first_layers: Any
 
     def read(self, name: str, begin: int, end: int) -> Tensor | None:
         """Read rows of a parameter of `Policy`; None for a parameter that is in no file."""
         body = name.removeprefix("critic.")
-        known = name.removeprefix("lm.") if body == name else f"{self.prefix}.{body}"
-        source = self.sources.get(known)
+        parameter_name = name.removeprefix("lm.") if body == name else f"{self.prefix}.{body}"
+        source = self.sources.get(parameter_name)
         return None if source is None else source.read(self.files, begin, end)
 
 
@@ -89,8 +90,7 @@ def plan(path: str, critic: str, *, adapted: bool) -> LoadPlan | None:
     """
     files = None if adapted or critic not in ("head", "policy") else _files(path)
     digest = "" if files is None else _digest(files)
-    digests = [""] * dist.get_world_size()
-    dist.all_gather_object(digests, digest)
+    digests = gather(digest)
     if files is None or digests.count(digest) < len(digests):
         return None
     if dist.get_rank() == 0:
@@ -100,16 +100,15 @@ def plan(path: str, critic: str, *, adapted: bool) -> LoadPlan | None:
     sources = {name: _source(model, name, parameter) for name, parameter in model.named_parameters()}
     config = _of_first_layers(settings(path), model)
     available = {name: parameter for name, parameter in sources.items() if parameter and _has(files, parameter)}
-    is_readable = [config is not None and len(available) == len(sources)]
-    first: Any = None
-    if dist.get_rank() == 0 and is_readable[0]:
-        first = _first(config, files, available)
-        is_readable = [_is_read_alike(first, files, available)]
-    dist.broadcast_object_list(is_readable, src=0)
-    if not is_readable[0]:
+    is_readable = config is not None and len(available) == len(sources)
+    first_layers: Any = None
+    if dist.get_rank() == 0 and is_readable:
+        first_layers = _load_first_layers(config, files, available)
+        is_readable = _is_read_alike(first_layers, files, available)
+    if not from_first_rank(is_readable):
         _log_progress(path)
         return None
-    return LoadPlan(files, available, model.base_model_prefix, first)
+    return LoadPlan(files, available, model.base_model_prefix, first_layers)
 
 
 def _digest(files: TensorFiles) -> str:
@@ -179,7 +178,7 @@ def _of_first_layers(config: Any, model: Any) -> Any:
     return config
 
 
-def _first(config: Any, files: TensorFiles, sources: Mapping[str, ParameterSource]) -> Any:
+def _load_first_layers(config: Any, files: TensorFiles, sources: Mapping[str, ParameterSource]) -> Any:
     """Load the model of `config` with transformers, from its tensors in `files`; no other tensor is read."""
     from transformers import AutoModelForCausalLM
 
@@ -191,9 +190,9 @@ def _first(config: Any, files: TensorFiles, sources: Mapping[str, ParameterSourc
     return type(model).from_pretrained(None, config=config, state_dict=tensors, **options)
 
 
-def _is_read_alike(first: Any, files: TensorFiles, sources: Mapping[str, ParameterSource]) -> bool:
-    """True if the weights of `first`, which transformers loaded, equal what this module reads from the files."""
+def _is_read_alike(first_layers: Any, files: TensorFiles, sources: Mapping[str, ParameterSource]) -> bool:
+    """True if the weights of `first_layers`, which transformers loaded, equal what this module reads from the files."""
     return all(
         torch.equal(sources[name].read(files, 0, len(parameter)), parameter)
-        for name, parameter in first.named_parameters()
+        for name, parameter in first_layers.named_parameters()
     )

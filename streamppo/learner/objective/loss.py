@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from streamppo.algorithms.aggregate import Denominators, aggregate
-from streamppo.algorithms.corrections import Correction, by_sign
+from streamppo.algorithms.corrections import Correction, scale_negatives
 from streamppo.algorithms.diagnostics import update_sums
 from streamppo.algorithms.kl import kl_loss, policy_weights
 from streamppo.algorithms.policy_losses import positive_nll
@@ -112,7 +112,7 @@ class _MicroBatch(NamedTuple):
             total = total + config.kl.loss_beta * self.average(current_bT * divergence_bT)
         if self.update.targets.right_BT is not None:
             right_bT = self.slice_rows(self.update.targets.right_BT)
-            total = total + config.positive_nll * positive_nll(logprobs_bT, right_bT, self.counts.right)
+            total = total + config.positive_nll * positive_nll(logprobs_bT, right_bT, self.counts.right_tokens)
         logprobs_bT = logprobs_bT.detach()
         token_sums_6 = update_sums(logprobs_bT, proximal_bT, trained_bT, terms.clipped_bT)
         sums = Sums.of_policy(loss, token_sums_6, entropy_bT.masked_fill(~trained_bT, 0.0).double().sum())
@@ -130,7 +130,7 @@ class _MicroBatch(NamedTuple):
         proximal_bT, correction = self.proximal_and_correction(behavior_bT, advantages_bT)
         weights_bT, columns = correction.weights, (proximal_bT, behavior_bT, advantages_bT, trained_bT)
         tokens = self.update.objective.policy_loss(logprobs_bT, *columns)
-        signed_bT = by_sign(tokens.loss, advantages_bT, negative=self.update.algorithm.negative_weight)
+        signed_bT = scale_negatives(tokens.loss, advantages_bT, negative=self.update.algorithm.negative_weight)
         loss_bT = self.apply_exploration(signed_bT, logprobs_bT - proximal_bT)
         left_out = self.filter_masks(advantages_bT)
         kept_bT = trained_bT & (weights_bT != 0) & ~reduce(or_, left_out.values(), torch.zeros_like(trained_bT))

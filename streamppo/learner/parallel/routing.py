@@ -80,7 +80,7 @@ class Routers:
         """The load of the experts over all passes since the last call. A collective."""
         if not self._routers:
             return {}
-        counts = torch.stack([router.take().to(device) for router in self._routers])
+        counts = torch.stack([router.take_counts().to(device) for router in self._routers])
         add_up(counts)
         counts_LX, replayed_L2 = counts[:, :-2], counts[:, -2:]
         share_LX = counts_LX / counts_LX.sum(-1, keepdim=True).clamp(min=1)
@@ -114,7 +114,7 @@ class Router:
         self._layer = layer
         self._pass: Pass | None = None
         self._counts: Tensor | None = None
-        self._answers: list[_Answers] = []
+        self._replay_modes: list[_ReplayMode] = []
         module.register_forward_pre_hook(self._begin)
         module.register_forward_hook(self._end, always_call=True)
 
@@ -132,12 +132,12 @@ class Router:
                 )
         self._pass = Pass(layer_routes, real_N)
 
-    def take(self) -> Tensor:
+    def take_counts(self) -> Tensor:
         """[X + 2], counts since the last call: tokens per expert, replayed choices that the router shares, and all."""
         counts, self._counts = self._counts, None
         return torch.zeros(self.experts + 2, dtype=torch.float64) if counts is None else counts
 
-    def answer(self, scores: Tensor, router_choice: Any) -> Any:
+    def replace_choice(self, scores: Tensor, router_choice: Any) -> Any:
         """Replace the result of the router's topk of [N, X] `scores` by the engine's choice where that is known."""
         if self._pass is None or router_choice.indices.shape != (len(self._pass.real_N), self.top_k):
             return router_choice
@@ -165,14 +165,14 @@ class Router:
         return self._counts.scatter_add_(0, chosen_Nk.flatten(), real_N.double().repeat_interleave(self.top_k))
 
     def _begin(self, module: nn.Module, arguments: Any) -> None:
-        self._answers.append(_Answers(self))
-        self._answers[-1].__enter__()
+        self._replay_modes.append(_ReplayMode(self))
+        self._replay_modes[-1].__enter__()
 
     def _end(self, module: nn.Module, arguments: Any, output: Any) -> None:
-        self._answers.pop().__exit__(None, None, None)
+        self._replay_modes.pop().__exit__(None, None, None)
 
 
-class _Answers(TorchFunctionMode):
+class _ReplayMode(TorchFunctionMode):
     def __init__(self, router: Router) -> None:
         super().__init__()
         self._router = router
@@ -183,7 +183,7 @@ class _Answers(TorchFunctionMode):
         if func is nn.functional.linear and self._router.float32:
             args = tuple(argument.float() if isinstance(argument, Tensor) else argument for argument in args)
         result = func(*args, **(kwargs or {}))
-        return self._router.answer(args[0], result) if func in CHOICES else result
+        return self._router.replace_choice(args[0], result) if func in CHOICES else result
 
 
 def choosers(transformer: nn.Module) -> Iterator[tuple[str, nn.Module]]:

@@ -143,7 +143,7 @@ def _placement(cut: TensorParallelSpec) -> Callable[[nn.Parameter], Any]:
             f"learner.mesh.tensor and learner.mesh.expert need a newer torch than {torch.__version__}, whose FSDP2 "
             "shards all weights of a layer over the same ranks: torch 2.13 has it, and so does a mesh without them"
         ) from None
-    infos = [(mesh[PART], _info(mesh)) for mesh in cut.meshes]
+    infos = [(mesh[PART], _mesh_info(mesh)) for mesh in cut.meshes]
 
     def place(parameter: nn.Parameter) -> ShardPlacementResult | None:
         if not isinstance(parameter, DTensor):
@@ -198,7 +198,7 @@ def _cut_parameter(module: nn.Module, leaf: str, name: str, dimension: int, mesh
     module.register_parameter(leaf, nn.Parameter(distributed, requires_grad=parameter.requires_grad))
 
 
-def _info(mesh: DeviceMesh) -> FSDPMeshInfo:
+def _mesh_info(mesh: DeviceMesh) -> FSDPMeshInfo:
     """FSDP2's mesh info for the ranks that have the same part of a weight split over `mesh`."""
     if mesh.ndim == 2:
         return FSDPMeshInfo(mesh["shard"], shard_mesh_dim=0)

@@ -30,8 +30,8 @@ class RowCurriculum:
     recorded rows.
     """
 
-    def __init__(self, chosen: Curriculum, settings: QueueSettings, state: QueueState) -> None:
-        self._chosen, self._settings, self._state = chosen, settings, state
+    def __init__(self, config: Curriculum, settings: QueueSettings, state: QueueState) -> None:
+        self._config, self._settings, self._state = config, settings, state
         self._row: Callable[[int], int] | None = None
         self._seed = 0
         self._are_rows_new = True
@@ -67,7 +67,7 @@ class RowCurriculum:
         if self._row is None:
             raise QueueError("no actor has sent the order of its rows, which algorithm.curriculum needs")
         count = self._state.zero_variance.get(self._row(prompt), 0)
-        share = max(self._chosen.floor, self._chosen.repeat**count)
+        share = max(self._config.floor, self._config.repeat**count)
         return count if count and _draw(self._seed, prompt) >= share else 0
 
     def count_groups(self, trajectories: Iterable[Trajectory]) -> None:

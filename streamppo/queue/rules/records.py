@@ -191,22 +191,22 @@ class PublishedVersion(WireStruct, frozen=True, omit_defaults=True):
         return self.archived.digest if self.archived else self.forgotten
 
 
-def with_link(made: PublishedVersion, configs: Mapping[int, bytes], before: str) -> PublishedVersion:
+def with_link(published: PublishedVersion, configs: Mapping[int, bytes], before: str) -> PublishedVersion:
     """Add the link to a record; `before` is the link of the previous version, `configs` are in the journal."""
-    since = max((first for first in configs if first < made.version), default=None)
+    since = max((first for first in configs if first < published.version), default=None)
     config = "" if since is None else sha256(configs[since]).hexdigest()
-    content = json.dumps([made.version, made.digest, made.batch_digest, config, before])
-    return structs.replace(made, link=sha256(content.encode()).hexdigest())
+    content = json.dumps([published.version, published.digest, published.batch_digest, config, before])
+    return structs.replace(published, link=sha256(content.encode()).hexdigest())
 
 
 def chain_breaks(versions: Mapping[int, PublishedVersion], configs: Mapping[int, bytes]) -> list[int]:
     """The first missing version of every gap, and all versions whose link does not fit their content."""
     missing = {0, *(version + 1 for version in versions)} - {max(versions, default=-1) + 1} - versions.keys()
-    links = {version: made.link for version, made in versions.items()}
+    links = {version: published.link for version, published in versions.items()}
     broken = {
         version
-        for version, made in versions.items()
-        if with_link(made, configs, links.get(version - 1, "")).link != made.link
+        for version, published in versions.items()
+        if with_link(published, configs, links.get(version - 1, "")).link != published.link
     }
     return sorted(missing | broken)
 
@@ -217,7 +217,7 @@ class Changes(NamedTuple):
     counters: Counters
     slots: tuple[SavedSlot, ...] = ()
     leases: tuple[Lease, ...] = ()
-    gone: tuple[tuple[int, int], ...] = ()
+    removed: tuple[tuple[int, int], ...] = ()
     dead: tuple[DeadLetter, ...] = ()
     ended: tuple[EndedAttempt, ...] = ()
     zero_variance: Counts = ()

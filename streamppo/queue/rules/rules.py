@@ -331,7 +331,7 @@ class QueueRules:
             slot.move(ABANDONED)
             self._end(slot, ending, reason)
             self.state.pending_changes.slots.pop(slot.place, None)
-            self.state.pending_changes.gone.append(slot.place)
+            self.state.pending_changes.removed.append(slot.place)
         unit.end()
 
     def _end_too_old(self, unit: Unit, min_version: int) -> None:

@@ -137,12 +137,12 @@ NEVER = TicketRequest(NO_CALL, [])
 class PendingChanges:
     """Changes since the last write to the journal: changed slots, removed slots, new leases, and endings.
 
-    `slots` and `gone` identify a slot by (number, part). For the curriculum there are new `rows`, changed counts
+    `slots` and `removed` identify a slot by (number, part). For the curriculum there are new `rows`, changed counts
     (`zero_variance`, by row), and the counts of the rows of skipped prompts (`skipped`, by the prompt's first slot).
     """
 
     slots: dict[tuple[int, int], Slot]
-    gone: list[tuple[int, int]]
+    removed: list[tuple[int, int]]
     leases: list[int]
     dead_letters: list[DeadLetter]
     ended: list[EndedAttempt]
@@ -293,7 +293,7 @@ class QueueState:
         for unit in self.leases.pop(version).units:
             for slot in unit.slots:
                 slot.move(CONSUMED)
-                self.pending_changes.gone.append(slot.place)
+                self.pending_changes.removed.append(slot.place)
             unit.end()
 
     def waiting(self) -> Iterator[Slot]:

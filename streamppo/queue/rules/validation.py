@@ -92,7 +92,9 @@ def _shape(trajectory: Trajectory) -> str | None:
         "mask": float(len(trajectory.mask)),
     }
     if len(set(lengths.values())) != 1 or not trajectory.tokens or len(trajectory.tokens) % 4:
-        return "columns of different lengths, or empty: " + ", ".join(f"{n:g} {what}" for what, n in lengths.items())
+        return "columns of different lengths, or empty: " + ", ".join(
+            f"{count:g} {name}" for name, count in lengths.items()
+        )
     if not trajectory.prompt_tokens or len(trajectory.prompt_tokens) % 4:
         return f"a prompt of {len(trajectory.prompt_tokens)} bytes"
     if trajectory.token_rewards and len(trajectory.token_rewards) != len(trajectory.tokens):

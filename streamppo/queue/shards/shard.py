@@ -37,9 +37,9 @@ from streamppo.queue.store.archive import WrittenFile
 from streamppo.queue.token_limits import read_token_limits
 from streamppo.types import Batch, Identity, TokenRecord, Trajectory, WireStruct, decode, encode, floats, ints
 
-LearnedRef: TypeAlias = "ObjectRef[bytes]"
+RecordRef: TypeAlias = "ObjectRef[bytes]"
 """An encoded `TokenRecord` of a whole batch, in the object store."""
-LEARNED_S = 60.0
+RECORD_S = 60.0
 """Timeout in seconds to fetch the record. If its rank is unreachable, the ranks restart and publish a new reference."""
 
 
@@ -114,14 +114,14 @@ class QueueShard:
         return await self._refs.tokens(named.version, rows, lambda: self._batch(named))
 
     @ray.method
-    async def archive(self, part: bytes, learned: "list[LearnedRef]") -> bytes:
+    async def archive(self, part: bytes, record_refs: "list[RecordRef]") -> bytes:
         """Write the part to the archive under a temporary name, with the learner's record of its tokens.
 
-        `learned` has at most one reference, to the record of the whole batch. Returns a `WrittenFile`. Raises
-        `TimeoutError` after `LEARNED_S` if the rank of the reference is unreachable; Ray alone would wait for minutes.
+        `record_refs` has at most one reference, to the record of the whole batch. Returns a `WrittenFile`. Raises
+        `TimeoutError` after `RECORD_S` if the rank of the reference is unreachable; Ray alone would wait for minutes.
         """
-        async with asyncio.timeout(LEARNED_S):
-            numbers = decode(await learned[0], TokenRecord) if learned else TokenRecord()
+        async with asyncio.timeout(RECORD_S):
+            numbers = decode(await record_refs[0], TokenRecord) if record_refs else TokenRecord()
         return encode(await asyncio.to_thread(self._write_part, decode(part, BatchPart), numbers))
 
     @ray.method
@@ -154,9 +154,9 @@ class QueueShard:
         trajectories = tuple(self._bodies.read(part.identities))
         return Batch(version=part.version, min_version=part.min_version, rows=part.rows, trajectories=trajectories)
 
-    def _write_part(self, part: BatchPart, learned: TokenRecord) -> WrittenFile:
+    def _write_part(self, part: BatchPart, record: TokenRecord) -> WrittenFile:
         ends = np.frombuffer(part.ends, dtype=np.int64).tolist()
         mine = [slice(ends[row], ends[row + 1]) for row in ints(part.rows).tolist()]
-        columns = {name: floats(column) for name, column in msgspec.structs.asdict(learned).items() if column}
+        columns = {name: floats(column) for name, column in msgspec.structs.asdict(record).items() if column}
         fields = {name: b"".join(column[tokens].tobytes() for tokens in mine) for name, column in columns.items()}
         return archive.write(self._archive, self._batch(part), TokenRecord(**fields))

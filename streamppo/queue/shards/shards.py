@@ -13,7 +13,7 @@ from streamppo.config.sections import Config
 from streamppo.process import PhaseTime
 from streamppo.queue.rules.slot import TrajectoryRecord
 from streamppo.queue.shards.batch_refs import BatchRef
-from streamppo.queue.shards.shard import BatchPart, LearnedRef
+from streamppo.queue.shards.shard import BatchPart, RecordRef
 from streamppo.queue.store.archive import WrittenFile
 from streamppo.types import Batch, Identity, Trajectory, decode, encode
 
@@ -72,10 +72,12 @@ class Shards:
         parts = self._parts(batch)
         return await asyncio.gather(*(self._actors[shard].tokens.remote(part, rows) for shard, part in parts))
 
-    async def archive(self, batch: Batch, learned: "list[LearnedRef]") -> list[WrittenFile]:
+    async def archive(self, batch: Batch, record_refs: "list[RecordRef]") -> list[WrittenFile]:
         """Make the shards write their parts of a batch to the archive, each under a temporary name."""
         parts = self._parts(batch)
-        answers = await asyncio.gather(*(self._actors[shard].archive.remote(part, learned) for shard, part in parts))
+        answers = await asyncio.gather(
+            *(self._actors[shard].archive.remote(part, record_refs) for shard, part in parts)
+        )
         return [decode(answer, WrittenFile) for answer in answers]
 
     def drop(self, identities: Sequence[Identity], first_prompt: int) -> None:

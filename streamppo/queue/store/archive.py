@@ -52,8 +52,8 @@ from streamppo.queue.rules.records import ArchivedBatch, PublishedVersion
 from streamppo.queue.store import batch_parts, zarr_zip
 from streamppo.queue.store.columns import (
     FLAT,
-    LEARNED,
     RAGGED,
+    RECORD_COLUMNS,
     Attributes,
     Column,
     batch_columns,
@@ -91,12 +91,12 @@ class Archive:
         """The versions of the archived batches, in order."""
         return sorted(self.checksums)
 
-    def write(self, batch: Batch, learned: TokenRecord | None = None) -> ArchivedBatch:
+    def write(self, batch: Batch, record: TokenRecord | None = None) -> ArchivedBatch:
         """Write `batch` durably under a temporary name; `settle` renames it. Return the journal's record of the file.
 
-        `learned` has one number for each completion token. Raises `JournalError` if the disk refuses.
+        `record` has one number for each completion token. Raises `JournalError` if the disk refuses.
         """
-        return self.gather(batch.version, [write(self.folder, batch, learned or TokenRecord())])
+        return self.gather(batch.version, [write(self.folder, batch, record or TokenRecord())])
 
     def gather(self, version: int, written: Sequence[WrittenFile]) -> ArchivedBatch:
         """Remember the temporary names of a batch's files for `settle`; return the journal's record of the files."""
@@ -161,7 +161,7 @@ class Archive:
         columns, attributes = self._read(version)
         texts = explanations(columns)
         at, prompt_at = columns.pop("offsets"), columns.pop("prompt_offsets")
-        names = [name for name in (*FLAT, *LEARNED) if name in columns]
+        names = [name for name in (*FLAT, *RECORD_COLUMNS) if name in columns]
         flat = {name: pyarrow.ListArray.from_arrays(at.astype(np.int32), columns.pop(name)) for name in names}
         flat["prompt_tokens"] = pyarrow.ListArray.from_arrays(prompt_at.astype(np.int32), columns.pop("prompt_tokens"))
         for name in [name for name in RAGGED if name in columns]:
@@ -209,8 +209,8 @@ def checksums(versions: Iterable[PublishedVersion]) -> dict[int, tuple[str, ...]
 
 
 @phase("archive")
-def write(folder: Path, batch: Batch, learned: TokenRecord) -> WrittenFile:
-    """Write a batch, or a part of one, durably under a temporary name; `learned` has one number per completion token.
+def write(folder: Path, batch: Batch, record: TokenRecord) -> WrittenFile:
+    """Write a batch, or a part of one, durably under a temporary name; `record` has one number per completion token.
 
     Raises `JournalError` if the disk refuses.
     """
@@ -218,7 +218,7 @@ def write(folder: Path, batch: Batch, learned: TokenRecord) -> WrittenFile:
     aside = durable.aside(path.with_name(f"{path.name}.{uuid4().hex}"))
     with durable.naming(path, JournalError):
         durable.folder(folder)
-        arrays, attributes = batch_columns(batch, learned)
+        arrays, attributes = batch_columns(batch, record)
         content = zarr_zip.pack(arrays, msgspec.to_builtins(attributes))
         aside.write_bytes(content)
         durable.flush(aside)
@@ -253,7 +253,7 @@ def _read(path: Path, expected: str) -> tuple[dict[str, Column], Attributes]:
 def _merge_columns(parts: Sequence[tuple[dict[str, Column], Attributes]]) -> tuple[dict[str, Column], Attributes]:
     """Join the columns of a whole batch from its parts."""
     batch = batch_parts.merge([to_batch(columns, attributes) for columns, attributes in parts])
-    if len({frozenset(columns).intersection(LEARNED) for columns, _ in parts}) > 1:
+    if len({frozenset(columns).intersection(RECORD_COLUMNS) for columns, _ in parts}) > 1:
         raise JournalError(f"the batch of version {batch.version} came in parts with different columns")
     by_row: dict[str, dict[int, Floats]] = {}
     for columns, attributes in parts:

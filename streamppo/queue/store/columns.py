@@ -1,6 +1,6 @@
 """The columns of a batch in the archive: arrays of numbers, and the words that they index. Pure: no Ray, no disk.
 
-    to_batch(*batch_columns(batch, learned)) == batch
+    to_batch(*batch_columns(batch, record)) == batch
 
 archive.py describes the columns. `verify` checks the columns of a file before they are used, because the file may come
 from an untrusted source.
@@ -35,7 +35,7 @@ Finish: TypeAlias = Literal["stop", "length", "cut"]
 FINISH: tuple[Finish, ...] = ("stop", "length", "cut")
 FLAT = {"tokens": ints, "logprobs": floats, "versions": ints, "mask": flags}
 """Columns with one entry for each token of a completion."""
-LEARNED = TokenRecord.__struct_fields__
+RECORD_COLUMNS = TokenRecord.__struct_fields__
 """Columns that the learner adds, which also have one entry for each token of a completion."""
 RAGGED = {
     "token_rewards": floats,
@@ -58,7 +58,7 @@ TYPES: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("tokens", "versions", "prompt_tokens"), ("int32",)),
     **dict.fromkeys(("candidates", "candidate_counts", "branches", "turns"), ("int32",)),
     **dict.fromkeys(("logprobs", "token_rewards", "teacher_logprobs"), ("float32",)),
-    **dict.fromkeys(LEARNED, ("float32", "float16")),
+    **dict.fromkeys(RECORD_COLUMNS, ("float32", "float16")),
     **dict.fromkeys(("reward", "components"), ("float64",)),
     **dict.fromkeys(("mask", "versions_known"), ("bool",)),
     "routes": ("int16", "uint8"),
@@ -107,7 +107,7 @@ def verify(columns: Mapping[str, Column], attributes: Attributes) -> None:
             counts = _ends(columns, f"{name}_offsets", rows, name)
             if name in EACH and not ((counts == 0) | (counts == tokens)).all():
                 raise ValueError(f"{name} of other tokens")
-    flat = {name: len(columns["tokens"]) for name in (*FLAT, *LEARNED)}
+    flat = {name: len(columns["tokens"]) for name in (*FLAT, *RECORD_COLUMNS)}
     loose = {*flat, *offsets, "prompt_tokens", *RAGGED, "explanations"}
     for name, column in columns.items():
         if (name in flat and len(column) != flat[name]) or (name not in loose and len(column) != rows):
@@ -166,10 +166,12 @@ def _verify_trees(columns: Mapping[str, Column]) -> None:
 def record_columns(columns: Mapping[str, Column]) -> dict[str, list[Floats]]:
     """The learner's columns in a file, by name: for each completion an array with one number per token."""
     ends = columns["offsets"][1:-1].tolist()
-    return {name: np.split(columns[name].astype(np.float32, copy=False), ends) for name in LEARNED if name in columns}
+    return {
+        name: np.split(columns[name].astype(np.float32, copy=False), ends) for name in RECORD_COLUMNS if name in columns
+    }
 
 
-def batch_columns(batch: Batch, learned: TokenRecord) -> tuple[dict[str, Column], Attributes]:
+def batch_columns(batch: Batch, record: TokenRecord) -> tuple[dict[str, Column], Attributes]:
     """Convert a batch, with the learner's record of its tokens, to columns and attributes."""
     trajectories = batch.trajectories
     words = {
@@ -213,8 +215,8 @@ def batch_columns(batch: Batch, learned: TokenRecord) -> tuple[dict[str, Column]
     if any(trajectory.finish == "cut" or trajectory.identity.segment for trajectory in trajectories):
         columns["segment"] = np.array([trajectory.identity.segment for trajectory in trajectories])
         columns["prefix"] = np.array([trajectory.prefix for trajectory in trajectories])
-    for name in LEARNED:
-        if numbers := getattr(learned, name):
+    for name in RECORD_COLUMNS:
+        if numbers := getattr(record, name):
             columns[name] = floats(numbers)
             assert len(columns[name]) == len(columns["tokens"]), "one number for each token"
     if any(texts := [trajectory.explanation.encode() for trajectory in trajectories]):

@@ -147,7 +147,7 @@ class Journal(Database):
                 "insert or replace into leases values (?, ?, ?)",
                 [(lease.version, *with_checksum(lease)) for lease in changes.leases],
             )
-            db.executemany("delete from slots where number = ? and part = ?", changes.gone)
+            db.executemany("delete from slots where number = ? and part = ?", changes.removed)
             db.executemany(
                 "insert or ignore into ended values (?, ?, ?, ?, ?)",
                 [
@@ -156,7 +156,7 @@ class Journal(Database):
                 ],
             )
             for version in versions:
-                row = with_checksum(self._linked(version))
+                row = with_checksum(self._with_link(version))
                 db.execute("insert or ignore into versions values (?, ?, ?)", (version.version, *row))
             db.execute("delete from leases where version < ?", (changes.counters.version,))
             if changes.dead:
@@ -276,11 +276,11 @@ class Journal(Database):
             with open(self._tip, "r+b", buffering=0) as file:
                 file.write(_tip(self._number))
 
-    def _linked(self, made: PublishedVersion) -> PublishedVersion:
+    def _with_link(self, published: PublishedVersion) -> PublishedVersion:
         """Add to the record of a version its link to the record of the previous version."""
         query = "select row, checksum from versions where version >= ? and version < ?"
-        before = self._rows("versions", query, PublishedVersion, made.version - 1, made.version)
-        return with_link(made, self.configs(), before[0].link if before else "")
+        before = self._rows("versions", query, PublishedVersion, published.version - 1, published.version)
+        return with_link(published, self.configs(), before[0].link if before else "")
 
     def _counts(self, table: str, query: str, *arguments: int) -> Counts:
         """Decode the counts in the rows (key, row, checksum) of a query."""

@@ -40,7 +40,7 @@ def take_changes(settings: QueueSettings, state: QueueState) -> Changes:
         ),
         slots=tuple(_saved_slot(slot) for slot in unwritten.slots.values()),
         leases=tuple(_lease(version, batch) for version, batch in leased),
-        gone=tuple(unwritten.gone),
+        removed=tuple(unwritten.removed),
         dead=tuple(unwritten.dead_letters),
         ended=tuple(unwritten.ended),
         zero_variance=tuple(unwritten.zero_variance.items()),

@@ -8,7 +8,7 @@ import torch
 from conftest import REPOSITORY
 from torch import Tensor
 
-from streamppo.algorithms.corrections import by_sign, topr
+from streamppo.algorithms.corrections import scale_negatives, topr
 from streamppo.algorithms.custom_functions import LossInputs, custom_loss, try_custom_loss
 from streamppo.algorithms.policy_losses import importance_weighted
 from streamppo.config.sections import Config
@@ -66,7 +66,10 @@ def test_a_loss_of_your_own_sees_the_policy_that_sampled() -> None:
 
     own = custom_loss(logprobs_BT, proximal_BT, behavior_BT, advantages_BT, mask_BT, function=tapered).loss
     ours = importance_weighted(logprobs_BT, proximal_BT, advantages_BT, mask_BT).loss
-    ours = by_sign(ours, advantages_BT, negative=0.25) * topr(proximal_BT, behavior_BT, advantages_BT, mask_BT).weights
+    ours = (
+        scale_negatives(ours, advantages_BT, negative=0.25)
+        * topr(proximal_BT, behavior_BT, advantages_BT, mask_BT).weights
+    )
     torch.testing.assert_close(own, ours, rtol=1e-12, atol=0)
     (expected,) = torch.autograd.grad(ours.sum(), logprobs_BT)
     (found,) = torch.autograd.grad(own.sum(), logprobs_BT)

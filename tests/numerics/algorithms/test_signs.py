@@ -8,7 +8,7 @@ from padded_rows import Mask, Padded, Rows, assert_rows, compact, logprob_rows, 
 from torch import Tensor
 
 from streamppo.algorithms import groups
-from streamppo.algorithms.corrections import by_sign, importance_weights, topr
+from streamppo.algorithms.corrections import importance_weights, scale_negatives, topr
 from streamppo.algorithms.policy_losses import clipped, reinforce
 
 MASK = ragged_mask(1)
@@ -90,7 +90,7 @@ def test_the_weight_of_negatives_multiplies_their_losses_and_gradients_and_no_ot
     logprobs_BT.requires_grad_()
     tokens = clipped(logprobs_BT, proximal_BT, advantages_BT, padded.mask)
     weights_BT = topr(proximal_BT, behavior_BT, advantages_BT, padded.mask).weights
-    loss_BT = by_sign(tokens.loss, advantages_BT, negative=negative) * weights_BT
+    loss_BT = scale_negatives(tokens.loss, advantages_BT, negative=negative) * weights_BT
     (gradient_BT,) = torch.autograd.grad(loss_BT.sum(), logprobs_BT)
     cut = [compact(rows, MASK) for rows in (current, proximal, advantages)]
     tapers = slow_topr(*(compact(rows, MASK) for rows in (proximal, behavior, advantages)))
@@ -109,14 +109,14 @@ def test_the_weight_of_negatives_multiplies_their_losses_and_gradients_and_no_ot
     assert tokens.clipped.any() and not loss_BT[~padded.mask].any()
 
 
-def test_by_sign_is_the_very_same_tensor_with_a_weight_of_one_and_refuses_others() -> None:
+def test_the_scaled_loss_is_the_very_same_tensor_with_a_weight_of_one_and_refuses_others() -> None:
     padded, (proximal, _, advantages) = Padded(MASK), rows_of(MASK)
     proximal_BT, advantages_BT = columns(padded, proximal, advantages)
     loss_BT = reinforce(proximal_BT, proximal_BT, advantages_BT, padded.mask).loss
-    assert by_sign(loss_BT, advantages_BT, negative=1.0) is loss_BT
+    assert scale_negatives(loss_BT, advantages_BT, negative=1.0) is loss_BT
     for wrong in (-0.1, 1.5, float("nan")):
         with pytest.raises(ValueError, match="must lie between 0 and 1"):
-            by_sign(loss_BT, advantages_BT, negative=wrong)
+            scale_negatives(loss_BT, advantages_BT, negative=wrong)
 
 
 def test_a_shifted_baseline_is_subtracted_from_every_score_and_equal_scores_teach() -> None:

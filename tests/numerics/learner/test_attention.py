@@ -268,12 +268,7 @@ def test_a_model_that_a_flash_attention_cannot_compute_gets_the_next_one(
 
 
 def test_ranks_that_would_compute_attention_differently_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(attention.dist, "get_world_size", lambda: 3)
-
-    def gather(into: list[str], own: str) -> None:
-        into[:] = [own, "sdpa", own]
-
-    monkeypatch.setattr(attention.dist, "all_gather_object", gather)
+    monkeypatch.setattr(attention, "gather", lambda own: [own, "sdpa", own])
     with pytest.raises(ModelError, match=r"flash_attention_2 on rank 0, sdpa on rank 1\): set model.attention"):
         attention.agree_on(TWO)
     assert attention.agree_on("sdpa") == "sdpa"

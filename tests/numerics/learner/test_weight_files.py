@@ -39,7 +39,7 @@ def test_rows_are_those_that_transformers_loads(family: str, tmp_path: Path) -> 
     if plan is None:
         return
     whole: Any = AutoModelForCausalLM.from_pretrained(tmp_path)
-    assert len(plan.first.base_model.state_dict()) < len(whole.base_model.state_dict()), "first layers alone"
+    assert len(plan.first_layers.base_model.state_dict()) < len(whole.base_model.state_dict()), "first layers alone"
     for name, one in whole.named_parameters():
         assert torch.equal(plan.read(f"lm.{name}", 1, 3), one[1:3]), name  # pyright: ignore
     for name, one in whole.base_model.named_parameters():

@@ -93,7 +93,7 @@ def test_the_digest_of_a_version_is_never_written_over(tmp_path: Path) -> None:
 
 def test_consumed_slots_and_their_lease_leave_the_journal(tmp_path: Path) -> None:
     journal = filled(tmp_path / "journal.sqlite")
-    journal.write(Changes(msgspec.structs.replace(COUNTERS, version=1), gone=((1, 0), (2, 0))), [made(1)])
+    journal.write(Changes(msgspec.structs.replace(COUNTERS, version=1), removed=((1, 0), (2, 0))), [made(1)])
     saved = journal.read()
     assert saved is not None
     assert [slot.number for slot in saved.slots] == [0, 3, 4, 5, 6, 7]
@@ -106,7 +106,7 @@ def test_the_journal_stays_as_large_as_the_queue_however_long_the_run(tmp_path: 
     for version in range(200):
         numbers = range(64 * version, 64 * version + 64)
         journal.write(Changes(COUNTERS, tuple(map(slot, numbers))))
-        journal.write(Changes(COUNTERS, gone=tuple((number, 0) for number in numbers)))
+        journal.write(Changes(COUNTERS, removed=tuple((number, 0) for number in numbers)))
         sizes.append(sum(path.stat().st_size for path in tmp_path.iterdir()))
     assert max(sizes[100:]) <= max(sizes[:100]) * 1.05
 

@@ -520,7 +520,7 @@ def test_a_batch_size_that_was_changed_bounds_what_is_held_from_then_on(batch_si
             rules.put(done(ticket, (version, version)))
         publish_after_training(rules, version)
     changes = drain(rules)
-    alive = tuple(slot for slot in changes.slots if (slot.number, slot.part) not in changes.gone)
+    alive = tuple(slot for slot in changes.slots if (slot.number, slot.part) not in changes.removed)
     rebuilt = rebuilt_from(QueueSnapshot(changes.counters, alive, ()), batch_size=batch_size)
     assert counted(rebuilt).ready == 4
     tickets = rebuilt.issue("a", 3, 100, next(CALLS))

@@ -346,7 +346,7 @@ def test_an_archive_in_parts_has_the_batch_and_the_learners_numbers_in_their_ord
 def test_numbers_of_a_rank_that_cannot_be_reached_are_not_waited_for_and_those_of_the_next_ranks_are_taken(
     config: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(shard, "LEARNED_S", 0.1)
+    monkeypatch.setattr(shard, "RECORD_S", 0.1)
     made, learned = told(rows=8)
 
     async def main() -> None:
