@@ -115,13 +115,14 @@ def adaptive_lambda(lengths_B: Tensor, alpha: float) -> Tensor:
 def outcomes_explained(
     rewards_BT: Tensor, values_BT: Tensor, mask_BT: Tensor, known_B: Tensor, *, gamma: float
 ) -> float:
-    """The share of the outcomes' variance that the critic explains, over sequences of known outcome; 0 without any.
+    """The share of the outcomes' variance that the critic explains, over sequences of known outcome; 0 if no outcome is
+    known.
 
         explained  = 1 - Var(outcomes - values) / Var(outcomes)
         outcomes_t = rewards_t + gamma * outcomes_{t+1}
 
     `known_B` [B] is True for sequences that have all their rewards; the variances are over their tokens. The advantages
-    of a segment without its final reward rest on the critic's values: they are noise if the values explain nothing.
+    of a segment without its final reward rest on the critic's values, so they are noise if the values explain nothing.
     """
     check_sequences(mask_BT, known_B=known_B)
     known_BT, bootstrap_B = mask_BT & known_B[:, None], torch.zeros_like(values_BT[:, 0])
@@ -130,14 +131,14 @@ def outcomes_explained(
 
 
 def sequence_level(scores_B: Tensor, baseline_B: Tensor, mask_BT: Tensor) -> AdvantageEstimate:
-    """The whole response is one action: every token carries the same advantage and the same return.
+    """Treat the whole response as one action: every token has the same advantage and the same return.
 
         advantages_t = score - baseline
         returns_t    = score
 
     REINFORCE with a baseline (Williams 1992, https://doi.org/10.1007/BF00992696). baseline_B is the critic's
-    value of the prompt, or any number that does not depend on the response. Use it with a sequence-level ratio.
-    For responses of one token this is `gae` with any lam.
+    value of the prompt, or any number that does not depend on the response. A sequence-level ratio fits these
+    advantages. For responses of one token this is `gae` with any lam.
     """
     check_tokens(mask_BT)
     check_sequences(mask_BT, scores_B=scores_B, baseline_B=baseline_B)
@@ -146,7 +147,7 @@ def sequence_level(scores_B: Tensor, baseline_B: Tensor, mask_BT: Tensor) -> Adv
 
 
 class Moments(NamedTuple):
-    """Token count, sum and sum of squares, float64: scalars for a batch, or [B] with each sequence's group's sums."""
+    """Token count, sum and sum of squares, float64: scalars for a batch, or [B] with the sums of a sequence's group."""
 
     tokens: Tensor
     total: Tensor
@@ -184,7 +185,7 @@ def whiten(
         y = (x - mean) / sqrt(var + VARIANCE_FLOOR) + mean      not shift_mean
 
     Mean and variance are over the unmasked tokens of the batch or, with group_ids_B, of each group of sequences. The
-    variance divides by their number n, or by n - 1 if `unbiased`. This is detail 7 of
+    variance divides by the number of tokens n, or by n - 1 if `unbiased`. Whitening is detail 7 of
     https://iclr-blog-track.github.io/2022/03/25/ppo-implementation-details/.
     Whitening again changes nothing. A batch of equal values becomes zero.
     """

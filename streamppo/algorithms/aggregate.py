@@ -1,8 +1,8 @@
 """One loss from many token losses. The results of any split of a batch add up to the result of the whole batch.
 
 B sequences, T response tokens (padded). The denominators are counted once, over the full minibatch on all ranks and
-before any filtering. Every micro-batch on every rank divides by them, and the results are ADDED. A mean of micro-batch
-means would give the tokens of smaller micro-batches more weight.
+before any filtering. Every micro-batch on every rank divides by these counts, and the results are ADDED. A mean of
+micro-batch means would give the tokens of smaller micro-batches more weight.
 """
 
 from typing import Literal, NamedTuple
@@ -26,7 +26,7 @@ Aggregation = Literal["token-mean", "sequence-mean-token-mean", "sequence-mean-t
 class Prompts(NamedTuple):
     """`num_prompts`: the number of prompts in a minibatch that have unmasked tokens.
 
-    `prompt_B`: the prompt of each sequence, sorted. `tokens_B`: the token count of that prompt, in the same order.
+    `prompt_B`: the prompt of each sequence, sorted. `tokens_B`: the token count of each entry's prompt.
     """
 
     num_prompts: float

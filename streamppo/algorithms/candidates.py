@@ -16,7 +16,7 @@ class Candidates(NamedTuple):
 
     A count of 0 means the whole vocabulary. The engine records the candidates: top-p on the learner's logits would
     give other candidates ("Keep Sampling Mask", DeepSeek-V3.2, https://arxiv.org/abs/2512.02556). The results of `at`
-    share `tokens_M`.
+    share the original's `tokens_M`.
     """
 
     tokens_M: Tensor

@@ -23,7 +23,7 @@ class Products(NamedTuple):
     """The matrix products of the head; both factors have the weight's dtype.
 
     The float32 gradient of the logits enters a product as a sum of `parts` numbers of the weight's dtype. Two bfloat16
-    numbers keep 16 of its 24 bits, one keeps 8.
+    numbers keep 16 of the 24 bits of a float32, one keeps 8.
     """
 
     multiply: Callable[[Tensor, Tensor], Tensor]
@@ -33,7 +33,7 @@ class Products(NamedTuple):
 PLAIN = Products(torch.matmul, parts=1)
 """Products in the dtype of their factors."""
 WIDE = Products(partial(torch.mm, out_dtype=torch.float32), parts=2)
-"""Products of 16-bit factors, summed and returned in float32, as GPU tensor cores do; not available on a CPU."""
+"""Products of 16-bit factors, summed and returned in float32 as GPU tensor cores do; not available on a CPU."""
 
 
 class LogitShape(NamedTuple):
@@ -62,7 +62,7 @@ class Extent(NamedTuple):
 
 
 class HeadContext(FunctionCtx):
-    """Carries tensors from a head's forward pass to its backward pass."""
+    """The context that carries tensors from a head's forward pass to its backward pass."""
 
     saved_tensors: tuple[Tensor, ...]
     needs_input_grad: tuple[bool, ...]
@@ -307,7 +307,7 @@ def tempered(logits_CV: Tensor, inverse_temperature_C: Tensor | None) -> Tensor:
 
 @cache
 def has_kernels(device: torch.device, dtype: torch.dtype) -> bool:
-    """True if the Triton kernels run on `device` for a head of `dtype`. On a GPU, logs once why they do not."""
+    """True if the Triton kernels run on `device` for a head of `dtype`. If a GPU cannot run them, logs the reason."""
     if device.type != "cuda":
         return False
     if dtype not in (torch.float32, torch.bfloat16, torch.float16):
@@ -325,7 +325,7 @@ def has_kernels(device: torch.device, dtype: torch.dtype) -> bool:
 
 
 def has_wide_products(hidden: Tensor, weight: Tensor) -> bool:
-    """True if both are on a GPU and have the same 16-bit dtype: tensor cores sum such products in float32."""
+    """True if both tensors are on a GPU in the same 16-bit dtype: tensor cores sum their products in float32."""
     return hidden.is_cuda and hidden.dtype == weight.dtype and weight.dtype in (torch.bfloat16, torch.float16)
 
 
@@ -351,12 +351,12 @@ def chunked_logprobs_entropy(
     shapes that do not fit. Memory is saved as in Cut Cross-Entropy, https://arxiv.org/abs/2411.09009. With chunk >= N
     this is the plain formula.
 
-    Without float32_matmul, products are in the weight's dtype. With it, they have float32 precision and agree best with
-    an engine: hidden and weight are cast to float32 first (one copy of the weight). 16-bit tensors on a GPU are instead
-    multiplied as they are and summed in float32. A product of two bfloat16 numbers fits into float32, so only the order
-    of the sums differs. In the backward pass, the float32 gradient of the logits is multiplied as a sum of two 16-bit
-    numbers (relative error 2^-17). One number is not enough: a token's gradients cancel on the common mean of the
-    weight's rows, and rounding errors of 2^-9 do not cancel.
+    Without float32_matmul, products are in the weight's dtype. With float32_matmul, products have float32 precision and
+    agree best with an engine: hidden and weight are cast to float32 first (one copy of the weight). 16-bit tensors on a
+    GPU are instead multiplied as they are and summed in float32. A product of two bfloat16 numbers fits into float32,
+    so only the order of the sums differs. In the backward pass, the float32 gradient of the logits is multiplied as a
+    sum of two 16-bit numbers (relative error 2^-17). One 16-bit number is not enough: a token's gradients cancel on the
+    common mean of the weight's rows, and rounding errors of 2^-9 do not cancel.
     """
     N, D = hidden_ND.shape
     if weight_VD.dim() != 2 or weight_VD.shape[1] != D or targets_N.shape != (N,):

@@ -72,7 +72,7 @@ class AdvantageInputs(NamedTuple):
     `mask_BT` is True for tokens that the policy sampled. `rewards_BT` is 0 at all other tokens; a KL penalty in the
     reward is already subtracted. `scores_B` is the sum of each trajectory's rewards. Trajectories of one prompt have
     the same number in `group_ids_B`. `lag_BT` is a token's lag in versions. `truncated_B` is True for truncated
-    completions. There are no critic's values.
+    completions. The inputs have no critic's values.
     """
 
     rewards_BT: Tensor

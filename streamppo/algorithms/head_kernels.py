@@ -22,7 +22,7 @@ from streamppo.algorithms.candidates import Candidates
 BLOCK, WARPS = 1024, 4
 """BLOCK logits are in a program's registers, one per lane; a program has WARPS warps of 32 threads."""
 LOWEST = tl.constexpr(torch.finfo(torch.float32).min)
-"""The maximum before the first logit. It is finite, so that differences from it are finite."""
+"""The initial maximum of the online softmax: a finite number, so that differences from it are finite."""
 
 
 class TokenInputs(NamedTuple):
@@ -148,7 +148,7 @@ def write_gradient(logits_NP, tokens, scores, gradient_QP, size, BLOCK: tl.const
             tl.store(out + part * N * wide + column, rounded, mask=live)
             gradient -= rounded.to(tl.float32)
     if tokens.counts_N is not None:
-        # Other threads may have written the zeros at the candidates' columns: wait for them.
+        # Wait for the other threads, which may have written the zeros at the candidates' columns.
         tl.debug_barrier()
         for begin in range(0, tl.load(tokens.counts_N + n), BLOCK):
             column, live = candidates(begin, n, first, width, tokens, BLOCK)

@@ -153,7 +153,7 @@ def stop_early(approximate_kl: float, target_kl: float | None) -> bool:
 
         KL(proximal || current) > TARGET_KL_SLACK * target_kl
 
-    This is the rule of Spinning Up and Stable-Baselines3
+    Spinning Up and Stable-Baselines3 have the same rule
     (https://spinningup.openai.com/en/latest/algorithms/ppo.html). Always False without a target. NaN gives True; the
     learner counts it as a bad step.
     """

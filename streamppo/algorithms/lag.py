@@ -15,9 +15,9 @@ first. The learning rate is lowered if data of lag 0 fail too, and while data of
     an update's share of the learning rate    lr_share; while older data may arrive, this is multiplied by the mean over
                                               the batch's tokens of min(1, (admitted + 1) / (lag + 1))
 
-The lag falls below the whole failing bucket (buckets double in width). It rises only if data at the admitted lag are
-good, and at most to 2 * admitted + 1, so that it stays near lags that were measured. If every ESS is at least
-(1 + ess) / 2 and data reach the admitted lag, it rises to its upper bound and stays there.
+The lag falls below the whole failing bucket (buckets double in width). The lag rises only if data at the admitted lag
+are good, and at most to 2 * admitted + 1, so that it stays near lags that were measured. If every ESS is at least (1 +
+ess) / 2 and data reach the admitted lag, it rises to its upper bound and stays there.
 """
 
 from collections.abc import Callable, Mapping

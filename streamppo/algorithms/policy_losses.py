@@ -119,8 +119,8 @@ def reinforce(logprobs_BT: Tensor, proximal_logprobs_BT: Tensor, advantages_BT: 
 
         loss = -A * logprobs
 
-    Williams 1992, https://doi.org/10.1007/BF00992696. It is unbiased if the current policy sampled the data, or if a
-    `Correction`'s weights make up for the difference.
+    Williams 1992, https://doi.org/10.1007/BF00992696. The gradient is unbiased if the current policy sampled the data,
+    or if a `Correction`'s weights make up for the difference.
     """
     log_ratio_BT, advantages_BT = token_log_ratio(logprobs_BT, proximal_logprobs_BT, advantages_BT, mask_BT)
     ratio_BT = bounded_exp(log_ratio_BT.detach())
@@ -134,8 +134,8 @@ def importance_weighted(
 
         loss = -A * r
 
-    Conservative policy iteration, as in section 3 of https://arxiv.org/abs/1707.06347. This is `clipped` with infinite
-    bounds. At current == proximal the gradient is that of `reinforce`.
+    Conservative policy iteration, as in section 3 of https://arxiv.org/abs/1707.06347. The loss is `clipped` with
+    infinite bounds. At current == proximal the gradient is that of `reinforce`.
     """
     log_ratio_BT, advantages_BT = token_log_ratio(logprobs_BT, proximal_logprobs_BT, advantages_BT, mask_BT)
     ratio_BT = bounded_exp(log_ratio_BT)

@@ -10,7 +10,7 @@ from streamppo.algorithms.masked import bounded_exp, fill
 from streamppo.algorithms.policy_losses import TokenLoss, token_log_ratio
 
 REST_FLOOR = 1e-8
-"""Lower bound of 1 - p before its logarithm is taken, because p may be 1."""
+"""The lower bound of 1 - p under a logarithm, because a token's probability p may be 1."""
 
 
 def dppo_tv(
@@ -26,9 +26,10 @@ def dppo_tv(
         shift = exp(logprobs) - exp(proximal_logprobs)
         loss  = 0 if shift * sign(A) > delta else -A * r
 
-    The binary total-variation form of https://arxiv.org/abs/2602.04879. The paper bounds the move from the behavior
-    policy; `corrections.behavior_as_proximal` does that here. Ratio clipping bounds rare tokens tightly and likely
-    tokens loosely; this loss does the reverse. delta = 1 gives `policy_losses.importance_weighted`.
+    This is the binary total-variation form of https://arxiv.org/abs/2602.04879. The paper bounds the token's move from
+    the behavior policy; with `corrections.behavior_as_proximal` this loss does so too. Ratio clipping bounds rare
+    tokens tightly and likely tokens loosely; this loss does the reverse. delta = 1 gives
+    `policy_losses.importance_weighted`.
     """
     if delta < 0:
         raise ValueError(f"delta must not be negative, got {delta}")
@@ -50,9 +51,9 @@ def dppo_kl(
         KL    = p * log(p / q) + (1 - p) * log((1 - p) / (1 - q))
         loss  = 0 if KL > delta and (q - p) * A > 0 else -A * r
 
-    The binary KL form of https://arxiv.org/abs/2602.04879. The anchor here is the proximal policy; the paper's is the
-    behavior policy. Unlike `dppo_tv`, this loss bounds moves near 0 and 1 more tightly than moves near 1/2.
-    An infinite delta gives `policy_losses.importance_weighted`.
+    This is the binary KL form of https://arxiv.org/abs/2602.04879. The anchor here is the proximal policy; the paper's
+    is the behavior policy. Unlike `dppo_tv`, this loss bounds moves near 0 and 1 more tightly than moves near 1/2. An
+    infinite delta gives `policy_losses.importance_weighted`.
     """
     if delta < 0:
         raise ValueError(f"delta must not be negative, got {delta}")
@@ -76,9 +77,9 @@ def ipo(
 
         loss  = 0 if abs(q - p) > eps else -A * r
 
-    https://docs.primeintellect.ai/prime-rl/ipo, where p is of the behavior policy. It drops moves in both directions,
+    https://docs.primeintellect.ai/prime-rl/ipo, where p is of the behavior policy. IPO drops moves in both directions,
     whatever the sign of A; `dppo_tv` drops only moves in A's direction. eps = 1 gives
-    `policy_losses.importance_weighted`. It is not the preference loss called IPO.
+    `policy_losses.importance_weighted`. A preference loss has the same name.
     """
     if eps < 0:
         raise ValueError(f"eps must not be negative, got {eps}")

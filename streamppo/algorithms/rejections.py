@@ -65,8 +65,9 @@ def geometric_in_band(
 ) -> Tensor:
     """[B, T] bool: lo <= prod_t(w_bt)^(1 / n_b) <= hi; n_b is the number of unmasked tokens of the response.
 
-    The mean does not depend on the response's length. In it, deviations of opposite signs cancel; `outlier_free` and
-    `mean_k3` detect them. With `lo = exp(-delta)`, no `hi` and only negative advantages this is `off_policy_negative`.
+    The geometric mean does not depend on the response's length. Deviations of opposite signs cancel in the mean;
+    `outlier_free` and `mean_k3` detect them. With `lo = exp(-delta)`, no `hi` and only negative advantages this is
+    `off_policy_negative`.
     """
     return in_band(log_weights(proximal_logprobs_BT, behavior_logprobs_BT, mask_BT, level="geometric"), lo, hi)
 
@@ -76,9 +77,9 @@ def outlier_free(
 ) -> Tensor:
     """[B, T] bool: lo <= w_bt <= hi for every unmasked token of the response.
 
-    With [1 / c, c] this bounds max_t(abs(log(w_bt))) by log(c). With lo = 0 it bounds the largest ratio. Trust region
-    masking by the maximum, https://arxiv.org/abs/2512.23075; SkyRL's outlier tokens. For one token this is
-    `token_in_band`.
+    With [1 / c, c] this bounds max_t(abs(log(w_bt))) by log(c). With lo = 0 this bounds the largest ratio. The rule is
+    trust region masking by the maximum, https://arxiv.org/abs/2512.23075, and SkyRL's outlier tokens. For one token it
+    is `token_in_band`.
     """
     inside_BT = token_in_band(proximal_logprobs_BT, behavior_logprobs_BT, mask_BT, lo=lo, hi=hi)
     return (inside_BT | ~mask_BT).all(-1, keepdim=True).expand(mask_BT.shape)
@@ -87,9 +88,9 @@ def outlier_free(
 def mean_k3(proximal_logprobs_BT: Tensor, behavior_logprobs_BT: Tensor, mask_BT: Tensor, *, at_most: float) -> Tensor:
     """[B, T] bool: mean_t(w_bt - 1 - log(w_bt)) <= at_most over the unmasked tokens of the response.
 
-    The mean is the k3 estimate of KL(behavior || proximal), http://joschu.net/blog/kl-approx.html. Its terms are never
-    negative and so do not cancel. Trust region masking by the mean, https://arxiv.org/abs/2512.23075. With
-    proximal == behavior the mean is 0 and everything is kept. Raises ValueError if the bound is not positive.
+    The mean is the k3 estimate of KL(behavior || proximal), http://joschu.net/blog/kl-approx.html. The terms of k3 are
+    never negative and so do not cancel. The rule is trust region masking by the mean, https://arxiv.org/abs/2512.23075.
+    With proximal == behavior the mean is 0 and everything is kept. Raises ValueError if the bound is not positive.
     """
     if not at_most > 0:
         raise ValueError(f"at_most must be positive, got {at_most}")
@@ -106,8 +107,8 @@ def truncated_tokens(truncated_B: Tensor, mask_BT: Tensor) -> Tensor:
 
         left_out_bt = truncated_b
 
-    Overlong filtering, section 3.4 of DAPO, https://arxiv.org/abs/2503.14476. Without truncated completions the result
-    is False everywhere.
+    The rule is overlong filtering, section 3.4 of DAPO, https://arxiv.org/abs/2503.14476. Without truncated completions
+    the result is False everywhere.
     """
     check_tokens(mask_BT)
     check_sequences(mask_BT, truncated_B=truncated_B)
@@ -121,10 +122,11 @@ def off_policy_negative(
 
         left_out_bt = mean_t(advantages_bt) < 0 and mean_t(behavior_logprobs_bt - logprobs_bt) > delta
 
-    Off-policy sequence masking, DeepSeek-V3.2, https://arxiv.org/abs/2512.02556. It compares the engine's log-probs
-    with the current policy's, so lag, numerics and the steps of this update all count. In the paper a response has one
-    advantage. Where tokens differ in advantage, their mean gives one decision for the response. Both means are over
-    unmasked tokens. An infinite delta leaves out nothing. Raises ValueError if delta is not positive.
+    Off-policy sequence masking, DeepSeek-V3.2, https://arxiv.org/abs/2512.02556. The rule compares the engine's
+    log-probs with the current policy's, so lag, numerics and the steps of this update all count. In the paper a
+    response has one advantage. Where tokens differ in advantage, their mean gives one decision for the response. Both
+    means in the rule are over unmasked tokens. An infinite delta leaves out nothing. Raises ValueError if delta is not
+    positive.
     """
     if not delta > 0:
         raise ValueError(f"delta must be positive, got {delta}")

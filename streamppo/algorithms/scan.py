@@ -24,8 +24,8 @@ def reverse_scan(increments_BT: Tensor, decay_BT: Tensor, mask_BT: Tensor) -> Te
 
         y_t = increments_t + decay_t * y_{t+1}
 
-    A masked token adds nothing and passes y_{t+1} on unchanged; its result is zero. Each step combines neighbours
-    (d, x) and (d', x') into (d * d', x + d * x'). This operation is associative (Blelloch 1990,
+    A masked token adds nothing and passes y_{t+1} on unchanged; the result at the token is zero. Each step combines
+    neighbours (d, x) and (d', x') into (d * d', x + d * x'). The combination is associative (Blelloch 1990,
     https://www.cs.cmu.edu/~guyb/papers/Ble93.pdf). With decay 1 the result is a reversed cumulative sum.
     """
     total_BT = increments_BT.masked_fill(~mask_BT, 0.0)
@@ -51,8 +51,8 @@ def leaders(group_ids_B: Tensor) -> Tensor:
 def group_sums(x_SB: Tensor, group_ids_B: Tensor) -> Tensor:
     """[S, B], for each sequence the sum of x over its group.
 
-    This is a `reverse_scan` over the sequences sorted by group, which restarts at each group. It takes B entries of
-    memory per row and, unlike scattered additions, gives the same bits on every device.
+    The sum is a `reverse_scan` over the sequences, sorted by group, that restarts at each group. The scan takes B
+    entries of memory per row and, unlike scattered additions, gives the same bits on every device.
     """
     order_B = group_ids_B.argsort(stable=True)
     start_B = _starts(group_ids_B[order_B])

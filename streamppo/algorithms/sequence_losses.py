@@ -28,8 +28,8 @@ def gspo(
         s_bt  = stop(s_b) * r_bt / stop(r_bt)
         loss  = max(-A * s_bt, -A * clamp(s_bt, 1 - clip_low, 1 + clip_high))
 
-    The token form (GSPO-token) of https://arxiv.org/abs/2507.18071. Under "sequence-mean-token-mean", its value and
-    gradient equal those of the sequence form. Advantages may differ by token. One-token responses give
+    This is the token form (GSPO-token) of https://arxiv.org/abs/2507.18071. Under "sequence-mean-token-mean", its value
+    and gradient equal those of the sequence form. Advantages may differ by token. One-token responses give
     `policy_losses.clipped`.
     """
     log_ratio_BT, advantages_BT = token_log_ratio(logprobs_BT, proximal_logprobs_BT, advantages_BT, mask_BT)
@@ -56,14 +56,14 @@ def sequence_clipped(
     clip_low: float = 0.2,
     clip_high: float = 0.2,
 ) -> TokenLoss:
-    """PPO on whole responses: the ratio of the response's probabilities, which is the product over its tokens.
+    """PPO on whole responses: the ratio is of a response's probabilities, the product over its tokens.
 
         R_b     = exp(clamp(sum_t(logprobs_bt - proximal_logprobs_bt), -20, 20))
         A_b     = mean_t(A_bt)
         loss_bt = max(-A_b * R_b, -A_b * clamp(R_b, 1 - clip_low, 1 + clip_high))
 
-    The bandit form of https://arxiv.org/abs/1707.06347, used by small teaching trainers. Aggregate it with
-    "sequence-mean-token-mean", which counts each response once. Its gradient grows with the response's length.
+    This is the bandit form of https://arxiv.org/abs/1707.06347, used by small teaching trainers. Aggregate the loss
+    with "sequence-mean-token-mean", which counts each response once. The gradient grows with the response's length.
     One-token responses give `policy_losses.clipped`.
     """
     log_ratio_BT, advantages_BT = token_log_ratio(logprobs_BT, proximal_logprobs_BT, advantages_BT, mask_BT)
@@ -82,7 +82,8 @@ def gmpo(
     log_low: float = 0.4,
     log_high: float = 0.4,
 ) -> TokenLoss:
-    """GMPO: the geometric mean of a response's ratios, each clipped before, so that one outlier changes it little.
+    """GMPO: the geometric mean of a response's ratios, where each ratio is clipped first, so that one outlier changes
+    it little.
 
         l_bt  = logprobs_bt - proximal_logprobs_bt
         c_bt  = min(l_bt, log_high) if A_bt > 0 else max(l_bt, -log_low) if A_bt < 0 else l_bt
@@ -90,10 +91,10 @@ def gmpo(
         g_bt  = stop(G_b) * exp(c_bt) / stop(exp(c_bt))
         loss  = -A * g_bt
 
-    https://arxiv.org/abs/2507.20673, whose bounds are e^-0.4 and e^0.4. This is the token form, as in `gspo`: under
-    "sequence-mean-token-mean", value and gradient equal the paper's, and advantages may differ by token. Without bounds
-    this is GSPO without bounds. One-token responses give `policy_losses.clipped` with a ratio in [e^-log_low,
-    e^log_high].
+    https://arxiv.org/abs/2507.20673, whose bounds are e^-0.4 and e^0.4. GMPO is implemented in its token form, as
+    `gspo` is: under "sequence-mean-token-mean", value and gradient equal the paper's, and advantages may differ by
+    token. Without bounds this is GSPO without bounds. One-token responses give `policy_losses.clipped` with a ratio in
+    [e^-log_low, e^log_high].
     """
     if log_low < 0 or log_high < 0:
         raise ValueError(f"bounds of the log-ratio must not be negative, got {log_low} and {log_high}")
@@ -123,7 +124,7 @@ def vespo(
         loss        = -stop(phi_bt) * A * logprobs
 
     https://arxiv.org/abs/2602.10693, where W is current / behavior. phi is 1 at W = 1, where the gradient is
-    REINFORCE's. It falls on both sides of W = k / lambda. k = lambda = 0 is `policy_losses.reinforce`. k = 1, lambda =
+    REINFORCE's. phi falls on both sides of W = k / lambda. k = lambda = 0 is `policy_losses.reinforce`. k = 1, lambda =
     0 weights by W itself; for one-token responses this has the gradient of `policy_losses.importance_weighted`.
     `clipped` is True where phi < FADED.
     """

@@ -58,9 +58,10 @@ def value_loss(
         bounded = regression(proximal_values + moved - returns)
         loss    = max(free, bounded)
 
-    Section 6 of the GAE paper asks for a trust region on values (https://arxiv.org/abs/1506.02438). This form is from
-    OpenAI's baselines, detail 9 of https://iclr-blog-track.github.io/2022/03/25/ppo-implementation-details/.
-    clip = None is plain regression. Raises ValueError on shapes that do not fit and for a clip that is not positive.
+    Section 6 of the GAE paper asks for a trust region on values (https://arxiv.org/abs/1506.02438). The form of this
+    loss is from OpenAI's baselines, detail 9 of
+    https://iclr-blog-track.github.io/2022/03/25/ppo-implementation-details/. clip = None is plain regression. Raises
+    ValueError on shapes that do not fit and for a clip that is not positive.
     """
     check_tokens(mask_BT, values_BT=values_BT, proximal_values_BT=proximal_values_BT, returns_BT=returns_BT)
     values_BT, returns_BT = fill(values_BT, mask_BT), fill(returns_BT.detach(), mask_BT)
@@ -78,7 +79,7 @@ def value_loss(
 
 
 def explained_variance(values_BT: Tensor, returns_BT: Tensor, mask_BT: Tensor) -> float:
-    """The share of the returns' variance that the critic explains: 1 is all, 0 is a constant's, below 0 is worse.
+    """The share of the returns' variance that the critic explains: 1 is all, 0 as much as a constant, below 0 worse.
 
         1 - Var(returns - values) / Var(returns)
 

@@ -54,7 +54,8 @@ def vtrace(
     lam: float | Tensor = 1.0,
     clip: TraceClip = PUBLISHED,
 ) -> AdvantageEstimate:
-    """GAE in which every step is weighted by a clipped rho = exp(log_rho), the ratio of proximal to behavior policy.
+    """GAE in which every step is weighted by a clipped rho = exp(log_rho), the ratio of the proximal to the behavior
+    policy.
 
         delta_t      = min(rho_bar, rho_t) * (rewards_t + gamma * values_{t+1} - values_t)
         trace_st     = prod_{s<=i<t} min(c_bar, rho_i)        step
@@ -98,8 +99,8 @@ def cumulative_scan(delta_BT: Tensor, decay_BT: Tensor, log_rho_BT: Tensor, mask
 
         sum_{t>=s} prod_{s<=i<t}(decay_i) * min(c_bar, prod_{s<=i<t}(rho_i)) * delta_t
 
-    The clipped product is not a recurrence. So this computes [C, T] triangles, one at a time, from prefix sums in
-    float64. Raises ValueError if c_bar is below 1.
+    The clipped product is not a recurrence. So the sum is computed in [C, T] triangles, one at a time, from prefix sums
+    in float64. Raises ValueError if c_bar is below 1.
     """
     if c_bar < 1:
         raise ValueError(f"cumulative clipping needs c_bar >= 1, got {c_bar}: an empty product is 1")

@@ -62,7 +62,6 @@ def active_rows(config: Config, batch: PaddedBatch) -> ActiveRows:
     columns other than the tokens: every rank finds the same rows before it has the tokens.
     """
     # With other filters truncated completions are passed too, because the metrics are shares of all completions.
-    # Other rules need a pass of the truncated completions too: their shares are over all.
     only_truncated = _filters_only_truncated(config.algorithm)
     algorithm = config.algorithm if only_truncated else structs.replace(config.algorithm, filters=())
     trained_B = trained_tokens(algorithm, batch).any(-1).cpu()
@@ -115,8 +114,8 @@ def _filters_only_truncated(config: choices.Algorithm) -> bool:
 class PassCosts(NamedTuple):
     """The fixed cost of a pass, as a number of tokens whose matrix products in the layers cost as much.
 
-    `gradients`: the cost of adding a pass's weight gradients to those of earlier passes. `launches`: the cost of
-    launching its operations, times the squared width of the model.
+    `gradients`: the cost of adding a pass's weight gradients to those of earlier passes. `launches`: the cost of the
+    launches of the pass's operations, times the squared width of the model.
     """
 
     gradients: float
@@ -124,7 +123,7 @@ class PassCosts(NamedTuple):
 
 
 PADDING_SHARE = 1 / 16
-"""By default, this share of a micro-batch's budget is how much padding costs as much as another micro-batch."""
+"""By default, padding of this share of a micro-batch's budget counts as costly as another micro-batch."""
 ON_CPU, ON_GPU = PassCosts(25, 5e5), PassCosts(250, 5e9)
 """Measured on a CPU at widths of 64, 256 and 512. For a GPU, computed from an H100 at 40 % of its peak, the speed of
 its memory, and 10 microseconds a launch.
@@ -170,7 +169,7 @@ class Division(NamedTuple):
         return by_rank[self.rank]
 
     def are_one_pass(self, sizes: RowSizes, pieces: Sequence[Tensor]) -> bool:
-        """True if `pieces` together fit into one micro-batch; on several ranks, if there is one piece.
+        """True if `pieces`, micro-batches of this rank, fit into one; on several ranks, if there is only one piece.
 
         Rows of very different lengths can be in several micro-batches although one could hold them.
         """
@@ -192,7 +191,7 @@ class Division(NamedTuple):
 
 
 STAND_IN = torch.tensor([0])
-"""The row that is passed for an empty micro-batch: every pass is a collective. Its result is not used."""
+"""The row that is passed, without use of its result, for an empty micro-batch, because every pass is a collective."""
 
 
 # --- micro-batches -----------------------------------------------------------------------------------------------
@@ -221,7 +220,7 @@ def micro_batches(
     one row. A row longer than the budget is alone in its micro-batch.
 
     Padded rows of different lengths get separate micro-batches if that saves more padding than `overhead`, the tokens
-    that another micro-batch costs. The exception is if it is less work to lay out each prompt of `prompts` as one row
+    that another micro-batch costs. They stay together if it is less work to lay out each prompt of `prompts` as one row
     with all its samples. Without padding, the samples of a prompt are in as few micro-batches as possible, and each
     micro-batch computes the shared tokens of `prompts` once.
     """
@@ -295,7 +294,8 @@ def _split_by_length(
 def _spans_of_similar(tokens: np.ndarray, lines: np.ndarray, overhead: float) -> list[tuple[int, int]]:
     """The begin and end of micro-batches, cut in two, repeatedly, where that saves the most padding.
 
-    Each is padded to its first row. Example: rows have 40, 38, 4, 3 and 2 tokens. A cut after 38 saves 3 * 36 tokens.
+    Each micro-batch is padded to its first row. Example: rows have 40, 38, 4, 3 and 2 tokens. A cut after 38 saves 3 *
+    36 tokens.
     """
     # Rows after the cut are padded to the first row after the cut, not to row 0.
     saved = (tokens[0] - tokens) * np.cumsum(lines[::-1])[::-1]

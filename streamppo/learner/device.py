@@ -23,7 +23,7 @@ DETERMINISTIC = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "FLASH_ATTENTION_DETERMIN
 INEXACT = re.compile(r"^(\S+) does not have a deterministic implementation")
 """Matches torch's message for an operation without a deterministic form."""
 LOAD = timedelta(hours=2)
-"""Timeout of a collective while models load: if rank 0 reads a 70B model for all ranks, it takes over 10 minutes."""
+"""Timeout of a collective while models load: rank 0 may need over 10 minutes to read a 70B model for all ranks."""
 LOOPBACK = ("127.0.0.1", "::1")
 GLOO, NCCL = "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"
 """Environment variables for the network interface of gloo and of NCCL; a value that the user has set is kept."""
@@ -80,9 +80,9 @@ def join(device: torch.device, address: tuple[str, int], rank: int, ranks: int, 
     With `offload`, ranks on GPUs have both, because their shards are in CPU memory. Collectives have the timeout `LOAD`
     until `expect` is called.
 
-    Gloo is set to the interface from which a rank reaches rank 0. By default it would use the address of the host name,
-    often loopback, which other nodes cannot reach. NCCL finds its interface itself. It is set only if rank 0 is at
-    loopback, so that ranks listen only there.
+    Gloo is set to the interface from which a rank reaches rank 0. By default gloo would use the address of the host
+    name, often loopback, which other nodes cannot reach. NCCL finds its interface itself. It is set to loopback only if
+    rank 0 is at loopback, so that ranks listen only there.
     """
     host, port = address
     if interface := interface_to(host, port):

@@ -199,7 +199,7 @@ def _activation_bytes(body: torch.nn.Module, rows: int, width: int) -> list[int]
 def _pass(body: torch.nn.Module, rows: int, width: int) -> None:
     """Call `body` with tensors on the meta device, which allocates nothing."""
     tokens = torch.zeros(rows, width, dtype=torch.long, device="meta")
-    # Rows of one token need a mask. For a long row there is none: layers with a recurrent state cannot read one here.
+    # Rows of one token need a mask. A long row has no mask, because layers with a recurrent state cannot read it here.
     mask = torch.ones(rows, 1, 1, 1, dtype=torch.bool, device="meta") if width == 1 else None
     with attention.without_packing_search():
         body(input_ids=tokens, attention_mask=mask, use_cache=False)
@@ -309,7 +309,6 @@ def _repeated_keys(config: Config, model: ModelSizes, tokens: int, longest: int)
     have P + n (P + T) keys; without repetition they would have P + n T.
     """
     # Prompts are not shared in mixtures of experts, nor by ranks that hold slices of rows.
-    # Mixtures of experts share no prompts, nor do ranks with slices of rows.
     shares = config.model.share_prompts and not model.by_expert and config.learner.mesh.slices == 1
     if not shares or not _is_joined(config, model):
         return 0
@@ -330,7 +329,7 @@ def _head(config: Config, model: ModelSizes, tokens: int) -> int:
     if not config.learner.gpus:
         copies = 2 * config.model.float32_head
         return model.vocabulary * 4 * (min(HEAD_CHUNK, tokens) * LOGITS + model.hidden * copies)
-    # Logits take 4 bytes. Their gradient, and the gradient of hidden states, is one float32 or two 16-bit parts.
+    # Logits take 4 bytes. The gradients of logits and of hidden states are one float32 or two 16-bit parts.
     return min(PIECE, tokens * model.vocabulary) * 8 + model.hidden * (model.vocabulary * model.element + tokens * 16)
 
 

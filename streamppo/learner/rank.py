@@ -34,11 +34,11 @@ if TYPE_CHECKING:
 ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
 """Environment variables of torch's GPU allocator; a value that the user has set is kept."""
 GROWS = "expandable_segments:True"
-"""Lets freed blocks be reused for larger ones: row lengths differ in every update."""
+"""The allocator's setting to reuse freed blocks for larger ones, because row lengths differ in every update."""
 
 
 class Rank:
-    """The Ray actor. The driver calls it, one call at a time; all ranks get the same calls in the same order.
+    """The Ray actor. The driver makes one call at a time, and all ranks get the same calls in the same order.
 
     `setup` precedes every call that needs the learner. `epoch` counts the groups of ranks that this run has had so far.
     Torch is imported only within a rank, so that the driver imports this class without torch and starts seconds
@@ -169,7 +169,7 @@ class Rank:
         return digest
 
     def _load(self, model_path: str, mesh: "DeviceMesh", resume_from: str | None) -> "Learner":
-        """Build the learner with the configuration of its version, which may be older than that of `resume_from`.
+        """Build the learner, which may be of an older version than `resume_from`, with its version's configuration.
 
         If a checkpoint is damaged, the previous one is loaded, or else the first model, whose critic is then pretrained
         again.

@@ -1,4 +1,4 @@
-"""One update of the policy on a batch, by the same code on one CPU rank and on many GPU ranks.
+"""Updates the policy on a batch, by the same code on one CPU rank and on many GPU ranks.
 
 B trajectories of the batch, b rows of a micro-batch, T completion tokens (padded). Forward and backward passes are
 split over ranks and micro-batches. Everything between them (advantages, whitening, corrections, diagnostics) is
@@ -172,7 +172,7 @@ class Updater:
     def adapt(self, updated: UpdateResult, metrics: Mapping[str, float]) -> None:
         """Adapt `beta` and `bonus` to an update's `metrics`, and move a reference that follows the policy.
 
-        Call it once after each update.
+        Call this method once after each update.
         """
         if not updated.frozen:
             self.beta = adaptation.beta_after_update(self.config, self.beta, metrics, len(updated.batch.reward_B))
@@ -193,7 +193,6 @@ class Updater:
         like `update`.
         """
         # Lag 0 means that the learner's own weights sampled a token, which is false for a batch of another run.
-        # Lag 0 means that the learner's own weights sampled a token, which is false for another run's batch.
         batch = batch._replace(lag_BT=batch.lag_BT + 1)
         targets = self.update(batch, self.objective.critic_epochs()).targets
         return explained_variance(targets.scored.values_BT, targets.estimate.returns, batch.mask_BT)
@@ -257,8 +256,8 @@ class Updater:
             W     = proximal / behavior of each of n sequences
             rate *= sqrt(sum(W)^2 / (n sum(W^2)))
 
-        Returns the divergences, or None if the rate is unchanged. The factor is the root of the effective sample size,
-        because AdamW's step should grow with the root of the number of samples in a gradient (VCPO,
+        Returns the divergences, or None if the rate is unchanged. The factor on the rate is the root of the effective
+        sample size, because AdamW's step should grow with the root of the number of samples in a gradient (VCPO,
         https://arxiv.org/abs/2602.17616). On-policy the factor is 1.
         """
         if not adaptation.is_lowered_by_ess(self.config):
@@ -339,7 +338,7 @@ class Updater:
         If the gradient is not finite, the step is counted and skipped. Raises `UpdateError` after too many in a row.
         """
         if epoch.part == "critic" or frozen:
-            # None, not zero: with zero gradients AdamW would still change the policy and its moments.
+            # Set gradients to None: with zero gradients AdamW would still change the policy and its moments.
             for parameter in self.policy.lm.parameters():
                 parameter.grad = None
             if epoch.part == "policy":

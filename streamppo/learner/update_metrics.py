@@ -83,8 +83,8 @@ def forward_flops(size: ModelSize, width_B: Tensor) -> float:
 
         2 * multiplied * width + 2 * layers * hidden * width^2        summed over rows
 
-    The second term is causal attention, with width / 2 keys and values per token on average. It is half of the term in
-    PaLM's appendix B, https://arxiv.org/abs/2204.02311, which counts the full square.
+    The second term is causal attention, with width / 2 keys and values per token on average. This is half of the term
+    in PaLM's appendix B, https://arxiv.org/abs/2204.02311, which counts the full square.
     """
     width_B = width_B.double()
     return float((2 * size.multiplied * width_B + 2 * size.layers * size.hidden * width_B.square()).sum())

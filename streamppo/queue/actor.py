@@ -211,7 +211,7 @@ class QueueActor(ArchivedRuns):
         limit: int = 0,
         call: int = 0,
     ) -> bytes:
-        """Store all that `actor` has finished since its last call. It is in the journal when the call returns.
+        """Store all that `actor` has finished since its last call. When this call returns, it is in the journal.
 
         With this delivery, all segments due for the version `cut_for` have arrived. If the queue has shards,
         `trajectories` are records. The other arguments are as in `issue`: the call returns the tickets that are
@@ -224,7 +224,7 @@ class QueueActor(ArchivedRuns):
             self._store(actor, cut_for, trajectories, failures)
             tickets = self._tickets.available(actor, engine_version, limit, call) if limit else ()
         finally:
-            # Commit even if TooManyFailures is raised, so that the dead letters with its reasons are kept.
+            # Commit even if TooManyFailures is raised, so that the dead letters with the reasons are kept.
             await self._commits.commit()
         return encode(tickets)
 

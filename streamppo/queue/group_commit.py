@@ -19,7 +19,7 @@ from streamppo.types import Identity
 
 
 class Transaction(NamedTuple):
-    """Changes, the published `versions` among them, and the trajectories that these versions consumed.
+    """Changes, the `versions` that were published with them, and the trajectories that these versions consumed.
 
     `horizon` is read when the changes are taken. Later changes are not in the journal, and a crash may lose them.
     """
@@ -48,7 +48,7 @@ class Commits:
         """Held during a write to the journal."""
         self._broken: JournalError | None = None
         self._counters_only: Changes | None = None
-        """What an unchanged queue would write: the counters of the last transaction alone."""
+        """The changes that an unchanged queue would write: only the counters of the last transaction."""
 
     def publish(self, version: PublishedVersion, consumed: Sequence[Identity]) -> None:
         """Add a published version, and the trajectories that it consumed, to the next transaction."""

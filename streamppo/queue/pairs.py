@@ -4,11 +4,11 @@
     difference  mean of d_p over the n prompts that both runs trained on
     error       standard deviation of d_p / sqrt(n)
 
-A prompt's difficulty cancels in d_p. `unpaired` is what the error would be if the runs had different prompts. The
-reward of a completion in segments is on its last segment, and counts for that one.
+A prompt's difficulty cancels in d_p. `unpaired` is the error that two runs with different prompts would have. The
+reward of a completion in segments belongs to its last segment.
 
 Example: three prompts have rewards 1, 0, 1 in one run and 1, 1, 1 in the other. The difference is 1/3, the error 1/3,
-unpaired also 1/3.
+and `unpaired` also 1/3.
 """
 
 import math

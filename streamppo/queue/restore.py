@@ -126,7 +126,7 @@ def _restore_journal(remote: Store, folder: str, run: Path) -> tuple[Journal, st
     """
     names, claims = list(filter(is_journal_copy, remote.names(folder))), remote.names(owner.OWNERS)
     bases = [name for name in names if name.endswith(BASE)]
-    # The last base is tried first. If copies of the address's newest claim exist, they come last.
+    # The last base is tried first, so copies under the newest claim of the address are sorted to the end.
     bases.sort(key=lambda base: claim_token(base) == owner.newest(claims))
     journal, token = _restore_base(remote, folder, bases, run)
     claimed = [name for name in names if not name.endswith(BASE) and claim_token(name) == token]
@@ -139,7 +139,7 @@ def _restore_journal(remote: Store, folder: str, run: Path) -> tuple[Journal, st
 
 
 def _read_transactions(remote: Store, folder: str, names: Sequence[str]) -> Iterator[tuple[str, Entry]]:
-    """Read transactions. The last one may be truncated, because its writer died before it acknowledged it."""
+    """Read transactions. The last one may be truncated, if its writer died before acknowledging it."""
     for name in names:
         row = copies.read_row(remote, folder, name)
         if row is not None:

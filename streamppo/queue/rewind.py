@@ -1,13 +1,13 @@
 """Writes the journal and archive of a run as they were at an earlier version: a fork of the run continues with them.
 
-The batches before the version contain slots. Up to the slots of the newest prompt in them, a slot in the fork is:
+Let the newest prompt be the newest in all batches before the version. A slot up to those of the newest prompt is:
 
     in such a batch       consumed
     in a later batch      open: it is sampled again, in the order of slots
     held at present       open, in the same way
     in none of these      abandoned or skipped
 
-Slots above them open when there is room, as in the run. No trajectory waits in the fork: those that the run trained on
+Later slots open when there is room, as in the run. No trajectory waits in the fork: those that the run trained on
 later are sampled again, by the weights of the version. With `max_lag = 0` there are none.
 
 Example: 2 slots a batch, at version 2. Batches 0 and 1 have slots 0, 2 and 1, 5. Batch 2 has slots 3, 6. The journal
@@ -48,7 +48,7 @@ from streamppo.types import Identity
 
 
 class RewindPoint(NamedTuple):
-    """What `rewind` needs to know of a version: the trajectories and tokens of all batches before it, and its admitted
+    """The numbers of a version for `rewind`: trajectories and tokens of all batches before it, and its admitted
     lag.
     """
 
@@ -168,8 +168,8 @@ def _slots(
 def _opened(versions: Mapping[int, PublishedVersion], version: int, most: int, shape: GroupShape) -> int:
     """The number after the slots of the newest prompt in all batches before `version`; `most` slots were ever opened.
 
-    Any batch may contain the newest prompt: with segments, or after `max_lag` was reduced, many batches may consist of
-    trajectories that were held when the prompt's slots were opened.
+    The newest prompt may be in any batch, not only the last: with segments, or after `max_lag` was reduced, many
+    batches may consist of trajectories that were held when the prompt's slots were opened.
     """
     later = [published for published in versions.values() if published.version > version]
     if dropped := [published.version for published in later if published.archived is None]:
@@ -200,7 +200,7 @@ def _counters(config: Config, slots: Slots, point: RewindPoint) -> Counters:
     abandoned = {ended.number for ended in slots.ended if ended.state in GIVEN_UP}
     given_up = len(abandoned - open_numbers)
     given_up += len(slots.skipped) * shape.unit_size
-    # All slots and segments that are not open have ended. The endings of the oldest may have been forgotten.
+    # All slots and segments that are not open have ended, but the journal may have forgotten the oldest endings.
     ended = slots.opened - len(open_numbers)
     consumed = point.trajectories
     cut = max(0, consumed + given_up - ended)

@@ -102,7 +102,7 @@ class TicketLine:
     def _answer(self, caller: Caller) -> None:
         """Give `caller` its tickets, if there are any; if the rules refuse, raise their error in its call."""
         if caller.tickets_future.done():
-            # The call was cancelled: `tickets` will remove it from the line.
+            # The call was cancelled; `tickets` will remove the caller from the line.
             return
         try:
             tickets = self._rules.issue(caller.actor, caller.engine_version, caller.limit, caller.call)
@@ -175,7 +175,8 @@ class BatchWaiters:
         self.stopped = False
 
     def batch(self, version: int) -> asyncio.Future[Batch | None]:
-        """Return a future of the complete batch, by `QueueRules.take`; of None after a stop, unless it is leased.
+        """Return a future of the complete batch (`QueueRules.take`), or of None after a stop if the batch is not
+        leased.
 
         All callers share one future, so each must shield it. The call may reopen slots, so serve tickets afterwards.
         """

@@ -38,7 +38,7 @@ PROBED = (5, 7)
 LEAK = 1e-3
 """The largest difference between the two passes that counts as rounding, relative to the largest entry, in float32."""
 NAMES = {"sdpa": "SDPA", "eager": "eager attention", varlen.NAME: varlen.KERNEL}
-"""What messages call the implementations that transformers names so."""
+"""The words for implementations in messages, by transformers' names."""
 
 
 class ContextPass(NamedTuple):
@@ -54,7 +54,7 @@ class RowLayout(NamedTuple):
     `arguments` are on the transformer's device, `index_BL` is in host memory. Indices beyond the end of a row are
     undefined; -1 marks a token of another rank (context_parallel.py). If there is a `context`, it is computed first,
     without gradient, and only the tokens after it have an index. `source_N` is for rows with branches (tree.py): the
-    index of each input token in the flattened rows. It is -1 for padding, and a token in several lines occurs several
+    index of each input token in the flattened rows; -1 for padding; a token in several lines occurs several
     times.
     """
 
@@ -128,8 +128,8 @@ def layout(implementation: str) -> Layout:
 def choose(config: Model, device: str) -> str:
     """Return transformers' name of the attention: the configured one, or the newest flash-attn that runs here.
 
-    On a GPU without flash-attn it is torch's flash attention ("varlen") or else, with a warning, SDPA. In float32 and
-    on a CPU it is SDPA.
+    On a GPU without flash-attn the attention is torch's flash attention ("varlen") or else, with a warning, SDPA. In
+    float32 and on a CPU the attention is SDPA.
     """
     if config.attention == varlen.NAME:
         return varlen.register()

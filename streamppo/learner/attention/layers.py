@@ -40,7 +40,7 @@ def parent_of_layers(transformer: Any) -> tuple[Any, str]:
 
 
 def layers_of(transformer: Any) -> Iterable[nn.Module]:
-    """Return the layers of `transformer`. Raises `ModelError` if they are at none of `PLACES`."""
+    """Return the layers of `transformer`. Raises `ModelError` if the layers are at none of `PLACES`."""
     parent, name = parent_of_layers(transformer)
     return parent.get_submodule(name)
 
@@ -53,8 +53,8 @@ def kind(config: Model) -> Checkpointing:
 def checkpoint_activations(transformer: "PreTrainedModel", kind: Checkpointing) -> None:
     """Let layers recompute, in the backward pass, the activations that they do not keep.
 
-    Only the layer itself is set to training mode, which turns checkpointing on. Its submodules stay in evaluation mode,
-    which has no dropout.
+    Only the layer itself is set to training mode, which turns checkpointing on. A layer's submodules stay in evaluation
+    mode, which has no dropout.
     """
     if kind == "off":
         return
@@ -75,9 +75,9 @@ def offloading(kind: Checkpointing, device: torch.device) -> AbstractContextMana
 def compile_layers(transformer: "PreTrainedModel") -> None:
     """Compile each layer's forward; hooks and checkpointing stay outside of the compiled code.
 
-    Padded rows are compiled for any width. Rows end to end are compiled for each number of tokens. Otherwise the code
-    of a layer would depend on the first rows of a process, which differ in a resumed run. Where torch computes
-    deterministically, the compiler makes no choice by measuring times.
+    Padded rows are compiled for any width. Rows end to end are compiled for each number of tokens: compiled for any
+    number, the code of a layer would depend on the first rows of a process, which differ in a resumed run. Where torch
+    computes deterministically, the compiler makes no choice by measuring times.
     """
     from torch._inductor import config as compiler
 

@@ -10,8 +10,8 @@ k_c and v_c the keys and values of context token c in a layer:
     attached    df/dw along all paths: the true gradient
     detached    df/dw with all k_c and v_c constant: without the paths through the context's hidden states
 
-Both give the same f. A detached context token costs only a forward pass, about a third of forward and backward. Only
-its keys and values are kept for the backward pass.
+Attached and detached contexts give the same f. A detached context token costs only a forward pass, about a third of
+forward and backward. Only its keys and values are kept for the backward pass.
 """
 
 from collections.abc import Callable, Iterable
@@ -56,7 +56,7 @@ class ContextJoin:
         self._join = join
 
     def update(self, keys: Tensor, values: Tensor, layer: int, *_: object, **__: object) -> tuple[Tensor, Tensor]:
-        """Return the keys and values for a layer's attention. A recomputation may call it again."""
+        """Return the keys and values for a layer's attention. A layer's recomputation may call it again."""
         context_keys, context_values = self._cache.layers[layer]
         return self._join(context_keys, keys), self._join(context_values, values)
 
@@ -64,8 +64,9 @@ class ContextJoin:
 def prepare(transformers: "Iterable[PreTrainedModel]") -> None:
     """Let `transformers` accept the keys and values of a context. Idempotent.
 
-    A hook inside each layer gives them to the attention module as its cache, because a checkpointed layer does not
-    accept a cache as an argument. Raises `ModelError` for a model whose state is more than keys and values.
+    A hook inside each layer gives the keys and values to the attention module as its cache, because a checkpointed
+    layer does not accept a cache as an argument. Raises `ModelError` for a model whose state is more than keys and
+    values.
     """
     for transformer in transformers:
         if not attention.has_full_attention(transformer.config):

@@ -9,8 +9,9 @@ B trajectories, L prompt + completion tokens (padded), G different prompts, W to
     position     0  1  2  3  4  3  4  5
     b1 sees      x  x  x        x  x          the prompt, and its own completion so far
 
-This saves work if prompts are long relative to completions and have many samples. For P prompt tokens and n samples of
-T tokens, it computes P + n T tokens instead of n (P + T), and W * W pairs of tokens instead of n (P + T) * (P + T).
+Sharing saves work if prompts are long relative to completions and have many samples. For P prompt tokens and n samples
+of T tokens, sharing computes P + n T tokens instead of n (P + T), and W * W pairs of tokens instead of n (P + T) * (P +
+T).
 """
 
 from collections.abc import Sequence
@@ -89,7 +90,7 @@ def plan(inputs_BL: Tensor, start_B: Tensor, width_B: Tensor) -> SharingPlan:
 
 def number(rows_BL: Tensor) -> Tensor:
     """[B], a number for each row of integers, counted from 0; equal rows have equal numbers."""
-    # torch's `unique` compares rows one by one. This hash, a sum with odd factors, is faster; collisions are detected.
+    # torch's `unique` compares rows one by one. A hash, the sum with odd factors, is faster; collisions are detected.
     factor_L = torch.randint(2**62, rows_BL.shape[1:], generator=torch.Generator().manual_seed(0)) * 2 + 1
     _, number_B = (rows_BL * factor_L.to(rows_BL.device)).sum(1).unique(return_inverse=True)
     index_B = torch.arange(len(rows_BL), device=rows_BL.device)
@@ -129,7 +130,7 @@ def shared(
 
 
 def _probe(inputs_BL: Tensor, width_B: Tensor, device: torch.device, *, dtype: torch.dtype) -> RowLayout:
-    """Rows that share their first token. Their mask is additive, for any plain attention: -inf hides a token."""
+    """Lay out rows that share their first token, with an additive mask for any plain attention: -inf hides a token."""
     start_B = torch.ones_like(width_B)
     row_layout = shared(inputs_BL, start_B, width_B, plan(inputs_BL, start_B, width_B), device)
     sees = row_layout.arguments["attention_mask"]

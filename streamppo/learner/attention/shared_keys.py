@@ -10,8 +10,8 @@ P tokens that are keys of several rows, H heads of width D.
     queries     [p0 p1 p2] [a0 a1]          [b0 b1 b2]
     keys        [p0 p1 p2] [p0 p1 p2 a0 a1] [p0 p1 p2 b0 b1 b2]
 
-Attention is causal and aligned at the end of each row, so it equals attention over unshared rows. It computes pairs of
-tokens within a prompt once; all other pairs are computed as often as without sharing.
+Attention is causal and aligned at the end of each row, so it equals attention over unshared rows. Attention computes
+pairs of tokens within a prompt once; all other pairs are computed as often as without sharing.
 """
 
 from typing import Any, NamedTuple
@@ -123,7 +123,7 @@ def _shared_keys(token_K: Tensor, size: int, device: torch.device) -> SharedKeys
     return SharedKeys(*(to_device(tensor, device) for tensor in (token_K, order_K[begin_N], repeated_P, places_PR)))
 
 
-# These are custom operations, so that a compiler does not choose the order in which gradients are added.
+# Custom operations prevent a compiler from choosing the order in which gradients are added.
 
 
 @torch.library.custom_op("streamppo::repeat_keys", mutates_args=())

@@ -4,8 +4,8 @@ G rows of W tokens, H heads of width D for queries and K for keys and values, C 
 
 torch's attention for CPUs is tuned for long rows, and transformers' rotary positions read and write each head several
 times. This operation keeps all scores as one tensor. With 8 heads of width 8, it takes 0.59 of torch's time for rows of
-22 tokens, and as much time as torch for rows of 48. With wider heads it is faster also there
-(benchmarks/cost/short_rows.py).
+22 tokens, and as much time as torch for rows of 48. With wider heads the operation is faster than torch for rows of 48
+too (benchmarks/cost/short_rows.py).
 """
 
 from collections.abc import Callable

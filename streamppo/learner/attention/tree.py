@@ -12,8 +12,8 @@ B trajectories, L prompt + completion tokens (padded), G lines, W tokens of a li
              8
 
 SDPA masks a tree if that costs less than its paths: many short paths may have fewer pairs of tokens than W * W. Other
-attention, sliding windows, and models with other state than keys and values compute paths. Both give the same scores
-and gradients. The result of a token is taken from its first line; in other lines it is only context.
+attention, sliding windows, and models with other state than keys and values compute paths. Masks and paths give the
+same scores and gradients. The result of a token is taken from its first line; in other lines it is only context.
 """
 
 from itertools import groupby

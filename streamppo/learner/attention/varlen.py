@@ -78,7 +78,7 @@ def refusal(config: "PretrainedConfig") -> str:
 
 
 def model_class(text: "PretrainedConfig") -> object:
-    """transformers' class for a model of the configuration `text`; its flags say what it supports. None if unknown."""
+    """transformers' class for a model of the configuration `text`, with flags of what it supports; None if unknown."""
     from transformers import MODEL_MAPPING
 
     return MODEL_MAPPING.get(type(text), None)

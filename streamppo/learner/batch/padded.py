@@ -26,10 +26,10 @@ from streamppo.types import Batch, Trajectory, flags, floats, ints
 class Host:
     """The columns that determine the layout of passes, in host memory: reading them does not wait for a GPU.
 
-    This is no tuple, because FSDP would move a tuple's tensors to the GPU with a pass's other arguments.
+    The class is no tuple, because FSDP would move a tuple's tensors to the GPU with a pass's other arguments.
 
-    `widths` are the lengths, in tokens, of a selection's longest completion and of its longest row. `branches` has an
-    entry for each row; it is None if no row has branches.
+    `widths` are the numbers of tokens of a selection's longest completion and of its longest row. `branches` has an
+    entry for each row, or is None if no row has branches.
     """
 
     inputs_BL: Tensor
@@ -63,11 +63,12 @@ class PaddedBatch(NamedTuple):
     `mask_BT` is True for tokens that the policy sampled, `fresh_BT` for those of them that are within max_lag. `lag_BT`
     is the batch's version minus the token's version. `rewards_BT` sums to `reward_B` over a row. `components_B` are the
     reward's components by name, float64; NaN for a trajectory without the component. `start_B` and `length_B` are the
-    lengths of prompt and completion in tokens. `truncated_B`: the completion was truncated. `cut_B`: another segment
-    follows. `prefix_B` is the number of tokens in earlier segments, which count as part of the prompt. `candidates`
-    [B, T] is None unless tokens were sampled with top-p or top-k. `teacher_logprobs_BT` is None without a teacher's
-    server, and NaN for a trajectory without them. `routes` are the engine's experts for the tokens of this rank's rows.
-    `branches` describe each row's tokens as a tree; None without trees. `host` is set for a batch on a GPU.
+    lengths of prompt and completion in tokens. `truncated_B` is True for truncated completions, `cut_B` for segments
+    after which another segment follows. `prefix_B` is the number of tokens in earlier segments, which count as part of
+    the prompt. `candidates` [B, T] is None unless tokens were sampled with top-p or top-k. `teacher_logprobs_BT` is
+    None without a teacher's server, and NaN for a trajectory without them. `routes` are the engine's experts for the
+    tokens of this rank's rows. `branches` describe each row's tokens as a tree; None without trees. `host` is set for a
+    batch on a GPU.
     """
 
     version: int

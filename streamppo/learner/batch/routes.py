@@ -21,7 +21,7 @@ class RowRoutes:
     """The expert numbers of M tokens, rows end to end; `known_M` is True for tokens with recorded experts.
 
     The numbers of row b's first `count_B[b]` tokens begin at entry `begin_B[b]`. `largest` is an upper bound of all
-    numbers. This is no tuple, because FSDP would move a tuple's tensors to the GPU with a pass's other arguments.
+    numbers. The class is no tuple, because FSDP would move a tuple's tensors to the GPU with a pass's other arguments.
     """
 
     numbers_ME: Tensor
@@ -37,7 +37,7 @@ class RowRoutes:
     def at(self, row_N: Tensor, token_N: Tensor) -> tuple[Tensor, Tensor]:
         """[N, E], the expert numbers of tokens by row and index in the row, and [N], True if they are known.
 
-        An index of -1 has no numbers.
+        A token with index -1 has no numbers.
         """
         has_N = (token_N >= 0) & (token_N < self.count_B[row_N])
         index_N = torch.where(has_N, self.begin_B[row_N] + token_N, 0)

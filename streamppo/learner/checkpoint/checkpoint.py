@@ -40,7 +40,7 @@ log = logging.getLogger(__name__)
 
 
 class TrainState(NamedTuple):
-    """All tensors of a checkpoint; it contains `reference` only if `State.reference_moved`."""
+    """All tensors of a checkpoint; `reference` is saved only if `CheckpointState.reference_moved` is set."""
 
     policy: torch.nn.Module
     optimizer: torch.optim.Optimizer
@@ -151,7 +151,7 @@ class Saver:
                     self._copy(*self._uncopied)
 
     def _copy(self, final: Path, rank_files: Sequence[str]) -> None:
-        """Start to copy this rank's files. They are opened first, because `manifest.drop` may delete them meanwhile."""
+        """Open this rank's files, because `manifest.drop` may delete them meanwhile, and start to copy them."""
         is_first, self._uncopied = dist.get_rank() == 0, None
         names = [*rank_files, METADATA, manifest.MANIFEST] if is_first else rank_files
         self._copier.start(final, {name: (final / name).open("rb") for name in names}, prunes=is_first)
@@ -187,7 +187,7 @@ def load_newest(
 
 
 def _complete_copies(copies: CheckpointStore) -> list[str]:
-    """The names of the complete copies; none if the address does not answer: then `load` raises."""
+    """The names of the complete copies; none if the address does not answer, which makes `load` raise."""
     try:
         return [f"{version:08d}" for version in copies.versions()]
     except CheckpointError as error:

@@ -16,7 +16,7 @@ from streamppo.queue.rules.records import PublishedVersion
 from streamppo.queue.store.journal import Journal
 
 ANY = ""
-"""Stands for any digest: a redo of the version may give slightly different weights."""
+"""Stands for any digest, if a redo of the version may give slightly different weights."""
 
 
 class History(msgspec.Struct, frozen=True):

@@ -37,7 +37,7 @@ log = logging.getLogger(__name__)
 
 
 class CheckpointState(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The part of a checkpoint that is not a tensor.
+    """The state in a checkpoint that is not in its tensors.
 
     `version` is also the queue's position: batch number `version` is the next to train on. `digest` is the hash of the
     pushed weights, known after they are published. `beta` is the adaptive weight of the KL in the reward. `bad_steps`
@@ -72,7 +72,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class DamagedFile(CheckpointError):
-    """A file is damaged or belongs to another run."""
+    """The error that a file is damaged or belongs to another run."""
 
 
 def seal(folder: Path, pattern: str) -> dict[str, str]:

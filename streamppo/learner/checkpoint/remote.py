@@ -32,7 +32,7 @@ log = logging.getLogger(__name__)
 def address_of(config: Config, folder: Path) -> str:
     """Claim and return the address for copies of the run in `folder`; "" if `checkpoint.remote` is not set.
 
-    A run without an address gets a new one. A copied folder does too, because its address belongs to the original.
+    A run without an address gets a new one. So does a copied folder, because its address belongs to the original.
     """
     if not (under := config.checkpoint.remote.rstrip("/")):
         return ""
@@ -121,7 +121,7 @@ def fetcher(run: Path) -> Fetch | None:
 
 
 class CheckpointStore(Store):
-    """The copies of a run's checkpoints. Its methods raise the errors of `Store`'s methods."""
+    """The copies of a run's checkpoints. All methods raise the errors of `Store`'s methods."""
 
     def versions(self, past: History | None = None) -> list[int]:
         """The versions of all whole copies that belong to the run's `past`, in ascending order."""

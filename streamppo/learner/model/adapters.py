@@ -1,6 +1,6 @@
 """Low-rank adapters of the policy, by peft: small trained matrices on frozen weights.
 
-In a version, each weight has the same name as without adapters. Its adapter is `NAME.lora_A.weight` and
+In a version, each weight has the same name as without adapters. The adapter of weight NAME is `NAME.lora_A.weight` and
 `NAME.lora_B.weight`, as in peft's files.
 """
 
@@ -80,8 +80,8 @@ def published_name(name: str) -> str:
 def adapter_parameters(lm: nn.Module) -> dict[str, nn.Parameter]:
     """The pushed parameters, by their names in a version: those of the adapters, or without adapters all.
 
-    transformers freezes a few parameters of some models, such as the bias of a router. An engine needs them, so without
-    adapters they are pushed too.
+    transformers freezes a few parameters of some models, such as the bias of a router. Engines need these too, so
+    without adapters they are pushed.
     """
     return {name: parameter for name, parameter, is_pushed in _version_parameters(lm) if is_pushed}
 

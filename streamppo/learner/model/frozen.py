@@ -53,9 +53,9 @@ def load_reference(
 ) -> Policy | NoReferenceWeights | None:
     """Return the reference of `config`, or None without a KL; `leader` is the policy that trains. A collective.
 
-    Without adapters the reference has separate weights. They are read unless a `present` reference is given. They are
-    float32 if the reference follows the policy or `has_moved`, in which case a checkpoint has its weights; else they
-    are in the compute type.
+    Without adapters the reference has separate weights, which are read unless a `present` reference is given. The
+    weights are float32 if the reference follows the policy or `has_moved`, in which case a checkpoint has its weights;
+    else they are in the compute type.
     """
     kl, temperature = config.algorithm.kl, config.rollout.temperature
     if not kl.on:
@@ -86,7 +86,6 @@ def follow(reference: Policy, leader: Policy, share: float) -> None:
     bit). The critic stays unchanged.
     """
     # Gathered weights are copies, so only a write to the shards lasts.
-    # Gathered weights are copies: only a write to the shards lasts.
     if isinstance(leader, FSDPModule):
         leader.reshard()
     leader_weights = dict(leader.lm.named_parameters())

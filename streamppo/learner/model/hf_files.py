@@ -141,9 +141,9 @@ def rehearse(path: str) -> tuple[str, ...]:
 def critic(choice: str, policy: str | Path, attention: str, *, weights: bool = True) -> CriticStart:
     """Read the critic of a `choice`: "head", a copy of the "policy", its architecture from "scratch", or a path.
 
-    At a path there is a causal LM, or a sequence classification model of one label whose head becomes the value head.
-    Its files need only the transformer's tensors. `weights` is as in `read`. Raises `ModelError` for a model that
-    cannot be loaded, that has more than one label or no `score` head, or that has fewer tokens than the policy.
+    A path leads to a causal LM, or to a sequence classification model of one label whose head becomes the value head.
+    The critic's files need only the transformer's tensors. `weights` is as in `read`. Raises `ModelError` for a model
+    that cannot be loaded, that has more than one label or no `score` head, or that has fewer tokens than the policy.
     """
     match choice:
         case "head":

@@ -17,9 +17,9 @@ from streamppo.errors import ModelError
 from streamppo.tasks import tokenizer
 
 UNSAMPLED = -1e9
-"""A bias that leaves a token no probability. It is finite, because the product of infinity and 0 is NaN."""
+"""A bias that leaves a token no probability; finite, because the product of infinity and 0 is NaN."""
 GAP, PROBED = 1e-3, 4
-"""The largest accepted difference between the model's and the learner's log-probs, in nats; the tokens compared."""
+"""The largest accepted difference between the model's and the learner's log-probs, in nats, on `PROBED` tokens."""
 
 
 def shape_of(lm: Any) -> LogitShape:
@@ -45,8 +45,8 @@ def bias_of(lm: Any, unknown_V: Tensor | None = None) -> Tensor | None:
 def unknown(path: str | Path, rows: int, device: str) -> Tensor | None:
     """A bias [V] that leaves no probability to head rows that are no tokens of the tokenizer at `path`. A collective.
 
-    Rank 0 reads the tokenizer. None if all rows are tokens, or if there is no tokenizer. Under a soft cap the bias
-    lowers these rows' logits only to the cap.
+    Rank 0 reads the tokenizer. The bias is None if all rows are tokens, or if there is no tokenizer. Under a soft cap
+    the bias lowers these rows' logits only to the cap.
     """
     bias_V = torch.zeros(rows, device=device)
     if dist.get_rank() == 0:

@@ -49,9 +49,9 @@ def load(
 
     Without `master` its weights are in the compute type; for a frozen model this changes only their memory.
 
-    If all ranks have the files of a large model, each reads its own rows (weight_files.py). Otherwise rank 0 reads the
-    weights and sends them tensor by tensor. Another rank then never holds more than its shards and one tensor, and
-    needs only config.json at `path`. The states of random number generators are unchanged.
+    If all ranks have the files of a large model, each reads its own rows (weight_files.py). If not, rank 0 reads all
+    weights and sends them tensor by tensor. Other ranks then never hold more than their shards and one tensor, and
+    need only config.json at `path`. The states of random number generators are unchanged.
 
     `critic` is the configuration's choice; a path to a sequence classification model of one label (a reward model) also
     gives the value head its weights. `offload` keeps the shards in CPU memory. With `lora` the policy's weights are

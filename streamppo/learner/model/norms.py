@@ -4,8 +4,8 @@
     dx = inv * (w * dy - n * mean(n * w * dy)),   dw = sum over tokens of n * dy
 
 transformers' norm is a chain of operations, whose gradients pass over all tokens several times. On a CPU, forward and
-backward, this operation takes half to two thirds of its time (benchmarks/cost/short_rows.py). On a GPU torch's kernel
-is used. In 16 bits it rounds once, as engines do; transformers rounds n, and then w * n.
+backward, this operation takes half to two thirds of that norm's time (benchmarks/cost/short_rows.py). On a GPU torch's
+kernel is used. In 16 bits torch rounds once, as engines do; transformers rounds n, and then w * n.
 """
 
 from collections.abc import Callable

@@ -1,8 +1,8 @@
 """builtin:tiny: a Qwen2 model of 0.1 to 1M parameters with a character tokenizer, made from the seed.
 
 Reinforcement learning needs rewards that are not all zero. So a short supervised warm start trains the model on the
-format and some right answers. Its tokens are the task's characters (tasks/warmup_data.py). It is saved as an ordinary
-Hugging Face folder.
+format and some right answers. The model's tokens are the task's characters (tasks/warmup_data.py). It is saved as an
+ordinary Hugging Face folder.
 """
 
 import logging
@@ -29,9 +29,9 @@ if TYPE_CHECKING:
 IGNORED = -100
 """The label that cross_entropy ignores."""
 INIT_STD = 0.09
-"""Initial weights are as large as trained ones of this width. With 0.02, addition is learned several times later."""
+"""The std of initial weights, as large as trained ones of this width. With 0.02, addition is learned much later."""
 QK_BIAS_STD = 1.0
-"""Queries and keys get random biases, by which heads attend to positions (rotary embedding) from the start."""
+"""The std of random biases of queries and keys, by which heads attend to positions (rotary embedding) at once."""
 CHECKED = 512
 """The number of training problems in a check of the warm start; fewer if they are long."""
 CHECK_EVERY = 2
@@ -123,7 +123,7 @@ def _warm_up(
 ) -> None:
     """Train on answers until greedy accuracy reaches the target, for at most `max_steps` steps and any time."""
     generator, problems = np.random.default_rng((seed, 0x3A23)), _encode(tokenizer, lesson)
-    # Long problems are fewer in a step, so that memory and time do not grow with their length.
+    # A step has fewer problems if they are long, so that memory and time do not grow with their length.
     part = min(1.0, LONG / lesson.longest)
     checked = problems.at(slice(max(1, int(CHECKED * part))))
     count, batch_size = len(problems.length_N), max(1, int(BATCH_SIZE * part))

@@ -21,7 +21,7 @@ Treat: TypeAlias = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 class Exploration(NamedTuple):
-    """`choose` selects tokens, one time per batch; `treat` changes their policy loss."""
+    """`choose` selects tokens, once per batch; `treat` changes the policy loss of the selected tokens."""
 
     choose: Choose
     treat: Treat

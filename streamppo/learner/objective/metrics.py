@@ -233,7 +233,7 @@ def describe(batch: PaddedBatch, trained_BT: Tensor) -> dict[str, float]:
 
 
 def _completion_metrics(batch: PaddedBatch) -> dict[str, float]:
-    """The metrics of completions that have ended, each counted with its last segment; none may have ended."""
+    """The metrics of completions that have ended, each counted with its last segment; left out if none has ended."""
     ended_B = ~batch.cut_B
     metrics = {"segments_cut": batch.cut_B.float().mean().item()} if batch.cut_B.any() or batch.prefix_B.any() else {}
     if not ended_B.any():

@@ -1,4 +1,4 @@
-"""Builds an update's functions from the configuration; only this room compares the kinds of its choices.
+"""Builds an update's functions from the configuration; only this folder distinguishes the kinds of its choices.
 
 B trajectories, T completion tokens (padded).
 """
@@ -61,10 +61,10 @@ class Epoch(NamedTuple):
 class Objective(NamedTuple):
     """The functions and the epochs of one run.
 
-    `scored` is the part whose scores of the whole batch are computed before the first step. If the policy is not in it,
-    the policy is passed only in its steps. `anchor` computes the proximal log-probs of a micro-batch in the step's own
-    pass; if it is None, they are in `scored`. `one_step`: the policy makes one step per batch. `rules` are the metrics
-    of all rules, of the correction and of the `filters`, that leave tokens out of the policy's loss.
+    `scored` is the part whose scores of the whole batch are computed before the first step. If the policy is not in
+    `scored`, the policy is passed only in its steps. `anchor` computes the proximal log-probs of a micro-batch in the
+    step's own pass; if `anchor` is None, they are in `scored`. `one_step`: the policy makes one step per batch. `rules`
+    are the metrics of all rules, of the correction and of the `filters`, that leave tokens out of the policy's loss.
     """
 
     advantages: Advantages
@@ -88,7 +88,7 @@ class Objective(NamedTuple):
         """The objective during warm-up, when the policy is frozen: a critic with separate steps makes only its steps.
 
         The policy then passes over a batch one time, without gradient, for its metrics. A value head shares the
-        policy's passes, so with one the objective does not change.
+        policy's passes, so with a value head the objective does not change.
         """
         if self.epochs[-1].part != "critic":
             return self

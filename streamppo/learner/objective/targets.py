@@ -30,7 +30,7 @@ class Frozen(NamedTuple):
 
 
 def teacher_logprobs_from_batch(batch: PaddedBatch) -> Tensor:
-    """[B, T] log-probs from a teacher's server. They come with the trajectories: an update does not call the server.
+    """[B, T] log-probs from a teacher's server, which come with the trajectories: an update does not call the server.
 
     Raises `ValueError` if a trajectory has no such log-probs.
     """

@@ -1,7 +1,7 @@
 """Context parallelism: each rank computes a slice of every row's tokens, for rows that are too long for one rank.
 
-Ulysses, https://arxiv.org/abs/2309.14509. All of a layer except attention works token by token, so a rank computes it
-for its slice. For attention the ranks exchange slices of tokens for shares of the heads:
+Ulysses, https://arxiv.org/abs/2309.14509. All of a layer except attention works token by token, so a rank computes that
+part for its slice. For attention the ranks exchange slices of tokens for shares of the heads:
 
     rank 0   tokens 0 1 2 3   -->   heads 0 1 of tokens 0 .. 7   -->   tokens 0 1 2 3
     rank 1   tokens 4 5 6 7   -->   heads 2 3 of tokens 0 .. 7   -->   tokens 4 5 6 7
@@ -41,8 +41,8 @@ _wrapped: dict[str, Any] = {}
 class Slices(NamedTuple):
     """The groups of context parallelism: rows are split over `ranks` ranks, and this rank has slice `number`.
 
-    `within`: the ranks that have slices of the same rows. `across`: the ranks that have the same slice of other rows.
-    Both are None if rows are not split. `heads`: the ranks that exchange slices for heads. These are all of `within`;
+    `within`: the ranks that have slices of the same rows; `across`: the ranks that have the same slice of other rows;
+    both are None if rows are not split. `heads`: the ranks that exchange slices for heads, which are all of `within`;
     with tensor parallelism, the ranks with the same share of the heads, or None for a single rank. `cut`: the meshes
     that split weights.
     """

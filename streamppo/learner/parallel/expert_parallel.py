@@ -8,7 +8,7 @@ The ranks of a group may pass different rows of different widths. As in GShard, 
 without a capacity: no token is left out. If a rank would get more than `UNEVEN` times its even share, the pairs are
 exchanged in rounds. Each round is computed again in the backward pass, so a rank holds the activations of one round.
 
-Example: one of 4 ranks gets three quarters of all pairs, 3 times its share. It gets 1.5 times its share in each of 2
+Example: one of 4 ranks gets three quarters of all pairs, 3 times its share: 1.5 times its share in each of 2
 rounds.
 
 N tokens of a rank, D width, M = N * k pairs, P pairs that a rank receives, R ranks.
@@ -107,7 +107,7 @@ def _exchange(
     hidden_PD, expert_P = send(hidden_ND[exchange.token_M]), send(exchange.expert_M)
     weights_P = send(weights_Nk.flatten()[exchange.order_M])
     if not len(hidden_PD):
-        # One zero row gives unused weights a gradient too, because all ranks reduce the same tensors.
+        # A zero row gives unused weights a gradient too, because all ranks must reduce the same tensors.
         hidden_PD, expert_P, weights_P = (_add_zero_row(values) for values in (hidden_PD, expert_P, weights_P))
     output_PD = compute(hidden_PD, expert_P[:, None], weights_P[:, None])[: sum(exchange.received)]
     return _ExchangeTokens.apply(output_PD, group, exchange.sent, exchange.received)  # pyright: ignore[reportReturnType]

@@ -6,8 +6,8 @@
 
 N tokens of a pass, X experts, k of them for a token, E = layers * k entries of a token's routes.
 
-A router runs unchanged, except that its call to `torch.topk` returns the engine's choice. This keeps each family's own
-arithmetic on scores before and after the call.
+A router runs unchanged, except that its call to `torch.topk` returns the engine's choice. The replay keeps each
+family's own arithmetic on scores before and after the call.
 """
 
 import re
@@ -133,7 +133,7 @@ class Router:
         self._pass = Pass(layer_routes, real_N)
 
     def take_counts(self) -> Tensor:
-        """[X + 2], counts since the last call: tokens per expert, replayed choices that the router shares, and all."""
+        """[X + 2], counts since the last call: tokens per expert, replayed choices like the router's, all replayed."""
         counts, self._counts = self._counts, None
         return torch.zeros(self.experts + 2, dtype=torch.float64) if counts is None else counts
 

@@ -258,7 +258,7 @@ def _parts(module: nn.Module) -> Iterator[None]:
     finally:
         for name in cut:
             del module.__dict__[name]
-        # This restores the order of parameters, which is the order of names in a version.
+        # Restore the order of parameters, which is the order of names in a version.
         module._parameters.clear()
         module._parameters.update(parameters)
 
@@ -281,7 +281,7 @@ def _gather_slices(slice_S: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Concatenate the slices of all ranks."""
     ranks = dist.get_world_size(group)
     received = slice_S.new_empty(ranks, *slice_S.shape)
-    # Before torch 2.13 the name was `all_gather_into_tensor`; torch 2.13 warns of it.
+    # Before torch 2.13 the function was `all_gather_into_tensor`; torch 2.13 warns of that name.
     gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
     gather(received, slice_S.contiguous()[None], group=group)
     return torch.cat(received.unbind(), TOKENS)
@@ -337,7 +337,7 @@ def _bounds(rows: int, parameter: DTensor) -> list[int]:
 
 def whole_of(weight: DTensor) -> Tensor:
     """Return the whole weight. A collective."""
-    # One mesh dimension at a time: for several at once torch warns of an inaccuracy that concerns only sums.
+    # Redistribute one mesh dimension at a time: for several at once torch warns of an inaccuracy that only sums have.
     placements = list(weight.placements)
     for dimension in range(weight.device_mesh.ndim):
         placements[dimension] = Replicate()

@@ -4,8 +4,9 @@ The versions of a run form a chain. Each row has a link, a digest of its content
 
     link(v) = SHA-256(v, digest of the weights, digest of the batch, SHA-256 of the configuration, link(v - 1))
 
-The configuration is the one of the update. A change of a row, or of anything that it names, changes every later link.
-The chain has no key, so the owner of a folder can recompute it. Only a copy of the last link reveals that.
+The configuration is that of the update. A change of a row, or of anything that it names, changes every later link.
+The chain has no key, so the owner of a folder can recompute all links. Only a copy of the last link reveals such a
+change.
 """
 
 import json

@@ -1,4 +1,4 @@
-"""One admission slot, its states, and the unit: the slots that are trained on together.
+"""The admission slot with its states, and the unit: the slots that are trained on together.
 
 With segments, a slot has one part per segment: ready or leased parts, then the part that is still being sampled.
 
@@ -268,7 +268,7 @@ def newest_version(trajectories: Sequence[Trajectory]) -> int:
 
 
 def all_younger(units: Iterable[Unit], version: int) -> bool:
-    """True if no token of `units` was sampled before `version`; checks all units together, for the common case."""
+    """True if no token of `units` was sampled before `version`, by one check of all units together."""
     trajectories = [trajectory for unit in units for trajectory in unit.trajectories]
     if isinstance(trajectories[0], TrajectoryRecord):
         return all(trajectory.oldest_version >= version for trajectory in trajectories)

@@ -19,10 +19,9 @@ LOGPROB_SLACK = 1e-4
 class TokenLimits(NamedTuple):
     """Bounds for trajectories: the vocabulary's size, and the most tokens of a completion and a prompt (None: any).
 
-    `candidates`: a trajectory must have candidate tokens, because top-p or top-k is on. `components`: it must have
-    these reward components, by which samples are compared. `teacher`: it must have log-probs from the teacher's server.
-    `routes`: it must have the engine's expert choices. `linear` names the configured choices that do not support
-    branches.
+    A trajectory must have candidate tokens if `candidates` is set (top-p or top-k is on), the reward `components` by
+    which samples are compared, log-probs from the teacher's server if `teacher` is set, and the engine's expert choices
+    if `routes` is set. `linear` names the configured choices that do not support branches.
     """
 
     vocabulary: int

@@ -68,7 +68,7 @@ def _head(count: int) -> bytes:
 class BatchRefs:
     """References of the last requested batches, whole or in parts; each is put into the store one time, by `put`.
 
-    In all methods `read` returns the batch of `version`. It is called one time, in a thread, and its error is raised.
+    In all methods `read` returns the batch of `version`; `read` is called once, in a thread, and its error is raised.
     """
 
     def __init__(self, put: Put) -> None:

@@ -40,7 +40,7 @@ from streamppo.types import Batch, Identity, TokenRecord, Trajectory, WireStruct
 RecordRef: TypeAlias = "ObjectRef[bytes]"
 """An encoded `TokenRecord` of a whole batch, in the object store."""
 RECORD_S = 60.0
-"""Timeout in seconds to fetch the record. If its rank is unreachable, the ranks restart and publish a new reference."""
+"""Timeout in seconds to fetch the token record: if its rank is unreachable, the ranks restart and publish a new one."""
 
 
 class BatchPart(WireStruct, frozen=True):

@@ -24,7 +24,7 @@ LOG = "-wal"
 """The suffix of SQLite's log beside a file; it holds the transactions that are not in the file yet."""
 T = TypeVar("T")
 ENCODER = msgspec.msgpack.Encoder()
-"""Its buffer is large enough for a row; `msgspec.msgpack.encode` starts with less and reallocates repeatedly."""
+"""An encoder whose buffer has room for a row; `msgspec.msgpack.encode` starts with less and reallocates repeatedly."""
 SCHEMA = "select type, name, sql from sqlite_master where name not like 'sqlite_stat%' order by type, name"
 log = logging.getLogger(__name__)
 
@@ -33,7 +33,8 @@ class Database:
     """One SQLite file with `tables`, in the format `number`; several threads may use it in turn.
 
     A reader sees the content at the time of opening. Every method raises `JournalError`, which names the file, if
-    SQLite or the disk fails. Opening also raises it if the file is damaged or was made by another version of streamppo.
+    SQLite or the disk fails. Opening also raises it for a damaged file and for one made by another version of
+    streamppo.
     """
 
     def __init__(self, path: Path, tables: str, number: int, *, read_only: bool = False) -> None:

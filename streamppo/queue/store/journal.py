@@ -42,7 +42,7 @@ from streamppo.queue.store.database import LOG, Database, with_checksum
 FORMAT = 9
 """The number of the tables' format; a journal with another number is refused."""
 DEAD_LETTERS = 1000
-"""This many dead letters are kept, the newest ones."""
+"""The number of dead letters that are kept, the newest ones."""
 ALL = range(2**62)
 """The numbers of all slots."""
 TIP = struct.Struct("<QI")
@@ -78,7 +78,7 @@ class Journal(Database):
 
     def __init__(self, path: Path, *, read_only: bool = False) -> None:
         self.path, self._tip = path, path.with_name(TIP_FILE)
-        # A running queue writes the tip after each transaction, so a tip that is read first is never ahead.
+        # A running queue writes the tip after each transaction, so a tip read before the journal is never ahead of it.
         with self._errors_named():
             tip = self._read_tip()
         super().__init__(path, TABLES, FORMAT, read_only=read_only)
@@ -132,7 +132,7 @@ class Journal(Database):
     ) -> None:
         """Write one transaction. Writing the same changes again leaves the same rows.
 
-        `before_commit` is called within it for each of `versions`, before the version is recorded. It is never called
+        `before_commit` is called in the transaction for each of `versions`, before the version is recorded, and never
         for a writer that was fenced out.
         """
         with self._numbered_transaction() as db:
@@ -268,7 +268,7 @@ class Journal(Database):
                 if number != self._number and not fencing:
                     raise JournalError(f"{self.path}: another process writes here: this queue was marked dead")
                 if number == 0:
-                    # This makes the tip's name and size durable. Later numbers in it are never ahead of the journal.
+                    # Make the tip's name and size durable; later writes change only its number.
                     durable.write(self._tip, _tip(0))
                 yield db
                 db.execute("insert or replace into state values ('number', ?, ?)", with_checksum(number + 1))
@@ -315,7 +315,7 @@ class Journal(Database):
         tip = b""
         for _ in range(TIP_READS):
             tip = durable.read(self._tip) if self._tip.exists() else b""
-            # A concurrent write may be half visible, so read again.
+            # A concurrent write of the tip may be half visible, so read again.
             if not tip or _is_whole(tip):
                 break
         return tip

@@ -123,7 +123,7 @@ def _add_slot(state: QueueState, saved: SavedSlot, unit_size: int) -> None:
 
 
 def _add_to_request(state: QueueState, actor: str, slot: Slot) -> None:
-    """Rebuild an actor's last request: the highest `call`, with all slots of this call."""
+    """Rebuild an actor's last request: its highest `call`, and all slots of this call."""
     last, slots = state.calls.get(actor, NEVER)
     if slot.call >= last:
         state.calls[actor] = TicketRequest(slot.call, [*slots, slot] if slot.call == last else [slot])

@@ -2,7 +2,7 @@
 
 runs/NAME/shards/0.sqlite      one row for each trajectory, by its identity
 
-It has no rules and keeps no state in memory, and a superfluous row does no harm. So a live process of the shard and a
+The store has no rules and no state in memory, and a superfluous row does no harm. So a live process of the shard and a
 process that was marked dead may both write here.
 """
 

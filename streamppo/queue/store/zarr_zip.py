@@ -32,7 +32,7 @@ TYPES = ("bool", "uint8", "int16", "int32", "int64", "float16", "float32", "floa
 
 
 class ForeignFile(ValueError):
-    """The file was not written by `pack`."""
+    """The error that a file was not written by `pack`."""
 
 
 class ColumnMetadata(msgspec.Struct):
