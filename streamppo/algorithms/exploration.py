@@ -97,8 +97,8 @@ def penalise_tokens(loss_BT: Tensor, log_ratio_BT: Tensor, chosen_BT: Tensor, *,
 
     The penalty is k3 of KL(proximal || current), unbiased in value and gradient. The authors' code
     (https://github.com/PRIME-RL/Entropy-Mechanism-of-RL) uses abs(d). In an update's first step d is only a rounding
-    error, so the gradient of abs(d) is that error's sign. The gradient of k3 is 0 there: the penalty acts from the
-    second step on.
+    error, so the gradient of abs(d) is that error's sign. The gradient of k3 is 0 in the first step: the penalty acts
+    from the second step on.
     """
     distance_BT = fill(log_ratio_BT, chosen_BT).clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
     return loss_BT + coefficient * (distance_BT.expm1() - distance_BT).clamp(max=K3_BOUND)
@@ -122,7 +122,7 @@ class Bonus(NamedTuple):
 
 
 def next_bonus(coefficient: float, entropy: float, *, target: float, step: float, within: tuple[float, float]) -> Bonus:
-    """Adapt the entropy bonus: its coefficient grows while the entropy is too low. The bonus applies only then.
+    """Adapt the entropy bonus: its coefficient grows, and the bonus applies, only while the entropy is too low.
 
         coefficient <- clamp(coefficient + step if entropy <= target else coefficient - step, *within)
         weight       = coefficient if entropy <= target else 0

@@ -2,8 +2,8 @@
 
 The older the behavior policy, the further it is from the learner's policy, and the smaller is the effective share of
 tokens in the weighted gradient (`Divergence.ess_token`, measured before any truncation). VCPO takes a low ESS as a sign
-of an imminent collapse and lowers the learning rate by it (https://arxiv.org/abs/2602.17616). Here the lag is lowered
-first. The learning rate is lowered if data of lag 0 fail too, and while data of the larger lag still arrive.
+of an imminent collapse and lowers the learning rate by it (https://arxiv.org/abs/2602.17616). This module lowers the
+lag first. It lowers the learning rate if data of lag 0 fail too, and while data of the larger lag still arrive.
 
     After every update, over the buckets of lags up to `admitted` that have at least the share `LEAST` of the tokens:
 

@@ -99,7 +99,7 @@ class QueueActor(ArchivedRuns):
 
     @ray.method
     async def begin(self, version: int) -> int:
-        """Start a new driver, whose learner starts at `version`; no actor samples yet. Returns the newest version.
+        """Accept a new driver, whose learner starts at `version`; no actor samples yet. Returns the newest version.
 
         The learner redoes the versions from `version` to the newest, each under its original configuration. Raises
         `CheckpointError` if the new configuration changes a setting that is fixed for the run.
@@ -274,8 +274,9 @@ class QueueActor(ArchivedRuns):
 
         Archives and consumes the version's batch, frees its slots, and lets engines pull its weights. `record` is the
         encoded `TokenRecord` of the batch; it is empty without a batch. A version that is published again keeps its
-        first digest. If its configurations had `learner.exact`, it must have the same weights. Raises `Diverged` if
-        they differ, `QueueError` for a learner marked as dead, and `WeightsError` if the shares are not of one version.
+        first digest. If the version's configurations had `learner.exact`, the weights must be the same. Raises
+        `Diverged` if they differ, `QueueError` for a learner marked as dead, and `WeightsError` if the shares are not
+        of one version.
         """
         share = RankShare(decode(push, Push), refs, record)
         if learner < self._learner:

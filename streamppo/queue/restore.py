@@ -106,7 +106,9 @@ def _restore_files(remote: Store, folder: str, run: Path, journal: Journal) -> N
                 durable.write(run / file, content)
     config = resume_checks.newest_config(journal)
     if not (run / configfile.CONFIG).is_file() and config is not None:
-        log.info("%s/%s: no complete copy of %s: the journal's is used", remote.address, folder, configfile.CONFIG)
+        log.info(
+            "%s/%s: no complete copy of %s: the one in the journal is used", remote.address, folder, configfile.CONFIG
+        )
         configfile.save(config, run)
 
 

@@ -75,9 +75,9 @@ def offloading(kind: Checkpointing, device: torch.device) -> AbstractContextMana
 def compile_layers(transformer: "PreTrainedModel") -> None:
     """Compile each layer's forward; hooks and checkpointing stay outside of the compiled code.
 
-    Padded rows are compiled for any width. Rows end to end are compiled for each number of tokens: compiled for any
-    number, the code of a layer would depend on the first rows of a process, which differ in a resumed run. Where torch
-    computes deterministically, the compiler makes no choice by measuring times.
+    Padded rows are compiled for any width. Rows end to end are compiled for each number of tokens: code for any number
+    would depend on the first rows of a process, which differ in a resumed run. Where torch computes deterministically,
+    the compiler makes no choice by measuring times.
     """
     from torch._inductor import config as compiler
 

@@ -67,7 +67,7 @@ def refusal(config: "PretrainedConfig") -> str:
     """The reason why the kernel cannot compute the attention of a model of transformers' `config`; "" if it can."""
     text = config.get_text_config()
     if not getattr(model_class(text), "_supports_attention_backend", False):
-        return f"{text.model_type} models have attention of their own, in place of which {KERNEL} cannot be put"
+        return f"transformers cannot replace the attention of {text.model_type} models by {KERNEL}"
     if reason := width_refusal(text, KERNEL):
         return reason
     if getattr(text, CAP, None):

@@ -59,7 +59,9 @@ def unknown(path: str | Path, rows: int, device: str) -> Tensor | None:
 def check(lm: Any, path: str | Path) -> None:
     """Compare log-probs of a few tokens with those of the model. Raises `ModelError` if they differ more than `GAP`."""
     if lm.base_model is lm:
-        raise ModelError(f"the model {str(path)!r} is a {lm.config.model_type}, whose layers and head are not apart")
+        raise ModelError(
+            f"the model {str(path)!r} is a {lm.config.model_type}, whose head is not separate from its layers"
+        )
     head_VD = lm.get_output_embeddings().weight
     tokens_1L = torch.arange(PROBED)[None] % len(head_VD)
     model_1LV = lm(tokens_1L, use_cache=False).logits.float().log_softmax(-1)
@@ -69,6 +71,6 @@ def check(lm: Any, path: str | Path) -> None:
     # `gap > GAP` would be False for NaN.
     if not gap <= GAP:
         raise ModelError(
-            f"the model {str(path)!r} computes its logits by more than its head's weights, a bias, a scale and a soft "
-            f"cap, which is all that the learner implements: log-probs would differ by up to {gap:.2g} nats"
+            f"the learner computes logits from the head's weights, a bias, a scale and a soft cap, and the model "
+            f"{str(path)!r} by more than these: log-probs would differ by up to {gap:.2g} nats"
         )

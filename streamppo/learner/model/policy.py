@@ -230,7 +230,9 @@ class Policy(nn.Module):
         inputs_BL, start_B, width_B = host.inputs_BL, host.start_B, host.start_B + host.length_B
         if host.branches is not None:
             if self.detach_context or self.slices.ranks > 1:
-                raise ModelError("rows with branches take no queue.segments and no learner.mesh.context or tensor")
+                raise ModelError(
+                    "rows with branches do not support queue.segments, learner.mesh.context and learner.mesh.tensor"
+                )
             return tree.lay_out(host, self.layout, self.masked_width, device)
         if self.detach_context:
             if self.layout is attention.joined:

@@ -62,7 +62,7 @@ def dispatch_to_experts(
         output_MD = _exchange(compute, group, hidden_ND, weights_Nk, rounds[0])
     else:
         run = partial(checkpoint, _exchange, compute, group, use_reentrant=False, preserve_rng_state=False)
-        # Without early stop, either all ranks recompute the returning exchange or none does.
+        # No early stop: all ranks must recompute the returning exchange, or none, because it is a collective.
         with set_checkpoint_early_stop(False):
             output_MD = torch.cat([run(hidden_ND, weights_Nk, exchange_round) for exchange_round in rounds])
     order_M = torch.cat([exchange_round.order_M for exchange_round in rounds])

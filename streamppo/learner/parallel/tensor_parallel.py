@@ -39,7 +39,7 @@ EXPERTS = "moe_tp_experts"
 BY_TOKEN = ("hidden_states", "position_embeddings")
 """The named arguments of attention and MLP that have an entry per token; all positional arguments have one too."""
 TOKENS = -2
-"""The token dimension of these arguments."""
+"""The dimension of tokens in arguments of attention and MLP."""
 Move = Callable[[Tensor, dist.ProcessGroup], Tensor]
 
 
@@ -81,7 +81,7 @@ def refusal(config: Any, ranks: int) -> str:
         return ""
     choice, model = f"learner.mesh.expert = {ranks}", repr(config.name_or_path)
     if not _names(config, EXPERTS):
-        return f"{choice} needs a family for which transformers can split experts: {model} is not of one"
+        return f"{choice} is not possible: transformers has no plan that splits the experts of {model}"
     experts = experts_of(config)
     return f"{choice} must divide the {experts} experts of {model}" if experts % ranks else ""
 
@@ -141,7 +141,7 @@ def _placement(cut: TensorParallelSpec) -> Callable[[nn.Parameter], Any]:
     except ImportError:
         raise ModelError(
             f"learner.mesh.tensor and learner.mesh.expert need a newer torch than {torch.__version__}, whose FSDP2 "
-            "shards all weights of a layer over the same ranks: torch 2.13 has it, and so does a mesh without them"
+            "shards all weights of a layer over the same ranks: install torch 2.13, or set both to 1"
         ) from None
     infos = [(mesh[PART], _mesh_info(mesh)) for mesh in cut.meshes]
 
@@ -173,7 +173,9 @@ def _cut_layers(config: Any, modules: dict[str, nn.Module], mesh: DeviceMesh) ->
             module.forward = partial(_row_parallel_output, module, group)  # pyright: ignore[reportAttributeAccessIssue]
     if not blocks:
         parts = mesh[PART].size()
-        raise ModelError(f"learner.mesh.tensor = {parts} is not possible with this model: none of its layers is cut")
+        raise ModelError(
+            f"learner.mesh.tensor = {parts} is not possible: transformers has no plan that splits this model's layers"
+        )
     for block in blocks.values():
         block.register_forward_pre_hook(partial(_gather_arguments, group), with_kwargs=True)
 

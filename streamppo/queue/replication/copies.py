@@ -67,7 +67,7 @@ class ReplicaWriter:
         try:
             self._store.delete(f"{folder}/{name}")
         except CheckpointError as error:
-            log.info("a needless copy was not deleted: %s", error)
+            log.info("a copy that is no longer needed was not deleted: %s", error)
             return False
         return True
 
@@ -76,7 +76,7 @@ class ReplicaWriter:
             try:
                 return call()
             except CheckpointError as error:
-                log.warning("nothing can be acknowledged while the copy of the journal is out of reach: %s", error)
+                log.warning("nothing is acknowledged until the address can be reached: %s", error)
                 time.sleep(RETRY_S)
 
 

@@ -184,8 +184,8 @@ class CopiedJournal(Journal):
         lives = filter(copies.is_life, self._copies.names(LIVES))
         if max(lives, default="") > self._life or not owner.owns(owners, self._run):
             raise JournalError(
-                f"{self.path}: the run was restored from {self._copies.address} or its folder was copied, and there it "
-                f"continues: this one ends here; {owner.forget(self._run)}"
+                f"{self.path}: the run continues in another folder, restored from {self._copies.address} or copied, "
+                f"and ends in this one; {owner.forget(self._run)}"
             )
 
 

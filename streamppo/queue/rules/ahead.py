@@ -9,7 +9,7 @@ aims at a lag that begins at 1 and may change when a version is published:
 
 The least number of batches left over is a standing queue. A standing queue makes its content older and nothing faster;
 CoDel measures the delay of a router in the same way (https://doi.org/10.1145/2209249.2209264). With k batches fewer,
-the other batches still arrive in time. As lag + 1 batches are held, a unit is taken within lag + 1 versions. After a
+the other batches still arrive in time. Since lag + 1 batches are held, a unit is taken within lag + 1 versions. After a
 fall more batches are held, and nothing is measured until they are taken. Doubling until the first fall is TCP's slow
 start. After a rise, new slots have lag / 2 versions to arrive before the next rise. The patience begins at 1 and
 doubles, up to 8, with each rise after a fall, so that the learner seldom waits if the needed lag is between two

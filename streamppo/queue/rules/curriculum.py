@@ -51,7 +51,7 @@ class RowCurriculum:
         before = NO_ROWS if state.rows is None else state.rows.numbers
         if rows != before and not self._are_rows_new:
             raise QueueError(
-                f"two actors read other data, {_described(before)} and {_described(rows)}: "
+                f"two actors read different data, {_described(before)} and {_described(rows)}: "
                 "algorithm.curriculum needs the same files on every node"
             )
         self._are_rows_new = False

@@ -202,7 +202,7 @@ class QueueRules:
         if version in state.leases:
             return state.leases[version].batch
         if not state.version <= version <= state.version + 1:
-            raise QueueError(f"batch {version} was asked for at version {state.version}")
+            raise QueueError(f"batch {version} was requested at version {state.version}")
         if leased_only:
             return None
         min_version = self.settings.min_version(version)

@@ -185,5 +185,5 @@ def _beyond(trajectory: Trajectory, limits: TokenLimits) -> str | None:
     candidates = ints(trajectory.candidates)
     for column_name, column in (("prompt", prompt), ("completion", tokens), ("candidates", candidates)):
         if (strange := column[(column < 0) | (column >= limits.vocabulary)]).size:
-            return f"token {strange[0]} of the {column_name} is none of the model's {limits.vocabulary}"
+            return f"token {strange[0]} of the {column_name} is not one of the model's {limits.vocabulary} tokens"
     return None

@@ -121,7 +121,9 @@ def _unpack(file: zipfile.ZipFile, size: int) -> tuple[dict[str, NDArray[np.gene
     expected = {"zarr.json", *(f"{name}/zarr.json" for name in names)}
     expected |= {_chunk(name, shape) for name, (_, shape) in described.items()}
     if expected != entries.keys():
-        raise ForeignFile(f"entries of no column, or none of one: {sorted(expected ^ entries.keys())[:3]}")
+        raise ForeignFile(
+            f"entries without a column, or missing entries of one: {sorted(expected ^ entries.keys())[:3]}"
+        )
     if _is_bomb(total := sum(_bytes(*entry) for entry in described.values()), size):
         raise ForeignFile(f"columns of {total:,} bytes in a file of {size:,}")
     return {

@@ -262,7 +262,7 @@ def test_a_skew_bounds_what_a_rank_computes_at_a_time_and_changes_nothing(tmp_pa
 @pytest.mark.parametrize(
     ("family", "experts", "reason"),
     [
-        ("qwen2", 2, "learner.mesh.expert = 2 needs a family for which transformers can split experts"),
+        ("qwen2", 2, "learner.mesh.expert = 2 is not possible: transformers has no plan that splits the experts"),
         ("six", 4, "learner.mesh.expert = 4 must divide the 6 experts"),
         ("six", 3, ""),
         ("qwen2", 1, ""),
@@ -290,7 +290,7 @@ def refused(ranks: int, folder: Path, mesh: str) -> str:
             "mlp.gate_proj.weight has 33 entries, which cannot be split between 2 ranks",
         ),
         ({"num_key_value_heads": 1}, "tensor = 2", "tensor = 2 must divide the 1 heads of keys and values"),
-        ({}, "expert = 2", "a family for which transformers can split experts"),
+        ({}, "expert = 2", "transformers has no plan that splits the experts"),
     ],
 )
 def test_a_model_that_cannot_be_cut_is_refused_when_it_is_loaded(

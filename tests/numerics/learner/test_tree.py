@@ -332,7 +332,7 @@ def test_choices_that_compute_rows_as_lines_refuse_a_tree_by_name(folder: Path, 
         made.detach_context = True
     else:
         made.slices = made.slices._replace(ranks=2)
-    with pytest.raises(ModelError, match=r"rows with branches take no queue.segments and no learner.mesh.context"):
+    with pytest.raises(ModelError, match=r"rows with branches do not support queue.segments, learner.mesh.context"):
         made(ROWS, "policy")
 
 

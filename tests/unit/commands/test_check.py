@@ -248,7 +248,11 @@ WRONG = {
     "young: no config.json": ["model.path=young"],
     "must divide the 2 heads of keys and values": ["learner.ranks=4", "learner.mesh.context=4", "model.path=model"],
     "tensor = 4 must divide the 2 heads": ["learner.ranks=4", "learner.mesh={tensor=2, context=2}", "model.path=model"],
-    "for which transformers can split experts": ["learner.ranks=2", "learner.mesh.expert=2", "model.path=model"],
+    "transformers has no plan that splits the experts": [
+        "learner.ranks=2",
+        "learner.mesh.expert=2",
+        "model.path=model",
+    ],
     "are too much for one GPU: the GPU has 0 GiB": ["learner.gpus=1", "model.path=model", "--gpu-gib", "0.01"],
     "the cache does not hold one completion of 261 tokens": [
         "rollout.engine.kind=sglang",

@@ -173,7 +173,9 @@ def test_actors_with_other_rows_are_refused_and_a_driver_with_other_data_begins_
     rules.curriculum.map_rows(rows())
     while not rules.state.zero_variance:
         train(rules, lambda _: 0.0)
-    with pytest.raises(QueueError, match=r"read other data, 10 rows of sums and 11 rows of sums: .* the same files"):
+    with pytest.raises(
+        QueueError, match=r"read different data, 10 rows of sums and 11 rows of sums: .* the same files"
+    ):
         rules.curriculum.map_rows(rows(11))
     rules.reopen_all()
     rules.curriculum.map_rows(rows())
@@ -205,7 +207,7 @@ def test_a_queue_that_died_before_its_actors_called_takes_the_rows_of_a_new_driv
     rules.reopen_all()
     again = queue(config, rows(11), rules.state)
     assert again.curriculum is not None and again.state.rows == KnownRows(numbers=rows(11), since=0)
-    with pytest.raises(QueueError, match="read other data"):
+    with pytest.raises(QueueError, match="read different data"):
         again.curriculum.map_rows(rows())
 
 

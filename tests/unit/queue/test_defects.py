@@ -46,7 +46,7 @@ def test_a_trajectory_that_was_cut_says_from_which_candidates_and_these_are_the_
     assert defect(trajectory([5]), cut._replace(candidates=False)) is None
     strange = {"candidates": np.int32([5, 17]).tobytes(), "candidate_counts": np.int32([2]).tobytes()}
     assert defect(msgspec.structs.replace(trajectory([5]), **strange), cut) == (
-        "token 17 of the candidates is none of the model's 17"
+        "token 17 of the candidates is not one of the model's 17 tokens"
     )
     masked = msgspec.structs.replace(trajectory([5, 6], mask=[False, True]), **strange)
     assert "counts of 4 bytes" in str(defect(masked, cut))

@@ -404,9 +404,9 @@ def test_after_a_failed_transaction_nothing_is_acknowledged_any_more(
 
 
 DEFECTS = {
-    "token 17 of the completion is none of the model's 17": {"tokens": [5, 17]},
-    "token -1 of the completion is none of the model's 17": {"tokens": [-1, 5]},
-    "token 99 of the prompt is none of the model's 17": {"prompt": [3, 99]},
+    "token 17 of the completion is not one of the model's 17 tokens": {"tokens": [5, 17]},
+    "token -1 of the completion is not one of the model's 17 tokens": {"tokens": [-1, 5]},
+    "token 99 of the prompt is not one of the model's 17 tokens": {"prompt": [3, 99]},
     "too long: a completion of 6 tokens, and 5 are allowed": {"tokens": [5] * 6},
     "a log-prob is not finite": {"logprobs": [-1.0, float("nan")]},
     "a log-prob is positive: 0.25": {"logprobs": [-1.0, 0.25]},

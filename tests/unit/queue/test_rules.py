@@ -295,7 +295,7 @@ def test_asking_again_gives_the_same_batch_until_its_version_is_published() -> N
     following = rules.take(1)
     assert following is not None and following is not batch
     rules.publish(1)
-    with pytest.raises(QueueError, match="batch 0 was asked for at version 1"):
+    with pytest.raises(QueueError, match="batch 0 was requested at version 1"):
         rules.take(0)
 
 

@@ -148,7 +148,10 @@ def test_a_trajectory_that_cannot_be_trained_on_goes_to_the_queue_whole_and_beco
         await deliver(actor, [bad, good])
         assert sum(bodies(tmp_path)) == 1
         (letter,) = Journal(tmp_path / "journal.sqlite").dead_letters()
-        assert (letter.trajectory, letter.reason) == (bad, "token 999 of the completion is none of the model's 500")
+        assert (letter.trajectory, letter.reason) == (
+            bad,
+            "token 999 of the completion is not one of the model's 500 tokens",
+        )
 
     asyncio.run(main())
 

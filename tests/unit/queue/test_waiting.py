@@ -291,7 +291,7 @@ async def test_a_batch_that_cannot_come_any_more_is_refused_to_its_waiters_alone
     late = batches.batch(0)
     assert late.result() is not None
     rules.publish(1)
-    with pytest.raises(QueueError, match="batch 0 was asked for at version 1"):
+    with pytest.raises(QueueError, match="batch 0 was requested at version 1"):
         await batches.batch(0)
     assert not batches._wanted
 
