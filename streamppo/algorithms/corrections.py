@@ -115,9 +115,9 @@ def topr(
         W_b     = exp(sum_t(proximal_logprobs_bt - behavior_logprobs_bt))
         weights = min(W_b, 1) if A < 0 else 1
 
-    https://arxiv.org/abs/2503.14286, where the numerator is the current policy and A is a reward of 1 or -1. W is the
-    ratio of the whole response, so all its tokens with a negative advantage have the same weight. If advantages differ
-    by token, the sign of each token's advantage decides. With proximal == behavior all weights are 1.
+    In the paper, https://arxiv.org/abs/2503.14286, the numerator is the current policy and A is a reward of 1 or -1. W
+    is the ratio of the whole response, so all its tokens with a negative advantage have the same weight. If advantages
+    differ by token, the sign of each token's advantage decides. With proximal == behavior all weights are 1.
 
     Example: a response of two tokens with ratios 0.5 and 0.8 and advantages 2 and -1 has the weights 1 and 0.4.
     """

@@ -77,8 +77,8 @@ def ipo(
 
         loss  = 0 if abs(q - p) > eps else -A * r
 
-    https://docs.primeintellect.ai/prime-rl/ipo, where p is of the behavior policy. IPO drops moves in both directions,
-    whatever the sign of A; `dppo_tv` drops only moves in A's direction. eps = 1 gives
+    In prime-rl (https://docs.primeintellect.ai/prime-rl/ipo) p is of the behavior policy. IPO drops moves in both
+    directions, whatever the sign of A; `dppo_tv` drops only moves in A's direction. eps = 1 gives
     `policy_losses.importance_weighted`. A preference loss has the same name.
     """
     if eps < 0:

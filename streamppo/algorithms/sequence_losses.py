@@ -91,8 +91,8 @@ def gmpo(
         g_bt  = stop(G_b) * exp(c_bt) / stop(exp(c_bt))
         loss  = -A * g_bt
 
-    https://arxiv.org/abs/2507.20673, whose bounds are e^-0.4 and e^0.4. GMPO is implemented in its token form, as
-    `gspo` is: under "sequence-mean-token-mean", value and gradient equal the paper's, and advantages may differ by
+    The paper, https://arxiv.org/abs/2507.20673, has the bounds e^-0.4 and e^0.4. GMPO is implemented in its token form,
+    as `gspo` is: under "sequence-mean-token-mean", value and gradient equal the paper's, and advantages may differ by
     token. Without bounds this is GSPO without bounds. One-token responses give `policy_losses.clipped` with a ratio in
     [e^-log_low, e^log_high].
     """
@@ -123,7 +123,7 @@ def vespo(
         phi_bt      = W_b^k * exp(lambda * (1 - W_b))
         loss        = -stop(phi_bt) * A * logprobs
 
-    https://arxiv.org/abs/2602.10693, where W is current / behavior. phi is 1 at W = 1, where the gradient is
+    In the paper, https://arxiv.org/abs/2602.10693, W is current / behavior. phi is 1 at W = 1, where the gradient is
     REINFORCE's. phi falls on both sides of W = k / lambda. k = lambda = 0 is `policy_losses.reinforce`. k = 1, lambda =
     0 weights by W itself; for one-token responses this has the gradient of `policy_losses.importance_weighted`.
     `clipped` is True where phi < FADED.

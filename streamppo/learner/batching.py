@@ -131,7 +131,7 @@ its memory, and 10 microseconds a launch.
 
 
 class Division(NamedTuple):
-    """Divides rows for `rank` of `ranks` and a model of width `hidden`; `is_padded` if its layout pads rows."""
+    """Divides rows for `rank` of `ranks` and a model of width `hidden`; `is_padded`: the model's layout pads rows."""
 
     config: Config
     rank: int
@@ -292,7 +292,7 @@ def _split_by_length(
 
 
 def _spans_of_similar(tokens: np.ndarray, lines: np.ndarray, overhead: float) -> list[tuple[int, int]]:
-    """The begin and end of micro-batches, cut in two, repeatedly, where that saves the most padding.
+    """The begin and end of micro-batches: rows are cut in two, again and again, where that saves the most padding.
 
     Each micro-batch is padded to its first row. Example: rows have 40, 38, 4, 3 and 2 tokens. A cut after 38 saves 3 *
     36 tokens.

@@ -46,7 +46,7 @@ from streamppo.queue.store.archive import Archive, checksums
 from streamppo.queue.token_limits import read_token_limits
 from streamppo.queue.waiters import BatchWaiters, Polls, TicketLine, VersionWaiters
 from streamppo.tasks.order import RowNumbers
-from streamppo.types import Batch, Failure, Identity, Push, TokenRecord, Trajectory, decode, encode
+from streamppo.types import Batch, Failure, Push, TokenRecord, Trajectory, decode, encode
 from streamppo.weights.ledger import Ledger, PublishReply
 from streamppo.weights.shares import EncodedRecord, RankShare, ShareCollector
 
@@ -310,11 +310,11 @@ class QueueActor(ArchivedRuns):
         )
         published = self._published.get(version)
         if published is None:
-            consumed = _identities(self._queue.leased_batch(version - 1)) if version else []
+            trajectories = self._queue.leased_batch(version - 1).trajectories if version else ()
             self._queue.publish(version, push.admitted_lag)
             self._serve()
             self._published[version] = PublishedVersion(version=version, digest=digest, archived=archived)
-            self._commits.publish(self._published[version], consumed)
+            self._commits.publish(self._published[version], [trajectory.identity for trajectory in trajectories])
             self._archiving.pop(version - 1, None)
         elif published.digest != digest and resume_checks.is_exact(resume_checks.configs(self._journal), version):
             raise Diverged(
@@ -393,7 +393,3 @@ class QueueActor(ArchivedRuns):
     def _note_call(self, actor: str, engine_version: int) -> None:
         self._last_call_s[actor] = time.monotonic()
         self._tickets.note_version(actor, engine_version)
-
-
-def _identities(batch: Batch) -> list[Identity]:
-    return [trajectory.identity for trajectory in batch.trajectories]

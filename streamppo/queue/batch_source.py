@@ -36,7 +36,7 @@ class BatchSource(Protocol):
     async def take(self, version: int) -> "list[BatchRef] | None":
         """Return the parts of the batch of the update that starts at `version`, when complete; None after a stop.
 
-        References are lost with the process that made them. The process that replaces it has the same batch.
+        References are lost with the process that made them; the next process has the same batch.
         """
         ...
 

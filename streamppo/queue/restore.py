@@ -42,10 +42,9 @@ log = logging.getLogger(__name__)
 
 
 def restore(address: str, run: Path) -> None:
-    """Restore the folder of a run, at `run`, from its copies at `address`; copy its shards again under its new life.
+    """Restore the folder of a run, at `run`, from its copies at `address`, and copy its shards again.
 
-    A life is the time between two restores of a run (copies.py). Raises `CheckpointError` if `run` exists or there are
-    no copies, and `JournalError` if the copies are incomplete.
+    Raises `CheckpointError` if `run` exists or there are no copies, and `JournalError` if the copies are incomplete.
     """
     if run.exists():
         raise CheckpointError(f"{run}: exists; name a folder that does not")

@@ -70,7 +70,8 @@ class Saver:
         """
         self.wait()
         final = folder / f"{state.version:08d}"
-        if self._is_there(final):
+        # Rank 0 decides for all ranks, because they may see the rename at different times.
+        if from_first_rank(final.exists(), self._group):
             return
         leads = _leads(folder, self._group)
         # Either all ranks copy the checkpoint, or none does.
@@ -105,10 +106,6 @@ class Saver:
         """Raise the error that `wait` would raise, without waiting."""
         if self._under_way is not None and self._under_way.done():
             self._under_way.result()
-
-    def _is_there(self, final: Path) -> bool:
-        """True on every rank if `final` exists for rank 0: the ranks may see the rename at different times."""
-        return from_first_rank(final.exists(), self._group)
 
     def _complete(
         self,
@@ -227,7 +224,7 @@ def load(
     moments = {name: {**shards, **rank_state["state"][name]} for name, shards in tensors["optimizer"].items()}
     optimizer_state = {"state": moments, "param_groups": rank_state["param_groups"]}
     policy, optimizer, _ = trained
-    # Not strict, because a checkpoint lacks frozen weights; the load above has raised for any other missing tensor.
+    # Strictness is off, because checkpoints lack frozen weights; the load above raised for any other missing tensor.
     lenient = StateDictOptions(strict=False)
     set_state_dict(
         policy, optimizer, model_state_dict=tensors["policy"], optim_state_dict=optimizer_state, options=lenient
