@@ -24,7 +24,7 @@ class RolloutActor:
     """A mailbox: `start` makes the worker, and every other call waits for the worker. All calls share one event loop.
 
     The constructor imports torch and the other libraries of `start` while the learner loads or makes the model. The
-    driver imports only this module and starts seconds earlier.
+    driver imports only this module, so it starts seconds earlier.
     """
 
     def __init__(
@@ -61,17 +61,17 @@ class RolloutActor:
 
     @ray.method
     async def run(self) -> None:
-        """Generate until the actor is killed. Returns only by an exception, which the driver handles."""
+        """Generate until the actor is killed, or until an exception, which the driver handles."""
         await (await self._ready_worker()).run()
 
     @ray.method
     async def follow(self) -> None:
-        """Swap to each new version until the actor is killed, and sample nothing but evaluations."""
+        """Swap to each new version until the actor is killed; sample only for evaluations."""
         await (await self._ready_worker()).follow()
 
     @ray.method
     async def evaluate(self, first: int, step: int, min_version: int) -> bytes:
-        """Answer held-out prompts first, first + step, ... with weights of at least `min_version`.
+        """Answer the held-out prompts `first`, `first` + `step`, ... with weights of at least `min_version`.
 
         Returns an `EvaluationReport`.
         """

@@ -1,4 +1,4 @@
-"""The tensors of a version for an engine: the pushed ones, or pushed adapters merged into frozen weights.
+"""Makes the tensors of a version for an engine: pushed weights, or frozen weights with merged pushed adapters.
 
 pushed      checked against the learner's hashes -> merged, tensor by tensor -> hashed -> checked in the engine
 frozen      read once from the model's files; their hashes are compared with the learner's
@@ -40,25 +40,25 @@ class EngineTensors(Protocol):
 
 
 class WholeModel:
-    """Pushes of whole models."""
+    """Returns the tensors of whole pushed models."""
 
     async def materialize(self, replica: Replica) -> Loadable:
-        """See `EngineTensors.materialize`. Nothing is checked here: the engine checks its copies.
+        """See `EngineTensors.materialize`. Checks nothing.
 
-        Shared memory is not copied: its leader has checked it.
+        The engine checks its copies. Shared memory, which is not copied, was checked by the machine's leader.
         """
         return Loadable(replica.tensors, replica.contents)
 
 
 class MergedAdapters:
-    """Pushes of LoRA adapters, merged as `frozen` + `scale` * B A."""
+    """Merges pushed LoRA adapters: `frozen` + `scale` * B A."""
 
     def __init__(self, frozen: Mapping[str, Tensor], scale: float) -> None:
         self._frozen, self._scale = frozen, scale
         self._contents = {name: hash_tensor(tensor) for name, tensor in frozen.items()}
 
     async def materialize(self, replica: Replica) -> Loadable:
-        """See `EngineTensors.materialize`. Merges in a thread: the event loop stays free for rewards and deliveries."""
+        """See `EngineTensors.materialize`. Merges in a thread, so that the event loop stays free."""
         return await asyncio.to_thread(self._merge, replica)
 
     @phase("merge")
@@ -85,7 +85,7 @@ class MergedAdapters:
 
 
 def source(config: Config, model_path: str) -> EngineTensors:
-    """Choose by the configuration. With adapters, reads the model at `model_path`, and may raise `ModelError`."""
+    """Choose by the configuration. For adapters, loads the model at `model_path`; raises `ModelError` if it cannot."""
     if config.model.lora is None:
         return WholeModel()
     dtype = getattr(torch, config.model.dtype)

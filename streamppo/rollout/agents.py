@@ -1,4 +1,4 @@
-"""Plays prompts by agents: programs that use the policy through an endpoint, without code of streamppo.
+"""Plays prompts with agents: programs that use the policy through an endpoint, without code of streamppo.
 
     prompt -> session -> agent in a process, with requests to the endpoint -> its end -> received turns, and rewards
 
@@ -33,7 +33,7 @@ from streamppo.tasks.rewards.signature import Columns, Texts
 from streamppo.types import Flags, Floats, Ints, Message, Prompt, Routes, ScoredText, Template
 
 MOST_RUNS = 1024
-"""The most agents that run at once: an evaluation starts all of its prompts."""
+"""Maximum number of agents that run concurrently. An evaluation starts all its prompts at once."""
 GRACE_S = 5.0
 """A process that still runs this long after the time limit is killed."""
 HIDDEN = "[key]"
@@ -43,9 +43,9 @@ MEMORY_MIB = 8192
 
 
 class AgentRun(NamedTuple):
-    """An ended run, with the field names of an `Episode`; its turns are the received ones.
+    """An ended run, with the field names of an `Episode`. Its turns are those that the agent received.
 
-    `observations` are the messages to the policy after each of these turns but the last.
+    `observations` are the agent's new messages after each turn except the last.
     """
 
     prompt_tokens: Ints
@@ -68,7 +68,7 @@ class AgentRun(NamedTuple):
 
 
 class Agents:
-    """Plays prompts after `start`. Without `scored`, an agent must give a reward."""
+    """Plays prompts after `start`. Without `scored` there are no scorers, so an agent must give a reward."""
 
     def __init__(self, policy: SampledPolicy, config: AgentEnvironment, *, scored: bool) -> None:
         self._policy, self._config, self._scored = policy, config, scored
@@ -79,7 +79,7 @@ class Agents:
         self._places = asyncio.Semaphore(MOST_RUNS)
 
     async def start(self) -> None:
-        """Load the agent, and begin to listen. Raises `TaskError` or `RunError`. A second call changes nothing."""
+        """Load the agent, and start the endpoint. Raises `TaskError` or `RunError`. A second call changes nothing."""
         async with self._starting:
             if self._pool is not None:
                 return
@@ -145,12 +145,12 @@ class Agents:
             )
         else:
             outcome = _read_outcome(answer)
-        # An agent's output may quote its endpoint's address and key, and is stored in journal, log and page.
+        # An agent's output may quote the key of its run, and is stored in journal, log and live page.
         texts = {"reason": outcome.reason, "explanation": outcome.explanation, "output": outcome.output}
         return structs.replace(outcome, **{name: text.replace(session.key, HIDDEN) for name, text in texts.items()})
 
     def _agent_run(self, session: Session, outcome: agent.AgentOutcome, prompt: Prompt) -> AgentRun:
-        """Make the run of an ended agent. Raises `EnvironmentFailed` if the run cannot be trained on."""
+        """Make an `AgentRun` from an ended session. Raises `EnvironmentFailed` if the run cannot be trained on."""
         if outcome.reason:
             raise EnvironmentFailed(outcome.reason, session.sampled)
         turns = session.received_turns()
@@ -174,7 +174,7 @@ class Agents:
         # The tokens of a failed run are counted with its failure.
         self.counts["undelivered tokens"] += session.undelivered
         columns, row = session.row.columns([turn.number for turn in turns]), slice(session.row.prompt, None)
-        # The tokens of turns lie in the order of the turns.
+        # The row has the tokens of turns in the order of the turns.
         ends = np.flatnonzero(columns.mask[row])[np.cumsum([turn.tokens for turn in turns]) - 1]
         return AgentRun(
             columns.tokens[: session.row.prompt],
@@ -222,7 +222,7 @@ class _OnDemand(Pool):
                 # After a cancellation the process is still busy with the call.
                 self._forks.end(process)
             elif any(outcome.reward is not None and _read_outcome(outcome).lingers for outcome in outcomes):
-                # Its thread or task would find the next run's key in the environment.
+                # A remaining thread or task could read the next run's key from the environment.
                 self._forks.end(process)
             elif not process.ended:
                 self._free.append(process)
@@ -230,6 +230,6 @@ class _OnDemand(Pool):
 
 
 def _read_outcome(outcome: Outcome) -> agent.AgentOutcome:
-    """Read a process's answer."""
+    """Return the outcome that a process sent in its answer."""
     assert outcome.reward is not None
     return msgspec.json.decode(outcome.reward.explanation, type=agent.AgentOutcome)

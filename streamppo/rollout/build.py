@@ -1,4 +1,4 @@
-"""Builds the configuration's engine: the only place that depends on `engine.kind`."""
+"""Builds the configured engine. Only this file depends on `engine.kind`."""
 
 import asyncio
 import logging
@@ -61,13 +61,13 @@ def _stop(config: Config, model_path: str, hf_config: "PreTrainedConfig", tokeni
 
 
 def puller(config: Config, name: str, queue: "ActorProxy[QueueActor]", receiver: Receiver) -> Puller:
-    """Build the puller of the actor `name`. Where engines read shared memory, the actors of a machine have one copy."""
+    """Build the puller of the actor `name`. If engines read shared memory, the actors of a machine share a copy."""
     if not config.rollout.engine.shares_weights(adapted=config.model.lora is not None):
         return Puller(name, queue, receiver)
     import ray
 
-    life, block_bytes = ray.get_runtime_context().namespace, config.learner.bucket_bytes
-    return MachinePuller(name, queue, receiver, life=life, block_bytes=block_bytes)
+    namespace, block_bytes = ray.get_runtime_context().namespace, config.learner.bucket_bytes
+    return MachinePuller(name, queue, receiver, namespace=namespace, block_bytes=block_bytes)
 
 
 async def engine(
@@ -80,7 +80,7 @@ async def engine(
     *,
     place: int = 0,
 ) -> Engine:
-    """Build the engine of `actor`, number `place` of the run, which begins with `tensors` as `version`.
+    """Build the engine of `actor`, engine number `place` of the run. It begins with `tensors` as `version`.
 
     `tokenizer` defaults to the model's, if it has one. Raises `ModelError` for a model that the engine cannot run,
     and `WeightsError` for tensors that do not fit the model.
@@ -109,7 +109,8 @@ async def engine(
             engine.reserve(model.room, turns=config.environment is not None)
             return engine
         case SGLangEngine() as settings:
-            positions.check(model.hf_config, model.room)
+            if reason := positions.refusal(model.hf_config, model.room):
+                raise ModelError(reason)
             await asyncio.to_thread(Architecture(model.hf_config).check_names, model_path)
             untied = is_tied(file_config) and not is_tied(hf_config)
             launch = _start(config, settings, model_path, model, seed, untied=untied)
@@ -144,7 +145,7 @@ def _setup(
 
 
 class EngineModel(NamedTuple):
-    """The settings of a model, and the bounds of its rows in tokens: `context` is the model's.
+    """The settings of a model, and bounds on the tokens of its rows. `context` is the model's own bound.
 
     `room` is the smaller of `context` and the configuration's longest row. `unknown` are token ids below `vocabulary`
     that the tokenizer lacks. `completes` is as in `EndTokens`.
@@ -166,7 +167,7 @@ def _model(config: Config, model_path: str, hf_config: "PreTrainedConfig", token
     model = EngineModel(hf_config, ends, vocabulary, context, min(context, longest))
     if tokenizer is None:
         return model
-    log.info("completions end at %s", ends.describe(tokenizer.name) or "nothing but their length")
+    log.info("completions end at %s", ends.describe(tokenizer.name) or "their length limit only")
     if unknown := tokenizer.unknown(vocabulary):
         log.info("%d rows of the vocabulary are not tokens of the tokenizer, and never sampled", len(unknown))
     return model._replace(unknown=unknown, completes=ends.make_check(tokenizer.spell))
@@ -191,8 +192,8 @@ def _start(
 ) -> Start:
     """Choose how SGLang starts: connect to the running server in `urls`, or launch it in child processes of the actor.
 
-    `untied`: the model has a separate head although its config.json says that it is tied. Raises `ModelError` if an
-    `untied` model is to run in a server.
+    `untied`: the model has a separate head although its config.json says that it is tied. Raises `ModelError` if a
+    server would run an `untied` model.
     """
     slots, strings = config.rollout.slots, model.stop.strings
     if settings.urls:

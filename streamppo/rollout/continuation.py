@@ -1,4 +1,4 @@
-"""Replays a recorded completion up to one of its tokens, and samples the rest. Needs no torch.
+"""Replays a recorded completion up to one of its tokens, and samples the remainder.
 
     recorded     prompt | turn 0 | observation | turn 1 | ...
     from token `at`, which is in turn 1
@@ -22,7 +22,7 @@ from streamppo.rollout.engine import Completion, Cuts, Sampler, Sampling
 from streamppo.types import Flags, Ints
 
 
-class Recorded(NamedTuple):
+class RecordedCompletion(NamedTuple):
     """A recorded completion of T tokens; `mask` [T] is true for tokens that the policy sampled."""
 
     prompt_tokens: Ints
@@ -39,11 +39,11 @@ class Recorded(NamedTuple):
 class Continuation:
     """The sampler of one episode: returns the recorded turns before token `at`, and continues the turn of that token.
 
-    `completes` is as in `EndTokens`. `has_begun` is True once a token was sampled.
+    `completes` is as in `EndTokens`. `has_begun` is True after sampling has begun.
     """
 
     def __init__(
-        self, engine: Sampler, recorded: Recorded, at: int, completes: Callable[[Ints], bool] | None = None
+        self, engine: Sampler, recorded: RecordedCompletion, at: int, completes: Callable[[Ints], bool] | None = None
     ) -> None:
         self._engine, self._recorded, self._at, self._completes = engine, recorded, at, completes
         self._turns = iter(recorded.turns)
@@ -71,7 +71,10 @@ class Continuation:
         return self._join(before, await self._engine.generate(np.concatenate([prompt, before]), remaining, cuts))
 
     def _join(self, before: Ints, remainder: Completion) -> Completion:
-        """Join the turn, and end it at a stop string that begins in `before`, unseen by the engine."""
+        """Join the parts of a turn.
+
+        A stop string that begins in `before`, which the engine does not search, ends the turn.
+        """
         tokens, finish = np.concatenate([before, remainder.tokens]), remainder.finish
         if self._completes is not None and len(before):
             ends = (count for count in range(len(before) + 1, len(tokens)) if self._completes(tokens[:count]))
@@ -89,5 +92,5 @@ class Continuation:
 
 
 def _as_recorded(tokens: Ints) -> Completion:
-    """Make a turn with meaningful tokens only."""
+    """Make a completion of recorded tokens, with placeholders for log-probs and versions."""
     return Completion(tokens, np.zeros(len(tokens), np.float32), np.zeros(len(tokens), np.int32), "stop")

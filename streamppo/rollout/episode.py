@@ -1,4 +1,4 @@
-"""Plays a prompt to a finished completion: one turn, or several with an environment. Tokens in, tokens out.
+"""Plays a prompt to a finished completion: one turn, or several with an environment.
 
     turn of the policy -> environment.step -> observation, or done
             ^                                      |
@@ -45,17 +45,17 @@ if TYPE_CHECKING:
     from streamppo.rollout.agents import Agents
 
 FAILURES = (TaskError, ModelError)
-"""Errors that fail one trajectory only, while it is played or scored."""
+"""Errors that fail only the trajectory that is being played or scored."""
 NO_STOP = Stop()
 EXPLAINED = 2000
-"""The most characters of a reward's explanation in a trajectory."""
+"""Maximum number of characters of a reward's explanation in a trajectory."""
 
 
 class Episode(NamedTuple):
     """A finished completion of T tokens before it is scored. `turn_ends` are the indices of the turns' last tokens.
 
-    `opening` is the environment's version of the prompt; `observations` are its messages after the turns.
-    `branches` is as in `Trajectory`, and `placed_turns` are its `turns`.
+    `opening` is the environment's version of the prompt; `observations` are its messages after the turns. `branches`
+    and `placed_turns` become `branches` and `turns` of the `Trajectory`.
     """
 
     prompt_tokens: Ints
@@ -82,7 +82,7 @@ class Episode(NamedTuple):
         return int(np.count_nonzero(self.mask))
 
     def until(self, end: int) -> "Episode":
-        """The first `end` tokens, with `finish` "cut"."""
+        """Return the episode of the first `end` tokens, with `finish` "cut"."""
         return self._replace(
             tokens=self.tokens[:end],
             logprobs=self.logprobs[:end],
@@ -94,7 +94,7 @@ class Episode(NamedTuple):
         )
 
     def text(self, prompt: Prompt, tokenizer: Tokenizer, stop: Stop = NO_STOP) -> ScoredText:
-        """Decode a finished episode for its rewards, without end tokens of inner turns and the last stop string."""
+        """Decode a finished episode for its rewards, without the end tokens of its turns and the last stop string."""
         assert self.finish != "cut"
         sampled = self.tokens[self.mask]
         tokens, is_sampled = self.tokens, self.mask
@@ -113,7 +113,7 @@ class Episode(NamedTuple):
         )
 
     def reward(self, scored: Reward) -> Reward:
-        """Add the scorers' reward and the environment's."""
+        """Return the sum of the scorers' reward and the environment's rewards."""
         if not self.turn_rewards:
             return scored
         scored_turns = scored.turns or (0.0,) * len(self.turn_rewards)
@@ -164,7 +164,7 @@ class Cutter(Protocol):
         ...
 
     def wait(self, episode: Episode) -> None:
-        """Note the end of a turn: `episode` waits for the environment's answer."""
+        """Note that a turn has ended: `episode` waits for the environment's answer."""
         ...
 
 
@@ -252,7 +252,7 @@ class Player:
 
 
 class Columns:
-    """The columns of an episode as they grow. `known` is the number of tokens at the end of the last turn."""
+    """The growing columns of a running episode. `known` counts the tokens up to the end of the last turn."""
 
     def __init__(self, prompt_tokens: Ints, opening: Prompt | None = None) -> None:
         self.prompt_tokens = prompt_tokens
@@ -272,11 +272,11 @@ class Columns:
         return np.concatenate([self.prompt_tokens, *(part[0] for part in self._parts)])
 
     def versions(self) -> Ints:
-        """Join the versions of all tokens so far but the prompt's."""
+        """Join the versions of all tokens so far, except the prompt's."""
         return np.concatenate([np.zeros(0, np.int32), *(part[2] for part in self._parts)])
 
     def cut(self, completion: Completion) -> Episode:
-        """The episode so far, with the running turn's tokens."""
+        """Return the episode so far, including the tokens of the running turn."""
         columns = copy(self)
         columns.turns, columns._parts = [*self.turns], [*self._parts]
         columns._turn_ends, columns._candidates = [*self._turn_ends], [*self._candidates]
@@ -324,20 +324,20 @@ class Columns:
             tuple(self.turns),
             rewards,
             end,
-            self._joined_candidates(),
-            self._whole_routes(),
+            self._join_candidates(),
+            self._padded_routes(),
             self.opening,
             tuple(self.observations),
         )
 
-    def _whole_routes(self) -> Routes | None:
-        """Routes of all tokens but the last; -1 for an unprocessed observation at the end."""
+    def _padded_routes(self) -> Routes | None:
+        """Return the routes of all tokens except the last; -1 for an observation at the end."""
         if self._routes is None:
             return None
         missing = len(self.prompt_tokens) + self.length - 1 - len(self._routes)
         return np.pad(self._routes, ((0, missing), (0, 0)), constant_values=-1)
 
-    def _joined_candidates(self) -> TokenCandidates | None:
+    def _join_candidates(self) -> TokenCandidates | None:
         """Join the candidates of all turns; tokens of observations have a count of 0."""
         if all(candidates is None for candidates in self._candidates):
             return None
@@ -366,17 +366,17 @@ def _one_turn(prompt_tokens: Ints, completion: Completion) -> Episode:
     )
 
 
-def _opening(prompt: Prompt, worded: Said, environment: EnvironmentConfig) -> Prompt:
+def _opening(prompt: Prompt, opening: Said, environment: EnvironmentConfig) -> Prompt:
     """Replace the prompt's content by the environment's opening."""
     template = structs.replace(
         prompt.template,
         arguments=prompt.template.arguments | environment.template,
         control_tokens=environment.control_tokens,
     )
-    if isinstance(worded, str):
-        return Prompt(text=worded, columns={}, max_tokens=prompt.max_tokens, template=template)
-    text = "\n\n".join(message.text for message in worded)
-    return Prompt(text=text, columns={}, messages=worded, max_tokens=prompt.max_tokens, template=template)
+    if isinstance(opening, str):
+        return Prompt(text=opening, columns={}, max_tokens=prompt.max_tokens, template=template)
+    text = "\n\n".join(message.text for message in opening)
+    return Prompt(text=text, columns={}, messages=opening, max_tokens=prompt.max_tokens, template=template)
 
 
 def place(reward: Reward, mask: Flags, turn_ends: Sequence[int], prefix: int = 0) -> bytes:

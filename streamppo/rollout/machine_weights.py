@@ -1,7 +1,7 @@
-"""One copy of each version for all rollout actors of a machine, if their engines read shared memory.
+"""Shares one copy of each version among the rollout actors of a machine, if their engines read shared memory.
 
-    leader       the actor with the machine's name: it pulls every version into new shared memory, checks it, and sends
-                 the descriptors to followers. It pulls concurrently with the swaps of its own engine
+    leader       the actor that has the machine's name. It pulls every version into new shared memory, checks it, and
+                 sends the descriptors to followers. It pulls concurrently with the swaps of its engine
     followers    request the announced version from the leader
 
     consumes     versions from the ledger (the leader), or from the leader
@@ -9,11 +9,12 @@
     waits for    a version that is newer than the engine's; a follower for its leader
     unblocks     the next swap of `WeightSync`
 
-The name is a socket of Linux's abstract namespace: it ends with the leader, and the next actor without a leader becomes
-one. The memory ends with its last process. So the death of a process leaves nothing behind.
+The machine's name is a socket in Linux's abstract namespace, which disappears when the leader ends. The next actor that
+finds no leader takes the name. Shared memory disappears with the last process that has it. So a dead process leaves
+nothing behind.
 
-For N actors with a model of S bytes, the machine holds 3 S: the served version, the next, and the one being pulled. A
-late engine keeps an older version as well.
+With any number of actors, a machine holds three copies of the model: the served version, the next one, and the one
+being pulled. A late engine keeps an older version too.
 """
 
 import asyncio
@@ -45,15 +46,15 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 POLL_S = 5.0
-"""A leader replies after this many seconds that it has no newer version yet."""
+"""After this many seconds without a newer version, a leader replies that it has none."""
 AGAIN_S = 0.05
-"""Seconds until the next try, where there is no leader or no version yet."""
+"""Seconds until the next try if there is no leader, or no version so far."""
 LONG_S, ROOM_S = 30.0, 300.0
-"""Seconds without a version until an actor logs it, and without room for a version until its leader fails."""
-WANTED, SIZE = struct.Struct("<q"), struct.Struct("<I")
-"""A request: the version below the wanted one. The length of a reply's push; 0 if there is no such version yet."""
+"""An actor logs a wait for a version after `LONG_S`. A leader fails after `ROOM_S` without room for a version."""
+REQUEST, SIZE = struct.Struct("<q"), struct.Struct("<I")
+"""A request is the oldest wanted version. A reply begins with the length of its push, 0 if there is none so far."""
 MOST_DESCRIPTORS = 200
-"""Descriptors of a message; Linux passes at most 253."""
+"""Maximum number of descriptors in a message; Linux passes at most 253."""
 BACKLOG = 64
 
 
@@ -65,32 +66,32 @@ class MachineVersion(NamedTuple):
 
 
 class MachinePuller(Puller):
-    """A `Puller` of the actor `name`: it shares versions with the other actors of `life` on this machine.
+    """Pulls for the actor `name`, and shares versions with the other actors of `namespace` on this machine.
 
-    `life` is the common name of one driver's actors. Blocks of shared memory have about `block_bytes`.
+    `namespace` is a name that all actors of one driver have. Blocks of shared memory have about `block_bytes`.
     """
 
     def __init__(
-        self, name: str, queue: "ActorProxy[QueueActor]", receiver: Receiver, *, life: str, block_bytes: int
+        self, name: str, queue: "ActorProxy[QueueActor]", receiver: Receiver, *, namespace: str, block_bytes: int
     ) -> None:
         super().__init__(name, queue, receiver)
-        self._address, self._block_bytes = f"\0streamppo-{os.getuid()}-{life}", block_bytes
-        self._leading: Leading | None = None
-        self._has_taken = False
+        self._address, self._block_bytes = f"\0streamppo-{os.getuid()}-{namespace}", block_bytes
+        self._leading: Leadership | None = None
+        self._has_adopted = False
         self._missed_since, self._reason = 0.0, ""
 
     async def newer(self, version: int) -> Push:
         """See `Puller.newer`. A refused version is hashed before it is returned again.
 
-        A version is pulled once, also if a learner makes it again with other weights (`learner.exact = false`). Raises
-        `WeightsError` if this actor leads and cannot pull, if the memory is damaged, or if the machine gives no name.
+        A version is pulled once, even if a learner makes it again with other weights (`learner.exact = false`). Raises
+        `WeightsError` if this actor leads and cannot pull, if the memory is damaged, or if the name cannot be taken.
         """
         while True:
             pushes = await self.queue.weights_after.remote(self.name, version, self.replica.version)
             if not pushes:
                 continue
             announced = decode(pushes[-1][0], Push).version
-            # References keep buckets in the object store.
+            # The references would keep the buckets in the object store.
             del pushes
             newest = await (
                 self._wait_as_leader(announced) if self._lead() else asyncio.to_thread(self._ask_leader, announced)
@@ -102,9 +103,9 @@ class MachinePuller(Puller):
             await asyncio.sleep(AGAIN_S)
 
     async def _adopt(self, newest: MachineVersion) -> None:
-        is_refused = self._has_taken and self.replica.version < 0
+        is_refused = self._has_adopted and self.replica.version < 0
         self.replica.adopt(*newest)
-        self._has_taken, self._missed_since = True, 0.0
+        self._has_adopted, self._missed_since = True, 0.0
         if is_refused:
             try:
                 await asyncio.to_thread(check, self.replica.contents, self.replica.tensors.items())
@@ -119,20 +120,20 @@ class MachinePuller(Puller):
             log.info("pulls the weights for all rollout actors of this machine")
             leader, pull = Leader(listener), partial(shared_memory.new, block_bytes=self._block_bytes)
             puller = Puller(f"{self.name}/machine", self.queue, self._receiver, memory=pull)
-            self._leading = Leading(leader, asyncio.create_task(_pull_for_all(puller, leader)))
-            # A failed leader gives up the name at once: its own engine may ask much later.
+            self._leading = Leadership(leader, asyncio.create_task(_pull_for_all(puller, leader)))
+            # A failed leader gives up the name at once, because `newer` may notice the failure much later.
             self._leading.task.add_done_callback(lambda _: leader.close())
         return self._leading is not None
 
     def _resign(self) -> None:
-        """Give up the name: the next leader pulls into new memory."""
+        """Give up the name, so that the next leader pulls into new memory."""
         if self._leading is not None:
             self._leading.leader.close()
             self._leading.task.cancel()
             self._leading = None
 
     async def _wait_as_leader(self, version: int) -> MachineVersion | None:
-        """The leader's own version, once it is `version` or newer; None after `POLL_S`. Raises errors of the pull."""
+        """Return `version` or a newer one when this leader has it; None after `POLL_S`. Raises the pull's errors."""
         assert self._leading is not None
         leader, task = self._leading
         waiting = asyncio.ensure_future(asyncio.to_thread(leader.wait, version))
@@ -143,17 +144,17 @@ class MachinePuller(Puller):
         return await waiting
 
     def _ask_leader(self, version: int) -> MachineVersion | None:
-        """The leader's version, if it is `version` or newer; None without one, or without a leader."""
+        """Return `version` or a newer one from the leader; None if it has none, or if there is no leader."""
         try:
             with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as channel:
                 channel.settimeout(2 * POLL_S)
                 channel.connect(self._address)
                 if _peer(channel) != os.getuid():
                     raise WeightsError(f"another user's process has the name {self._address[1:]!r}")
-                channel.sendall(WANTED.pack(version))
+                channel.sendall(REQUEST.pack(version))
                 return _receive(channel, self._block_bytes)
         except (OSError, EOFError) as error:
-            self._reason = str(error) or "the leader has gone away"
+            self._reason = str(error) or "the leader has ended"
             return None
 
     def _report_wait(self, version: int) -> None:
@@ -167,7 +168,7 @@ class MachinePuller(Puller):
 
 
 class Leader:
-    """Sends the newest version to followers, each in its own thread; `listener` is the machine's name."""
+    """Sends the newest version to followers, to each in its own thread. `listener` is the socket with the name."""
 
     def __init__(self, listener: socket.socket) -> None:
         self._listener = listener
@@ -184,7 +185,7 @@ class Leader:
             self._changed.notify_all()
 
     def wait(self, version: int) -> MachineVersion | None:
-        """Return the newest version, once it is `version` or newer; None after `POLL_S`."""
+        """Return the newest version when it is `version` or newer; None after `POLL_S`."""
         with self._changed:
             is_there = self._changed.wait_for(
                 lambda: self._newest is not None and self._newest.push.version >= version, POLL_S
@@ -194,7 +195,7 @@ class Leader:
     def close(self) -> None:
         """Give up the name."""
         with suppress(OSError):
-            # Ends the thread's wait, which a close alone does not.
+            # This ends the thread's `accept`, which `close` alone does not.
             self._listener.shutdown(socket.SHUT_RDWR)
         self._listener.close()
 
@@ -219,7 +220,7 @@ class Leader:
             if _peer(channel) != os.getuid():
                 return
             channel.settimeout(2 * POLL_S)
-            (version,) = WANTED.unpack(read_exactly(channel, WANTED.size))
+            (version,) = REQUEST.unpack(read_exactly(channel, REQUEST.size))
             newest = self.wait(version)
             if newest is None:
                 channel.sendall(SIZE.pack(0))
@@ -230,7 +231,7 @@ class Leader:
                 socket.send_fds(channel, [b"f"], descriptors[first : first + MOST_DESCRIPTORS])
 
 
-class Leading(NamedTuple):
+class Leadership(NamedTuple):
     """A leader, and the task that pulls for it."""
 
     leader: Leader
@@ -240,7 +241,7 @@ class Leading(NamedTuple):
 async def _pull_for_all(puller: Puller, leader: Leader) -> None:
     """Pull and publish every version, in an endless loop.
 
-    Raises `WeightsError` after `PULLS` damaged ones in a row, and if there is no room for one during `ROOM_S`.
+    Raises `WeightsError` after `PULLS` damaged versions in a row, and after `ROOM_S` without room for a version.
     """
     damaged, full_since = 0, 0.0
     replica = puller.replica
@@ -250,7 +251,7 @@ async def _pull_for_all(puller: Puller, leader: Leader) -> None:
             await asyncio.to_thread(check, replica.contents, replica.tensors.items())
         except NoRoom as error:
             if not full_since:
-                log.warning("%s; waits for older versions to end", error)
+                log.warning("%s; waits until older versions are freed", error)
             full_since = full_since or time.monotonic()
             if time.monotonic() - full_since > ROOM_S:
                 raise
@@ -296,7 +297,7 @@ def _receive(channel: socket.socket, block_bytes: int) -> MachineVersion | None:
         while len(descriptors) < count:
             _, received, _, _ = socket.recv_fds(channel, 1, MOST_DESCRIPTORS)
             if not received:
-                raise EOFError("the leader has gone away")
+                raise EOFError("the leader has ended")
             descriptors += received
     except (OSError, EOFError):
         for descriptor in descriptors:
@@ -306,6 +307,6 @@ def _receive(channel: socket.socket, block_bytes: int) -> MachineVersion | None:
 
 
 def _peer(channel: socket.socket) -> int:
-    """The user of the process at the other end."""
+    """Return the user id of the process at the other end."""
     _, user, _ = struct.unpack("3i", channel.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i")))
     return user

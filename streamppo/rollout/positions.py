@@ -10,13 +10,11 @@ import math
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-from streamppo.errors import ModelError
-
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
 FULL = ("llama",)
-"""Values of model_type without sliding windows, even if their settings have one."""
+"""Model types without sliding windows, even if their configurations set one."""
 SLIDING = (
     "afmoe",
     "exaone4",
@@ -27,11 +25,11 @@ SLIDING = (
     "gpt_oss",
     "olmo3",
 )
-"""Values of model_type with sliding windows in SGLang 0.5.21; it computes others, such as mistral, over whole rows."""
+"""Model types whose sliding windows SGLang 0.5.21 applies. In others, such as mistral, it attends to whole rows."""
 
 
 def longest(hf_config: "PreTrainedConfig", default: int) -> int:
-    """The most tokens of a row, prompt and completion; `default` if the model has no bound."""
+    """Return the maximum number of tokens in a row (prompt and completion); `default` if the model has no bound."""
     text_config = hf_config.get_text_config()
     context = getattr(text_config, "max_position_embeddings", None) or default
     for rope in _ropes(hf_config):
@@ -41,7 +39,7 @@ def longest(hf_config: "PreTrainedConfig", default: int) -> int:
 
 
 def window(hf_config: "PreTrainedConfig") -> int | None:
-    """The width of the sliding window in tokens; None if no layer has one shorter than the context."""
+    """Return the width of the sliding window in tokens; None if no layer has one shorter than the context."""
     text_config = hf_config.get_text_config()
     layers = getattr(text_config, "layer_types", None)
     # Some families have the setting `sliding_window` and do not use it.
@@ -67,22 +65,16 @@ def refusal(hf_config: "PreTrainedConfig", longest_row: int) -> str:
             )
     if width is not None and width < longest_row and kind not in SLIDING:
         return (
-            f"layers of a {kind} look back on {width} tokens, and in SGLang on all of up to {longest_row}: log-probs "
+            f"layers of a {kind} attend to {width} tokens, but in SGLang to all of up to {longest_row}: log-probs "
             f"would differ; keep prompt and completion within {width}"
         )
     return ""
 
 
-def check(hf_config: "PreTrainedConfig", longest_row: int) -> None:
-    """Raise `ModelError` if SGLang computes rows of `longest_row` tokens differently from transformers."""
-    if reason := refusal(hf_config, longest_row):
-        raise ModelError(reason)
-
-
 def _scales_alike(rope: Mapping[str, Any]) -> bool:
     """True if yarn's attention scale is equal in both: default * attn_factor (SGLang), attention_factor (transformers).
 
-    default = 0.1 * log(factor) + 1 if factor > 1, else 1; it also stands in for a missing attention_factor.
+    default = 0.1 * log(factor) + 1 if factor > 1, else 1. It is also the value of a missing attention_factor.
     """
     attention_factor, multiplier = rope.get("attention_factor"), rope.get("attn_factor") or 1.0
     factor = rope.get("factor") or 1.0
@@ -91,7 +83,7 @@ def _scales_alike(rope: Mapping[str, Any]) -> bool:
 
 
 def _ropes(hf_config: "PreTrainedConfig") -> Iterator[Mapping[str, Any]]:
-    """The parameters of rotary embeddings; some models have a set for each kind of layer."""
+    """Yield the parameters of rotary embeddings; some models have a set for each kind of layer."""
     rope = getattr(hf_config.get_text_config(), "rope_parameters", None) or {}
     yield rope
     yield from (parameters for parameters in rope.values() if isinstance(parameters, Mapping))

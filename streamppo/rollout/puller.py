@@ -1,4 +1,4 @@
-"""Assembles new versions from the learner ranks' buckets, while the engine decodes.
+"""Assembles new versions from the buckets of the learner's ranks, while the engine decodes.
 
 consumes     versions from the ledger
 produces     the newest version in a replica
@@ -33,7 +33,7 @@ AHEAD = 2
 class Puller:
     """Pulls versions for the actor `name` from the ledger in `queue`, through `receiver`, into `replica`.
 
-    `memory` is that of `Replica`.
+    `memory` allocates the replica's memory.
     """
 
     def __init__(
@@ -66,7 +66,7 @@ class Puller:
 
     async def _take(self, push: Push, refs: Sequence[BucketRef]) -> None:
         if push.base_version is not None:
-            # A delta changes the present version in place, so it is applied after all its buckets have arrived.
+            # A delta changes the present version in place, so it is applied only after all its buckets have arrived.
             fetched = await asyncio.gather(*map(self._receiver.fetch, refs))
             await asyncio.to_thread(self._take_all, push, fetched)
             return

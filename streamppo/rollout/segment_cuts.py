@@ -1,20 +1,20 @@
-"""Where running completions are cut into segments, so that the learner can train on each in time. Pure.
+"""Decides where running completions are cut into segments, so that each can be trained on in time. Pure.
 
-A segment's age is the engine's version minus the version of its oldest token; it is due at `max_age`. Many segments due
-at once would not fit into one batch. So every swap cuts about as many as a batch has room for, the oldest first.
-`share` is the number of a batch's segments from one actor:
+A segment's age is the engine's version minus the version of its oldest token. A segment of age `max_age` is due. Many
+segments due at once would not fit into one batch. So every swap cuts about as many as a batch has room for, the oldest
+first. `share` is the number of a batch's segments from one actor:
 
     completions under way                                   at most max_age * share
     uncut segments of an age of a or more, for each a       at most (max_age - a) * share
     segments of an age of `aim` (the wanted lag) or more    cut, up to `share` cuts in all
 
 With the first bound, the second needs at most `share` cuts at a swap. Without the first, an actor with the tickets of
-other actors would cut more than a batch has room for at every swap, until tokens were too old.
+other actors would cut more at every swap than a batch has room for, until tokens were too old.
 
 Example: max_age 2, share 1. Of segments of ages 1 and 1, one is cut: at most (2 - 1) * 1 may stay uncut.
 
-A completion that waits for its reward or environment may sample no more tokens, and its reward needs a token. It keeps
-its tokens of the newest version, and the queue waits for them before they are too old.
+A completion that waits for its reward or environment may sample no more tokens, but its reward needs a token. So it
+keeps its tokens of the newest version. The queue waits for them before they are too old.
 """
 
 from collections.abc import Iterable, Sequence
@@ -24,7 +24,7 @@ from streamppo.types import Ints
 
 
 def segments_to_cut(version: int, running: Sequence[tuple[Cuts, int]]) -> list[int]:
-    """The indices in `running` to cut before a swap to `version`; `running` has each segment's oldest version."""
+    """Return the indices in `running` of the segments to cut before a swap; `running` has each one's oldest version."""
     if not running:
         return []
     cuts, _ = running[0]
@@ -32,14 +32,14 @@ def segments_to_cut(version: int, running: Sequence[tuple[Cuts, int]]) -> list[i
 
 
 def most_under_way(max_age: int, share: float) -> int:
-    """The most completions under way in an actor, so that a batch has room for its cuts."""
+    """Return how many completions an actor may have under way, so that a batch has room for their cuts."""
     return max(1, int(max_age * share))
 
 
 def due(ages: Sequence[int], max_age: int, share: float, aim: int = 0) -> list[int]:
-    """The indices in `ages` of the segments to cut; `ages` are counted from the new version.
+    """Return the indices of the segments to cut; `ages` are the ages of all segments at the new version.
 
-    With `aim` 0, only the bound on uncut segments cuts.
+    With `aim` 0, only the bound on uncut segments causes cuts.
     """
     oldest_first = sorted(range(len(ages)), key=lambda index: -ages[index])
     cut: list[int] = []
@@ -53,12 +53,12 @@ def due(ages: Sequence[int], max_age: int, share: float, aim: int = 0) -> list[i
 
 
 def kept_from(versions: Ints) -> int:
-    """The index of the first token that a waiting completion keeps; `versions` [T] must not fall."""
+    """Return the index of the first token that a waiting completion keeps; `versions` [T] must not decrease."""
     return int(versions.searchsorted(versions[-1]))
 
 
 def cut_for(version: int, oldest_versions: Iterable[int], flow_lag: int) -> int:
-    """The newest version for which an engine at `version` has cut all due segments.
+    """Return the newest version for which an engine at `version` has cut all due segments.
 
     `oldest_versions` are the oldest versions that its waiting completions keep.
 

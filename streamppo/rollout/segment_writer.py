@@ -1,7 +1,7 @@
-"""The segments of one ticket's completion, handed over before its end: each once, in order.
+"""Hands over the segments of one ticket's completion before its end, each once and in order.
 
 The engine cuts completions that are being sampled; `cut_waiting` cuts one that waits for a reward or an environment.
-All segments but the last are trajectories with `finish` "cut" and no reward. The last is made after scoring.
+All segments except the last are trajectories with `finish` "cut" and no reward. The last is made after scoring.
 """
 
 from collections.abc import Callable
@@ -18,9 +18,9 @@ from streamppo.types import Ints, Reward, Ticket, Trajectory
 class SegmentWriter:
     """Makes the segments of a ticket; without segments in `config`, the completion is one trajectory.
 
-    `identity` is the next segment's, and `prefix` the number of tokens before it, which were handed over. `share` is
-    the number of a batch's segments that this actor makes. `aim` returns the age from which segments are cut if there
-    is room.
+    `identity` is that of the next segment; `prefix` is the number of tokens handed over before it. `share` is the
+    number of a batch's segments that this actor makes. `aim` returns the age from which segments are cut if a batch has
+    room.
     """
 
     def __init__(
@@ -39,7 +39,7 @@ class SegmentWriter:
         self._waiting: Episode | None = None
 
     def cuts(self, so_far: Callable[[Completion], Episode], before: Ints) -> Cuts | None:
-        """Return where the engine cuts the next turn; None for nowhere.
+        """Return where the engine cuts the next turn; None if it cuts nowhere.
 
         `so_far` adds the turn's tokens so far to the episode; `before` are the versions of the episode's tokens.
         """
@@ -60,7 +60,7 @@ class SegmentWriter:
         self._waiting = episode
 
     def cut_waiting(self, version: int) -> int | None:
-        """Hand over a segment that is due at `version`; return the oldest version kept, None if nothing waits."""
+        """Hand over a segment that is due at `version`; return the oldest version left, None if no episode waits."""
         queue, episode = self._config.queue, self._waiting
         if episode is None or queue.segments is None or not queue.segments.just_in_time:
             return None

@@ -1,4 +1,4 @@
-"""A teacher on a server: it scores every finished completion, and the trajectory includes its log-probs.
+"""A teacher on a server. It computes log-probs of every finished completion, which the trajectory includes.
 
     POST URL/generate     prompt + completion with max_new_tokens = 0: SGLang's log-probs of the given tokens
     POST URL/detokenize   once, at the start: the texts of token ids by the server's tokenizer
@@ -25,7 +25,7 @@ from streamppo.tasks.tokenizer import Tokenizer
 from streamppo.types import Floats, Ints, ScorerReport, branches, utf8_safe
 
 COMPARED = 4096
-"""The most tokens whose texts are compared, evenly spread over the policy's vocabulary."""
+"""Maximum number of tokens whose texts are compared, evenly spread over the policy's vocabulary."""
 LAST_TOKEN = 0
 """SGLang's substitute for the id of its vocabulary's last token."""
 
@@ -35,7 +35,7 @@ log = logging.getLogger(__name__)
 
 
 class TeacherScores(NamedTuple):
-    """The log-probs [T] of T tokens, or the `reason` of the failure."""
+    """The log-probs [T] of T tokens, or the `reason` for the failure."""
 
     logprobs: Floats | None = None
     reason: str = ""
@@ -87,7 +87,7 @@ class TeacherClient:
         return column.astype("<f4").tobytes()
 
     async def _score_paths(self, episode: Episode) -> Floats:
-        """The log-probs [T]: of each sampled token, those on its first path."""
+        """Return the log-probs [T]; each sampled token's log-prob is that on its first path."""
         prompt, width = len(episode.prompt_tokens), len(episode.prompt_tokens) + len(episode.tokens)
         row, sampled = np.concatenate([episode.prompt_tokens, episode.tokens]), np.zeros(width, np.bool_)
         sampled[prompt:] = episode.mask
@@ -116,7 +116,7 @@ class TeacherClient:
             raise ModelError(f"the teacher cannot be reached: {scored.reason}")
         tokens = tokenizer.spread(COMPARED)
         server_texts = await self._texts(tokens)
-        # Servers may clean up spaces: a difference in them does not mean another vocabulary.
+        # Servers may clean up spaces, so a difference in spaces does not mean another vocabulary.
         pairs = zip(tokens, tokenizer.texts(tokens), server_texts, strict=True) if server_texts else ()
         differences = [pair for pair in pairs if pair[1].strip() != pair[2].strip()]
         if differences:
@@ -168,11 +168,11 @@ class TeacherClient:
 
 
 def read(content: bytes, tokens: Ints) -> Floats:
-    """Read the log-probs [T] of `tokens` [T] in SGLang's answer. Raises `TaskError` if they are of other tokens."""
+    """Read the log-probs [T] of `tokens` [T] in SGLang's answer. Raises `TaskError` for log-probs of other tokens."""
     entries = msgspec.json.decode(content, type=TeacherAnswer).meta_info.input_token_logprobs[1:]
     ids = np.array([entry[1] for entry in entries], np.int64)
     if len(ids) != len(tokens):
-        raise TaskError(f"{len(ids)} log-probs for {len(tokens)} tokens: it has cut them off, or is not SGLang")
+        raise TaskError(f"{len(ids)} log-probs for {len(tokens)} tokens: the server truncates, or is not SGLang")
     if ((ids != tokens) & (ids != LAST_TOKEN)).any():
         place = int(np.argmax((ids != tokens) & (ids != LAST_TOKEN)))
         raise TaskError(f"a log-prob of token {ids[place]} in place of {tokens[place]}")

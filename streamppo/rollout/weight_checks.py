@@ -32,7 +32,7 @@ class Architecture:
 
     @property
     def shapes(self) -> dict[str, torch.Size]:
-        """Name and shape of every tensor in a push of this model; tied tensors appear once."""
+        """Return name and shape of every tensor in a push of this model; tied tensors appear once."""
         return {name: parameter.shape for name, parameter in self._model.named_parameters()}
 
     def as_saved(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -47,20 +47,21 @@ class Architecture:
     def check_names(self, model: str) -> None:
         """Raise `ModelError` unless the files of `model` have every tensor that `as_saved` makes of a push.
 
-        transformers converts some tensors at load, and not all of them back. An engine without a parameter of that name
-        would keep its old weights. Reads the headers of the files, in a folder or on the hub.
+        transformers converts some tensors when it loads a model, and does not convert all of them back. An engine that
+        does not know such a name would keep its old weights. Reads only the headers of the files, in a folder or on the
+        hub.
         """
         files = _shapes_in_files(Path(model)) if Path(model).is_dir() else _shapes_on_hub(model)
         for name, tensor in self.as_saved(dict(self._model.named_parameters())).items():
             if files.get(name) != tuple(tensor.shape):
                 raise ModelError(
-                    f"a push of this model would bring {name} {tuple(tensor.shape)}, and its files have "
-                    f"{files.get(name, 'no tensor of that name')}: SGLang goes by the names of files"
+                    f"a push of this model has {name} {tuple(tensor.shape)}, but its files have "
+                    f"{files.get(name, 'no tensor of that name')}: SGLang loads tensors by their names in files"
                 )
 
 
 def _shapes_in_files(folder: Path) -> dict[str, tuple[int, ...]]:
-    """Name and shape of every tensor in a folder's safetensors files; reads only their headers."""
+    """Return name and shape of every tensor in a folder's safetensors files; read only their headers."""
     shapes: dict[str, tuple[int, ...]] = {}
     for path in sorted(folder.glob("*.safetensors")):
         shapes |= {name: tuple(header.shape) for name, header in file_header(path).items()}
@@ -68,7 +69,7 @@ def _shapes_in_files(folder: Path) -> dict[str, tuple[int, ...]]:
 
 
 def _shapes_on_hub(model: str) -> dict[str, tuple[int, ...]]:
-    """Name and shape of every tensor of a model on the hub; if the hub cannot be reached, of its files in the cache."""
+    """Return name and shape of every tensor of a model on the hub, or in its cache if the hub cannot be reached."""
     import httpx
     from huggingface_hub import HfApi, snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, NotASafetensorsRepoError, OfflineModeIsEnabled
@@ -103,4 +104,4 @@ def check_prompt(prompt: Ints, longest: int, vocabulary: int) -> None:
         raise ModelError(f"a prompt of {len(prompt)} tokens does not fit: it needs 1 to {longest}")
     # As unsigned numbers negative ids are large: one comparison finds both mistakes.
     if prompt.view(np.uint32).max() >= vocabulary:
-        raise ModelError(f"a prompt holds a token that is not one of the model's {vocabulary}")
+        raise ModelError(f"a prompt has a token id outside the model's vocabulary of {vocabulary} tokens")

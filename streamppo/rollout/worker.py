@@ -77,7 +77,7 @@ class GreedyAnswer(NamedTuple):
 
 
 def load_libraries() -> None:
-    """Import the parts of transformers that `start` needs. This takes seconds, while the learner loads the model."""
+    """Import the parts of transformers that `start` needs. Meanwhile the learner loads the model."""
     for name in ("auto.tokenization_auto", "llama.modeling_llama"):
         import_module(f"transformers.models.{name}")
 
@@ -157,7 +157,7 @@ class Worker:
         return self._engine.version
 
     async def run(self) -> None:
-        """Sample, and swap to new versions, without end. Returns only by an exception."""
+        """Sample, and swap to new versions, in an endless loop that only an exception ends."""
         async with asyncio.TaskGroup() as group:
             group.create_task(self.follow())
             group.create_task(self._deliver(group))
@@ -166,44 +166,44 @@ class Worker:
             await self._issue(group)
 
     async def follow(self) -> None:
-        """Swap to new versions without end, for evaluations alone. Returns only by an exception."""
+        """Swap to new versions, only for evaluations, in an endless loop that only an exception ends."""
         await asyncio.gather(self._beat(), self._follower.run())
 
     async def _beat(self) -> None:
-        """Send heartbeats to the queue without end. An actor without free places makes no other call during a swap."""
+        """Send heartbeats, in an endless loop: during a swap, an actor without free places makes no other call."""
         while True:
             sampling = await self._queue.beat.remote(self._name)
             if self._config.queue.segments:
-                # Actors share the batches: count added ones, and configured ones that have not started yet.
+                # The actors share a batch: added actors count, and configured ones that have not started.
                 self._num_sharing = max(sampling, self._config.rollout.actors)
                 # A restarted queue needs the version up to which segments were cut.
                 self._delivery_due.set()
             await asyncio.sleep(BEAT_S)
 
     async def _report_cuts(self) -> None:
-        """Deliver after every swap: the learner may wait for the cut of all due segments."""
+        """Deliver after every swap, because the learner may wait until all due segments are cut."""
         while True:
             await self._follower.reach(self.version + 1)
             self._delivery_due.set()
 
-    # --- the life of a trajectory ----------------------------------------------------------------------------
+    # --- sampling for tickets --------------------------------------------------------------------------------
 
     async def _issue(self, group: asyncio.TaskGroup) -> None:
-        """Request tickets whenever a delivery has brought too few, without end. The queue answers once it has some."""
+        """Request tickets, in an endless loop, when a delivery brought too few. The queue answers when it has some."""
         while True:
             await self._needs_tickets.wait()
             await asyncio.sleep(GATHER_S)
-            if wanted := self._num_wanted:
-                answer = await self._queue.issue.remote(self._name, self._engine.version, wanted, self._call_number)
-                if self._admit(answer, group) < wanted:
+            if limit := self._num_requestable:
+                answer = await self._queue.issue.remote(self._name, self._engine.version, limit, self._call_number)
+                if self._admit(answer, group) < limit:
                     continue
             self._needs_tickets.clear()
-            if self._num_wanted:
-                # Trajectories have ended in the meantime: a delivery requests tickets in their place.
+            if self._num_requestable:
+                # Trajectories have ended meanwhile, so a delivery requests tickets in their place.
                 self._delivery_due.set()
 
     @property
-    def _num_wanted(self) -> int:
+    def _num_requestable(self) -> int:
         """The number of tickets to request: free places, within `most_under_way` if segments are cut by age."""
         queue, in_flight = self._config.queue, self._config.rollout.in_flight
         if queue.segments and queue.segments.just_in_time:
@@ -226,19 +226,19 @@ class Worker:
             for ticket in tickets:
                 group.create_task(self._sample(ticket))
         with phase("tokenize"):
-            # One phase for all prompts: reading the clock for each would cost as much as its tokens.
+            # All prompts share one phase: reading the clock for each would cost as much as tokenizing it.
             self._prepare({ticket.identity.prompt for ticket in tickets})
         if tickets and self._config.queue.segments:
             # The queue needs the cut version of every actor that has tickets.
             self._delivery_due.set()
         self._free_places -= len(tickets)
-        # A new number once tickets have arrived: a retry with the same number gets the same tickets.
+        # A retry with the same number gets the same tickets, so the number changes only after tickets have arrived.
         self._call_number += bool(tickets)
         return len(tickets)
 
     def _prepare(self, prompts: Iterable[int]) -> None:
         for number in prompts:
-            # `play` raises the error again, and it fails the trajectory there.
+            # `play` raises the error again, and then it fails the trajectory.
             with suppress(*FAILURES):
                 self._player.prepare(self._task.prompt(number))
 
@@ -269,8 +269,8 @@ class Worker:
 
     def _with_length_limit(self, sampling: Sampling, prompt: Prompt, identity: Identity | None) -> Sampling:
         """Return `sampling` with the length limit of this completion; by default it is unchanged."""
-        most = self._limit(prompt, identity)
-        return sampling if most == sampling.max_tokens else sampling._replace(max_tokens=most)
+        limit = self._limit(prompt, identity)
+        return sampling if limit == sampling.max_tokens else sampling._replace(max_tokens=limit)
 
     def _hand_over(self, result: Trajectory | Failure) -> None:
         self._finished.append(result)
@@ -292,7 +292,7 @@ class Worker:
         return reward
 
     async def _deliver(self, group: asyncio.TaskGroup) -> None:
-        """Deliver all new results, again and again, without end.
+        """Deliver all new results, in an endless loop.
 
         The answer has tickets for the free places, unless `_issue` is requesting some.
         """
@@ -309,7 +309,7 @@ class Worker:
                 delivery = b"" if self._shards else encode(trajectories)
             if self._shards:
                 delivery = encode(await self._shards.store(trajectories))
-            limit = 0 if self._needs_tickets.is_set() else self._num_wanted
+            limit = 0 if self._needs_tickets.is_set() else self._num_requestable
             request = {"engine_version": self.version, "limit": limit, "call": self._call_number}
             answer = await self._queue.deliver.remote(self._name, version, delivery, encode(failures), **request)
             if self._admit(answer, group) < limit:
@@ -320,12 +320,13 @@ class Worker:
         if self._config.queue.segments is None:
             return self.version
         oldest = [writer.cut_waiting(self.version) for writer in self._under_way]
-        return cut_for(self.version, (kept for kept in oldest if kept is not None), self._config.queue.flow_lag)
+        waiting = (version for version in oldest if version is not None)
+        return cut_for(self.version, waiting, self._config.queue.flow_lag)
 
     # --- evaluation and counters -----------------------------------------------------------------------------
 
     async def evaluate(self, first: int, step: int, min_version: int) -> EvaluationReport:
-        """Answer held-out prompts first, first + step, ... greedily, once the engine holds `min_version`."""
+        """Answer the held-out prompts `first`, `first` + `step`, ... greedily, when the engine holds `min_version`."""
         await self._follower.reach(min_version)
         prompts = self._task.held_out(self._config.evaluation.prompts)[first::step]
         answers = await asyncio.gather(*(self._answer(prompt) for prompt in prompts))
@@ -395,5 +396,5 @@ def _stage(error: Exception) -> Literal["engine", "environment", "reward", "teac
 
 def _display_sample(text: ScoredText, reward: float, version: int) -> Sample:
     prompt = text.messages[-1].text if text.messages else text.prompt
-    shown, completion = utf8_safe(prompt[-Sample.LENGTH :]), utf8_safe(text.completion[: Sample.LENGTH])
-    return Sample(prompt=shown, completion=completion, reward=reward, version=version)
+    prompt_end, completion = utf8_safe(prompt[-Sample.LENGTH :]), utf8_safe(text.completion[: Sample.LENGTH])
+    return Sample(prompt=prompt_end, completion=completion, reward=reward, version=version)

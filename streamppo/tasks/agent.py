@@ -1,14 +1,15 @@
-"""Runs agents: a user's programs that call an endpoint. Lives in a process that can be killed, one run at a time.
+"""Runs agents: users' functions and programs that call the run's endpoint. Agents run in processes that can be killed.
 
     async def run(prompt, base_url, api_key, **columns)     a function of yours, `def` or `async def`
     ["python", "agent.py"]                                  a program, with the endpoint in its environment
 
-A function gets the arguments of its parameters; `prompt` is a text, or messages. OPENAI_BASE_URL, OPENAI_API_KEY,
-ANTHROPIC_BASE_URL, ANTHROPIC_API_KEY and STREAMPPO_PROMPT are set for both. It returns a number, a `Reward`, a `Done`,
-or None if its reward comes from elsewhere; the last line of a program's output may be {"reward": 1.0}.
+A function gets only the arguments that it has parameters for. `prompt` is a text, or a list of messages. The
+environment of functions and programs has OPENAI_BASE_URL, OPENAI_API_KEY, ANTHROPIC_BASE_URL, ANTHROPIC_API_KEY and
+STREAMPPO_PROMPT. A function returns a number, a `Reward`, a `Done`, or None if a scorer gives the reward. A program may
+print {"reward": 1.0} as its last line.
 
-The pool of processes is that of rewards (tasks/rewards/processes): a run's result travels as an `AgentOutcome` in the
-explanation of a reward.
+Agents use the pool of processes of reward functions (tasks/rewards/processes). So a run's result, an `AgentOutcome`, is
+sent as JSON in the explanation of a `Reward`.
 """
 
 import asyncio
@@ -42,15 +43,15 @@ from streamppo.types import Reward, ScoredText, WireStruct, utf8_safe
 CALL = "streamppo/call"
 """The column with the JSON of an `AgentCall`."""
 TAIL_BYTES = 2**16
-"""The number of bytes kept from the end of a run's output."""
+"""Maximum number of characters kept from the end of a run's output."""
 QUOTED = 1000
-"""Characters of it that a failure quotes."""
+"""Number of characters from the end of the output that a failure quotes."""
 ENDING_S = 1.0
 """The time for a run's remaining tasks to end after they are cancelled."""
 TIMED_OUT = object()
-"""The result of a run beyond its time limit."""
+"""Returned in place of the result of a run that exceeded its time limit."""
 RUN_PARAMETERS = ("prompt", "base_url", "api_key")
-"""Parameters that are not columns."""
+"""Parameters of an agent's function that are not columns of the row."""
 
 
 class AgentCall(WireStruct, frozen=True):
@@ -62,10 +63,10 @@ class AgentCall(WireStruct, frozen=True):
 
 
 class AgentOutcome(WireStruct, frozen=True):
-    """The result of a run: its rewards, or the reason of its failure. `score` is None without a reward.
+    """The result of a run: its rewards, or the reason for its failure. `score` is None if the agent returned no reward.
 
-    `output` is the end of its printed text, quoted in failures. `lingers`: a thread or task continues, and would find
-    the key of a later run in the environment, so the process takes no other run.
+    `output` is the end of what the run printed; failures quote it. `lingers` is true if a thread or task of the run
+    continues. It could read the key of a later run from the environment, so its process gets no other run.
     """
 
     score: float | None = None
@@ -80,19 +81,19 @@ class AgentOutcome(WireStruct, frozen=True):
 class Agent:
     """Runs one agent repeatedly: the function `agent`, or the program `command`, a JSON list of words.
 
-    `sandbox` is the JSON of the program's sandbox, or null.
+    `sandbox` is the JSON of the configured sandbox of the program, or null.
     """
 
     def __init__(self, agent: str = "", command: str = "[]", sandbox: str = "null") -> None:
         self._words = msgspec.json.decode(command, type=list[str])
-        chosen = msgspec.json.decode(sandbox, type=AnySandbox | None)
-        self._sandbox = None if chosen is None else agent_sandbox.build(chosen)
+        sandbox_config = msgspec.json.decode(sandbox, type=AnySandbox | None)
+        self._sandbox = None if sandbox_config is None else agent_sandbox.build(sandbox_config)
         self._function = load(agent) if agent else None
         self._runner: asyncio.Runner | None = None
         self._threads = _Threads()
 
     def __call__(self, trajectory: ScoredText, **columns: object) -> Reward:
-        """Play one run. The text to score is its prompt."""
+        """Run the agent on the prompt in `trajectory`. The reward's explanation is the JSON of an `AgentOutcome`."""
         call = msgspec.json.decode(str(columns.pop(CALL)), type=AgentCall)
         if self._runner is None:
             self._runner = asyncio.Runner()
@@ -123,9 +124,10 @@ class Agent:
         assert self._function is not None and self._runner is not None
         prompt = [message.plain() for message in trajectory.messages] if trajectory.messages else trajectory.prompt
         run_arguments = {"prompt": prompt, "base_url": f"{call.address}/v1", "api_key": call.key}
-        if missing := _missing_column(self._function, {**columns, **run_arguments}):
-            return AgentOutcome(reason=missing)
-        arguments = _select_arguments(self._function, {**columns, **run_arguments})
+        try:
+            arguments = _select_arguments(self._function, {**columns, **run_arguments})
+        except TaskError as error:
+            return AgentOutcome(reason=str(error))
         output = _Tail()
         try:
             with contextlib.redirect_stdout(output), contextlib.redirect_stderr(output):
@@ -156,7 +158,7 @@ class Agent:
         code = None
         with contextlib.suppress(subprocess.TimeoutExpired):
             code = process.wait(call.timeout_s)
-        # Other processes may have the pipes open, too.
+        # The threads end when no process has the pipes open: the program's children may have them open too.
         reaper.end_descendants()
         for thread in threads:
             thread.join(1.0)
@@ -177,13 +179,13 @@ class Agent:
             code = ran.exit_code
         elif ran is not TIMED_OUT:
             return AgentOutcome(
-                reason=f"the agent's sandbox returned {user_traceback.describe(ran)[:QUOTED]}, and no `Ran`"
+                reason=f"the agent's sandbox returned {user_traceback.describe(ran)[:QUOTED]}, not a `Ran`"
             )
         return _program_outcome(code, call.timeout_s, printed, errors)
 
 
 class _Threads(ThreadPoolExecutor):
-    """The threads of `asyncio.to_thread`: idle ones stay for the next run."""
+    """The threads of `asyncio.to_thread`, which are kept for the next run."""
 
     def __init__(self) -> None:
         super().__init__(thread_name_prefix="agent")
@@ -197,7 +199,7 @@ class _Threads(ThreadPoolExecutor):
         return future
 
     def idle(self) -> Collection[threading.Thread]:
-        """Return its threads if all of them are idle, else none."""
+        """Return all threads if no call is under way, else none."""
         return () if self._under_way else self._threads
 
 
@@ -218,7 +220,7 @@ class _Tail(io.TextIOBase):
         return True
 
     def write(self, text: str) -> int:
-        """Append; the parts are joined and shortened once they are twice as long as the limit."""
+        """Append `text`. When the parts are longer than twice the limit, they are joined and cut to it."""
         self._parts.append(text[-TAIL_BYTES:])
         self._length += len(self._parts[-1])
         if self._length > 2 * TAIL_BYTES:
@@ -233,13 +235,13 @@ class _Tail(io.TextIOBase):
                 self.write(chunk.decode(errors="replace"))
 
     def quoted(self) -> str:
-        """The end of the text, quoted for a failure; empty without text."""
+        """Return the end of the text as a failure quotes it; "" if there is no text."""
         text = self.text.strip()
         return f"; its output ends: {text[-QUOTED:]!r}" if text else ""
 
 
 def check(config: AgentEnvironment) -> None:
-    """Load the agent's function, or the sandbox of its program. Raises `TaskError` if it is not available here."""
+    """Load the agent's function, or make the sandbox of its program. Raises `TaskError` if that fails."""
     if config.agent:
         load(config.agent)
     elif config.sandbox is not None:
@@ -249,11 +251,11 @@ def check(config: AgentEnvironment) -> None:
 
 
 def load(name: str) -> Callable[..., object]:
-    """Load an agent's function. Raises `TaskError` if it is not a function, or has parameters without names."""
+    """Load an agent's function. Raises `TaskError` if it is not a function, or has positional-only parameters."""
     function = plugins.function(name, "environment.agent")
     kinds = plugins.parameters_of(function, f"environment.agent {name!r}").values()
     if any(parameter.kind is parameter.POSITIONAL_ONLY for parameter in kinds):
-        raise TaskError(f"environment.agent {name!r} has positional-only parameters: it is called with keywords")
+        raise TaskError(f"environment.agent {name!r} has positional-only parameters, but is called with keywords")
     return function
 
 
@@ -261,7 +263,7 @@ def variables(call: AgentCall, prompt: str) -> dict[str, str]:
     """Return the environment variables in which programs find their endpoint."""
     environment = {"OPENAI_BASE_URL": f"{call.address}/v1", "OPENAI_API_KEY": call.key}
     environment |= {"ANTHROPIC_BASE_URL": call.address, "ANTHROPIC_API_KEY": call.key}
-    # The endpoint is reached without the machine's proxy.
+    # The agent must call the endpoint directly, not through a proxy of the machine.
     host = urlsplit(call.address).hostname or ""
     direct = [host_name for host_name in os.environ.get("NO_PROXY", "").split(",") if host_name and host_name != host]
     environment |= dict.fromkeys(("NO_PROXY", "no_proxy"), ",".join([*direct, host]))
@@ -269,30 +271,23 @@ def variables(call: AgentCall, prompt: str) -> dict[str, str]:
 
 
 def timeout_reason(timeout_s: float) -> str:
-    """Return the failure of a run beyond its time limit."""
+    """Return the reason for the failure of a run that exceeded its time limit."""
     return f"the agent took longer than {timeout_s:g} s (environment.timeout_s)"
 
 
 def _select_arguments(function: Callable[..., object], available: Mapping[str, object]) -> dict[str, object]:
-    """Select the arguments that are a function's parameters; all with **kwargs."""
-    parameters = inspect.signature(function).parameters
-    takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
-    return {name: value for name, value in available.items() if takes_all or name in parameters}
+    """Select the arguments that `function` has parameters for, or all if it takes **kwargs.
 
-
-def _missing_column(function: Callable[..., object], available: Mapping[str, object]) -> str:
-    """Describe a function's first missing column; "" if there is none."""
+    Raises `TaskError` for a required parameter without a column.
+    """
     parameters = inspect.signature(function).parameters.values()
-    named = [
-        parameter for parameter in parameters if parameter.kind not in (parameter.VAR_KEYWORD, parameter.VAR_POSITIONAL)
-    ]
-    missing = [
-        parameter.name
-        for parameter in named
-        if parameter.name not in available and parameter.default is parameter.empty
-    ]
-    columns = ", ".join(sorted(available.keys() - set(RUN_PARAMETERS))) or "none"
-    return f"the agent asks for the column {missing[0]!r}; columns are {columns}" if missing else ""
+    takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
+    named = {p.name: p.default for p in parameters if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)}
+    missing = [name for name, default in named.items() if name not in available and default is inspect.Parameter.empty]
+    if missing:
+        columns = ", ".join(sorted(available.keys() - set(RUN_PARAMETERS))) or "none"
+        raise TaskError(f"the agent asks for the column {missing[0]!r}; columns are {columns}")
+    return {name: value for name, value in available.items() if takes_all or name in named}
 
 
 def _run(
@@ -306,7 +301,7 @@ def _run(
 
 
 async def _in_time(awaitable: Awaitable[object], timeout_s: float) -> object:
-    """Await a run, and cancel its remaining tasks; `TIMED_OUT` if it takes too long."""
+    """Await a run, then cancel the tasks that it started. Returns `TIMED_OUT` if it takes longer than `timeout_s`."""
     try:
         return await within(asyncio.timeout(timeout_s), awaitable)
     except TooLate:
@@ -320,19 +315,19 @@ async def _in_time(awaitable: Awaitable[object], timeout_s: float) -> object:
 
 
 def _program_outcome(code: int | None, timeout_s: float, printed: _Tail, errors: _Tail) -> AgentOutcome:
-    """Read a program's result; without an exit `code` it took too long."""
+    """Make the outcome of a program. Its exit `code` is None if it exceeded its time limit."""
     if code is None:
         outcome = AgentOutcome(reason=timeout_reason(timeout_s))
     elif code:
-        how = f"ended with exit code {code}" if code > 0 else f"was killed by signal {-code}"
-        outcome = AgentOutcome(reason=f"the agent {how}")
+        ending = f"ended with exit code {code}" if code > 0 else f"was killed by signal {-code}"
+        outcome = AgentOutcome(reason=f"the agent {ending}")
     else:
         outcome = _outcome(_last_line(printed.text))
     return structs.replace(outcome, output=errors.quoted() or printed.quoted())
 
 
 def _last_line(text: str) -> object:
-    """Read the reward in a program's last printed line; None if that is not a JSON object."""
+    """Read the reward in a program's last printed line; None if the line is no JSON object with a `reward`."""
     lines = text.strip().splitlines()
     try:
         value = json.loads(lines[-1]) if lines else None
@@ -344,7 +339,7 @@ def _last_line(text: str) -> object:
 
 
 def _outcome(value: object) -> AgentOutcome:
-    """Read a run's return value."""
+    """Make the outcome of a run from its returned or printed reward."""
     match value:
         case None:
             return AgentOutcome()
@@ -364,7 +359,7 @@ def _outcome(value: object) -> AgentOutcome:
         return AgentOutcome(reason=f"the agent returned {user_traceback.describe(value)[:QUOTED]}, {error}")
     if checked.tokens:
         return AgentOutcome(
-            reason="the agent returned rewards of single tokens, which it does not have: give score and turns"
+            reason="the agent returned rewards of tokens, but has no tokens: return `score` and `turns`"
         )
     return AgentOutcome(
         score=checked.score, turns=checked.turns, components=checked.components, explanation=checked.explanation

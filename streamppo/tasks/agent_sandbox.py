@@ -1,10 +1,10 @@
 """Sandboxes for programs of agents: a protocol, and bubblewrap with a connection to the run's endpoint.
 
-    the program -> 127.0.0.1:PORT, the sandbox's own -> its listening socket, handed out -> here -> the endpoint
+    program -> 127.0.0.1:PORT of the sandbox -> its listening socket, which this process has -> endpoint
 
-The sandbox has its own network with a loopback interface only. Before the program begins, the sandbox listens there at
-the endpoint's port and sends the listening socket out; this process relays each connection to the endpoint. The program
-has no other connection, and no keys of other runs.
+The network of the sandbox has only a loopback interface. Before the program begins, a script in the sandbox listens at
+the endpoint's port and sends the listening socket to this process, which relays each connection to the endpoint. The
+program has no other connection, and no keys of other runs.
 """
 
 import asyncio
@@ -26,13 +26,13 @@ from streamppo.tasks.scorers import bubblewrap
 from streamppo.tasks.scorers.capture import Ran, RunLimits
 
 CONNECTIONS = 256
-"""The most connections of one program that are relayed at once."""
+"""Maximum number of connections of one program that are relayed concurrently."""
 CHUNK_BYTES = 2**16
 ADDRESS_MIB = 2**22
-"""Addresses of one process: Node and Java reserve far more than they touch."""
+"""Limit on the address space of one process. Node and Java reserve far more than they use."""
 ALTERNATIVE = (
-    "Where that cannot be, environment.sandbox = { kind = 'class', ... } names another place, or an agent without a "
-    "sandbox runs as you."
+    "Otherwise name another sandbox, environment.sandbox = { kind = 'class', ... }, or run the agent as your user, "
+    "without a sandbox."
 )
 HINT = "add it, or its folder, to environment.sandbox.files"
 PATH = os.pathsep.join((os.path.dirname(sys.executable), "/usr/local/bin", "/usr/bin", "/bin"))
@@ -47,13 +47,13 @@ try:
 except OSError as error:
     sys.exit(f"{{words[0]!r}} cannot be started: {{error}}")
 """
-"""The script before the program in the sandbox; its exec keeps process, limits and filter."""
+"""The script that starts the program in the sandbox. Its exec keeps the process, its limits and its seccomp filter."""
 
 
 class AgentProgram(NamedTuple):
-    """One run of a program: its words, the variables with its endpoint, and its time limit.
+    """One run of a program: the words of its command, its environment variables, and its time limit.
 
-    `address` is the endpoint's from this machine, without /v1.
+    `address` is the endpoint's URL outside the sandbox, without /v1.
     """
 
     words: tuple[str, ...]
@@ -63,10 +63,10 @@ class AgentProgram(NamedTuple):
 
 
 class AgentSandbox(Protocol):
-    """Runs programs of agents; a remote service is another class with this method."""
+    """Runs programs of agents; a client of a remote service may implement it."""
 
     async def run(self, program: AgentProgram) -> Ran:
-        """Run to the end, or to the time limit. Raises an exception only if the sandbox itself fails."""
+        """Run a program to its end or to its time limit. Raises an exception only if the sandbox itself fails."""
         ...
 
 
@@ -76,16 +76,16 @@ def build(config: AnySandbox) -> AgentSandbox:
         case BubblewrapSandbox():
             return AgentBubblewrap(config)
         case CustomSandbox(name=name, arguments=arguments):
-            asked_by = f"environment.sandbox {name!r}"
+            subject = f"environment.sandbox {name!r}"
             factory = plugins.function(name, "environment.sandbox")
-            plugins.check_arguments(factory, arguments, asked_by)
-            return cast(AgentSandbox, plugins.call(asked_by, partial(factory, **arguments)))
+            plugins.check_arguments(factory, arguments, subject)
+            return cast(AgentSandbox, plugins.call(subject, partial(factory, **arguments)))
 
 
 class AgentBubblewrap:
-    """Bubblewrap for agents: as for programs of the policy, with readable files and a connection to the endpoint.
+    """Runs programs of agents in bubblewrap, with the configured files and a connection to the endpoint.
 
-    Raises `TaskError` if it cannot be made here, or a file is missing.
+    Raises `TaskError` if bubblewrap does not work here, or a file is missing.
     """
 
     def __init__(self, config: BubblewrapSandbox) -> None:
@@ -97,13 +97,13 @@ class AgentBubblewrap:
             raise TaskError(f"environment.sandbox.files has {absent[0]!r}, which is not a file or folder here")
 
     def check_command(self, words: tuple[str, ...]) -> None:
-        """Raise `TaskError` for a command with a program or file outside the sandbox."""
+        """Raise `TaskError` if the sandbox lacks the command's program, or a file among its arguments."""
         program = shutil.which(self._absolute(words[0]), path=PATH)
         if program is None:
-            raise TaskError(f"environment.command begins with {words[0]!r}, not a program in its sandbox: {HINT}")
+            raise TaskError(f"environment.command begins with {words[0]!r}, which its sandbox lacks: {HINT}")
         for word in (program, *words[1:]):
             if os.path.isfile(word) and not self._sees(word):
-                raise TaskError(f"environment.command names {word!r}, which its sandbox does not see: {HINT}")
+                raise TaskError(f"environment.command names {word!r}, which its sandbox lacks: {HINT}")
 
     async def run(self, program: AgentProgram) -> Ran:
         """See `AgentSandbox.run`."""
@@ -119,7 +119,7 @@ class AgentBubblewrap:
                 await asyncio.gather(relaying, return_exceptions=True)
 
     def _run(self, program: AgentProgram, channel: int, port: int) -> Ran:
-        # In the sandbox the endpoint is always at loopback.
+        # In the sandbox the address of the endpoint is always 127.0.0.1.
         inner_address = f"http://127.0.0.1:{port}"
         variables = {name: value.replace(program.address, inner_address) for name, value in program.variables.items()}
         job = ([self._absolute(word) for word in program.words], variables, port, channel)
@@ -135,7 +135,7 @@ class AgentBubblewrap:
         )
 
     def _absolute(self, word: str) -> str:
-        """Make a readable file's name absolute: the program begins in its scratch folder."""
+        """Make the path of a configured file absolute, because the program starts in another folder."""
         path = os.path.abspath(word)
         within = any(Path(path).is_relative_to(file) for file in self._files)
         return path if within and os.path.exists(path) else word
@@ -168,7 +168,7 @@ async def _relay_connections(channel: socket.socket, host: str, port: int) -> No
 
 
 async def _relay(inner: socket.socket, host: str, port: int) -> None:
-    """Relay one connection in both directions until both are closed, or one is lost."""
+    """Relay one connection until both directions are closed, or the connection breaks."""
     reader, writer = await asyncio.open_connection(sock=inner)
     try:
         with contextlib.suppress(OSError):

@@ -15,17 +15,17 @@ ARGUMENTS = "chat_template_kwargs"
 
 
 PARTS = ("text", "input_text", "output_text")
-"""OpenAI's types of a message's parts that are text."""
+"""OpenAI's types of text parts in a message."""
 
 
 def message(item: object, where: str) -> Message:
     """Read one message with all its fields that are not null. Raises `TaskError` if `item` is not a message.
 
-    A message may be JSON, and its content a list of parts; texts of parts are joined.
+    `item` is a dict, or its JSON. If its content is a list of parts, their texts are joined.
     """
     match item := _parse_column(item):
-        case {"role": str(role), **rest}:
-            fields = cast("dict[str, object]", _without_nulls(rest))
+        case {"role": str(role), **other_fields}:
+            fields = cast("dict[str, object]", _without_nulls(other_fields))
         case _:
             raise TaskError(f"{where}: a message has the texts `role` and `content`, this is {item!r}")
     content = _text(fields.pop("content", None), where)
@@ -36,28 +36,28 @@ def message(item: object, where: str) -> Message:
     known = {name: fields.pop(name) for name in ("name", "tool_calls", "tool_call_id") if name in fields}
     try:
         converted = msgspec.convert({"role": role, "content": content, **known, "fields": fields}, Message)
-        # It must be encodable, because it is sent to other processes.
+        # The message must be encodable, because it is sent to other processes.
         msgspec.msgpack.encode(converted)
     except (msgspec.ValidationError, TypeError, ValueError, OverflowError) as error:
-        raise TaskError(f"{where}: no message that a chat template gets: {error}: {item!r}") from error
+        raise TaskError(f"{where}: not a message for a chat template: {error}: {item!r}") from error
     return converted
 
 
 def template(row: Row, tools: str, base: Template, where: str) -> Template:
     """Add a row's tools (its column `tools`) and its `ARGUMENTS` to `base`. Raises `TaskError` if they are invalid."""
-    listed, arguments = _parse_column(row.get(tools)) if tools else None, _parse_column(row.get(ARGUMENTS))
-    if not listed and not arguments:
+    tool_list, arguments = _parse_column(row.get(tools)) if tools else None, _parse_column(row.get(ARGUMENTS))
+    if not tool_list and not arguments:
         return base
     try:
-        if isinstance(listed, list):
-            listed = [_parse_column(item) for item in cast("list[object]", listed)]
-        row_tools = msgspec.convert(_without_nulls(listed or []), tuple[dict[str, object], ...])
+        if isinstance(tool_list, list):
+            tool_list = [_parse_column(item) for item in cast("list[object]", tool_list)]
+        row_tools = msgspec.convert(_without_nulls(tool_list or []), tuple[dict[str, object], ...])
         more = msgspec.convert(_without_nulls(arguments or {}), dict[str, object])
         msgspec.msgpack.encode((row_tools, more))
     except (msgspec.ValidationError, TypeError, ValueError, OverflowError) as error:
         raise TaskError(
-            f"{where}: the column {tools!r} is a list of JSON schemas and {ARGUMENTS!r} has arguments by name, for the "
-            f'chat template; here {error}. Name another column, or none: tools = ""'
+            f"{where}: the column {tools!r} must be a list of JSON schemas, and {ARGUMENTS!r} must have the chat "
+            f'template\'s arguments by name: {error}. Name another column as `tools`, or none: tools = ""'
         ) from error
     return Template(
         arguments={**base.arguments, **more}, tools=(*base.tools, *row_tools), control_tokens=base.control_tokens
@@ -65,7 +65,7 @@ def template(row: Row, tools: str, base: Template, where: str) -> Template:
 
 
 def _text(content: object, where: str) -> object:
-    """Join the parts of a content that is a list of them. Raises `TaskError` for a part that is not text."""
+    """Join the texts of a content that is a list of parts. Raises `TaskError` for a part that is not text."""
     if not isinstance(content, list):
         return content
     texts: list[str] = []
@@ -83,9 +83,9 @@ def _text(content: object, where: str) -> object:
 
 
 def _read_arguments(call: object) -> object:
-    """Return a call with its arguments as values: OpenAI has them as JSON, and templates write values as JSON again.
+    """Return a call with its arguments as values, because templates would encode OpenAI's JSON a second time.
 
-    The whole call may be JSON.
+    `call` may be JSON too.
     """
     match call := _parse_column(call):
         case {"function": {"arguments": str(text)}}:
@@ -98,7 +98,7 @@ def _read_arguments(call: object) -> object:
 
 
 def _parse_column(value: object) -> object:
-    """Parse a column that holds JSON as text, as tables with a fixed schema do."""
+    """Parse a text that is JSON, as in tables with a fixed schema; return any other value unchanged."""
     if not isinstance(value, str):
         return value
     try:
@@ -108,7 +108,7 @@ def _parse_column(value: object) -> object:
 
 
 def _without_nulls(value: object) -> object:
-    """Remove nulls at any depth: tables fill a row's missing fields with them."""
+    """Remove nulls at any depth, because tables fill a row's missing fields with nulls."""
     match value:
         case Mapping():
             return {key: _without_nulls(item) for key, item in value.items() if item is not None}

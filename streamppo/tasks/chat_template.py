@@ -1,4 +1,4 @@
-"""The chat template of a tokenizer: messages to text, and the token that ends an assistant's turn."""
+"""Renders messages by a tokenizer's chat template, and finds the text that follows an assistant's turn."""
 
 from __future__ import annotations
 
@@ -21,31 +21,34 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 SENTINEL = "qk7vAssistantTurn"
-"""An assistant's text to find in a rendered conversation; it occurs in no template."""
+"""Placeholder for an assistant's text, searched in the rendered conversation. It occurs in no template."""
 WORDS = "qk7vWords"
 """Replaces a message's text, to check that a template writes it."""
 PLAIN = Template()
-"""No arguments and no tools."""
+"""A template without arguments and tools."""
 RESERVED = {
     *("conversation", "messages", "tools", "add_generation_prompt", "continue_final_message", "tokenize"),
     *("padding", "truncation", "max_length", "return_tensors", "return_dict", "tokenizer_kwargs"),
-    # Names of control tokens in rows are escaped by `ControlTokens`.
+    # `ControlTokens` escapes the names of control tokens instead.
     "sanitize_control_tokens",
 }
 """Arguments of transformers' `apply_chat_template` that a configuration may not set."""
 NOW = "strftime_now"
-"""The function of the present time in chat templates, by a format as `strftime` has it."""
+"""Name of the function in chat templates that formats the present time, as `strftime` does."""
 CLOCK = (
     "{%- macro " + NOW + "(format) %}{% set written = namespace(text=format.replace('%%', '\\0')) %}"
     "{% for directive, text in streamppo_clock.items() %}"
     "{% set written.text = written.text.replace(directive, text) %}"
     "{% endfor %}{{ written.text.replace('\\0', '%') }}{% endmacro +%}"
 )
-"""Put before a chat template: the same function with a fixed time, given as the text of every directive."""
+"""A macro named `NOW` that writes a fixed time. Put before a chat template, it replaces the function.
+
+`streamppo_clock` has the text of every directive.
+"""
 Calls: TypeAlias = Sequence[Mapping[str, Any]]
-"""Calls of tools, as a message has them."""
+"""The `tool_calls` of a message."""
 FAULTS = (TemplateError, TypeError, ValueError, AttributeError, LookupError, ArithmeticError)
-"""Errors of a template, and of transformers for an invalid chat."""
+"""Errors that a template raises, and that transformers raises for an invalid chat."""
 
 log = logging.getLogger(__name__)
 
@@ -53,8 +56,9 @@ log = logging.getLogger(__name__)
 class AfterTurn(NamedTuple):
     """The text after an assistant's words, or after the last argument of its calls.
 
-    `others` are the texts if no message or a user's follows the calls: their common beginning closes calls and turn.
-    `again` is the text between two calls, if two are possible: it begins with the end of the first.
+    `others` are the texts that the template writes there before no message and before a user's message. The common
+    beginning of all these texts ends the calls and the turn. `again` is the text between two calls, if the template can
+    write two. It begins with the end of the first call.
     """
 
     text: str
@@ -63,30 +67,30 @@ class AfterTurn(NamedTuple):
 
 
 class ChatTemplate:
-    """Renders messages by the chat template of `tokenizer`; a template that writes the time writes `clock`."""
+    """Renders messages by the chat template of `tokenizer`. `clock` is its present time, unless it is empty."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, control: ControlTokens, clock: str) -> None:
         self._tokenizer = tokenizer
         self._control = control
-        self._whole = set[tuple[object, ...]]()
-        """Shapes of prompts, and of messages after a turn, that the template writes in full."""
+        self._complete_shapes = set[tuple[object, ...]]()
+        """Shapes of prompts, and of messages after a turn, that the template is known to write completely."""
         self._clock = _directives(datetime.fromisoformat(clock)) if clock else {}
 
     def render(self, messages: Sequence[Message], template: Template) -> str:
-        """Render a prompt with the opening of the answer; a final assistant message is left open instead.
+        """Render a prompt with the opening of the answer, or with an open end if its last message is the assistant's.
 
-        Names of control tokens in the messages are escaped, see `ControlTokens`. Raises `TaskError` without a template,
-        and if it rejects the messages or leaves out one of them.
+        Names of control tokens in the messages are escaped, see `ControlTokens`. Raises `TaskError` if there is no
+        template, or if it rejects the messages or leaves out one of them.
         """
         rendered = self._render_open(messages, template)
         shape = (*map(_message_shape, messages), *_template_shape(template))
-        if shape not in self._whole:
+        if shape not in self._complete_shapes:
             self._refuse_omissions(messages, template)
-            self._whole.add(shape)
+            self._complete_shapes.add(shape)
         return rendered
 
     def leaves_out_tools(self, messages: Sequence[Message], template: Template) -> bool:
-        """Return True if there are tools, and the template does not write them."""
+        """Return True if the prompt has tools and the template does not write them."""
         if not template.tools:
             return False
         return self._render_open(messages, template) == self._render_open(messages, structs.replace(template, tools=()))
@@ -101,7 +105,7 @@ class ChatTemplate:
         try:
             rendered = self._render_open(probe, template)
         except TaskError as error:
-            log.debug("the chat template takes no other words: %s", error)
+            log.debug("the chat template rejects placeholders for the words: %s", error)
             return
         for number, word in words.items():
             role = messages[number].role
@@ -114,19 +118,17 @@ class ChatTemplate:
     def _render_open(self, messages: Sequence[Message], template: Template) -> str:
         continues = bool(messages) and messages[-1].role == "assistant"
         if continues and not messages[-1].content:
-            raise TaskError(
-                "the prompt ends with an assistant's message without content, which has nothing to continue"
-            )
+            raise TaskError("the prompt ends with an assistant's message without content: there is nothing to continue")
         return self._apply(messages, template, add_generation_prompt=not continues, continue_final_message=continues)
 
     def render_conversation(self, messages: Sequence[Message], template: Template) -> str:
-        """Render a finished conversation. Raises `TaskError` as `render` does."""
+        """Render a finished conversation. Raises `TaskError` if there is no template, or if it rejects the messages."""
         return self._apply(messages, template, add_generation_prompt=False)
 
     def missing_opening(self) -> str:
-        """Return the text before an assistant's words that is missing after a prompt; "" if none is.
+        """Return the opening of an answer if rendered prompts do not end with it; "" if they do.
 
-        Example: "<|im_start|>assistant\\n" of a template that does not ask for `add_generation_prompt`.
+        Example: "<|im_start|>assistant\\n" for a template that ignores `add_generation_prompt`.
         """
         question = (Message(role="user", content="?"),)
         try:
@@ -141,15 +143,15 @@ class ChatTemplate:
         return opening if is_missing else ""
 
     def after_turn(self, said: Sequence[Message], template: Template, calls: Calls = ()) -> AfterTurn:
-        """Render `said` after a turn of the assistant: the text after its words, with the opening of the next turn.
+        """Return the text after an assistant's words: the turn's end, the messages `said`, the next turn's opening.
 
-        Some templates write the answers of tools only after `calls`, the end of the turn. Without `said` the text is
-        only the end of the turn. Raises `TaskError` as `render` does, for a template that does not write an assistant's
-        words once, and for one that leaves out a message.
+        Some templates write the answers of tools only after calls: `calls` are those at the end of the turn. If `said`
+        is empty, the text is only the end of the turn. Raises `TaskError` as `render` does, and if the template writes
+        the assistant's words never or repeatedly.
         """
         after = self._after_words(said, template, calls)
         shape = (tuple(map(_message_shape, said)), bool(calls), *_template_shape(template))
-        if shape not in self._whole:
+        if shape not in self._complete_shapes:
             words = [structs.replace(message, content=f"{WORDS}{number}z") for number, message in enumerate(said)]
             probe = self._after_words(words, template, calls).text
             for number, message in enumerate(said):
@@ -158,7 +160,7 @@ class ChatTemplate:
                         f"the chat template leaves out a message of the role {message.role!r} that follows the "
                         f"assistant's turn{' with its calls' if calls else ''}: the policy would not see it"
                     )
-            self._whole.add(shape)
+            self._complete_shapes.add(shape)
         return after
 
     def _after_words(self, said: Sequence[Message], template: Template, calls: Calls) -> AfterTurn:
@@ -178,7 +180,7 @@ class ChatTemplate:
         return AfterTurn(suffixes[0])
 
     def _after_calls(self, said: Sequence[Message], template: Template, calls: Calls) -> AfterTurn:
-        """The text after the last argument of the calls, and the texts there if other messages follow."""
+        """Return the text after the last argument of the calls, and the texts there if other messages follow."""
 
         def turn(*calls_made: dict[str, Any]) -> tuple[Message, ...]:
             return Message(role="user", content="?"), Message(role="assistant", content="", tool_calls=calls_made)
@@ -188,7 +190,7 @@ class ChatTemplate:
         if not sentinel:
             raise TaskError("the chat template does not write the arguments of a call")
         others, second_call = [self.render_conversation(conversation, template).rpartition(SENTINEL)[2]], None
-        # Many templates refuse a user's message here, or a second call.
+        # Many templates reject a user's message after calls, or a second call.
         with suppress(TaskError):
             question = Message(role="user", content="?")
             others.append(self._render_open((*conversation, question), template).rpartition(SENTINEL)[2])
@@ -211,7 +213,7 @@ class ChatTemplate:
             return rendered
         escaped = [self._control.escape(message, str(message["role"])) for message in chat]
         escaped_tools = self._control.escape(tools, "tool")
-        # A row may give arguments too. The chat template itself is one of them.
+        # Arguments may come from a row, so they are escaped too, except the chat template itself.
         row_arguments = {name: value for name, value in template.arguments.items() if name != "chat_template"}
         escaped_arguments = {**arguments, **self._control.escape(row_arguments, "tool")}
         if (escaped, escaped_tools, escaped_arguments) == (chat, tools, arguments):
@@ -219,15 +221,15 @@ class ChatTemplate:
         private = self._render_checked(escaped, escaped_tools, escaped_arguments)
         if self._control.restore(private) != rendered:
             raise TaskError(
-                "the chat template changes, cuts or looks for a text that spells a control token, so it cannot be kept "
-                'as text: take it out of the row, or choose control_tokens = "parse"'
+                "the chat template changes, cuts or searches a text that spells a control token, so that cannot stay "
+                'text: remove it from the row, or choose control_tokens = "parse"'
             )
         return private
 
     def _timed(self, template: Template, tools: list[dict[str, Any]] | None) -> dict[str, Any]:
-        """The arguments of `template`, with the run's time in place of that of the call if the chat template writes it.
+        """Return the arguments of `template`; they replace the present time in the chat template by the run's time.
 
-        Newer versions of transformers give a template no functions as arguments.
+        A macro replaces it, because newer versions of transformers pass no functions to a template.
         """
         text = self._tokenizer.get_chat_template(template.arguments.get("chat_template"), tools) if self._clock else ""
         if NOW not in text:
@@ -235,49 +237,49 @@ class ChatTemplate:
         return {**template.arguments, "chat_template": CLOCK + text, "streamppo_clock": self._clock}
 
     def _refuse_choice(self, template: Template) -> None:
-        """Raise `TaskError` for several named templates without a default."""
+        """Raise `TaskError` if the tokenizer has several named templates and none is the default."""
         named: object = self._tokenizer.chat_template
         if not isinstance(named, dict) or "chat_template" in template.arguments:
             return
         if "default" not in named and not (template.tools and "tool_use" in named):
             raise TaskError(
-                f"the tokenizer has no chat template but those named {', '.join(map(repr, sorted(named)))}: copy the "
+                f"the tokenizer has only the named chat templates {', '.join(map(repr, sorted(named)))}: copy the "
                 "one for these prompts to chat_template.jinja in the model's folder"
             )
 
-    def _render_checked(self, chat: Any, tools: Any, given: dict[str, Any]) -> str:
+    def _render_checked(self, chat: Any, tools: Any, arguments: dict[str, Any]) -> str:
         try:
-            return self._apply_template(chat, tools, given)
+            return self._apply_template(chat, tools, arguments)
         except FAULTS as error:
-            # Templates of DeepSeek join the arguments of a call to text.
+            # DeepSeek's templates concatenate a call's arguments with texts, so the arguments must be a text.
             if (as_text := _text_arguments(chat)) != chat:
                 with suppress(*FAULTS):
-                    return self._apply_template(as_text, tools, given)
+                    return self._apply_template(as_text, tools, arguments)
             raise TaskError(f"the chat template refuses the messages: {error}") from error
 
-    def _apply_template(self, chat: Any, tools: Any, given: dict[str, Any]) -> str:
-        return str(self._tokenizer.apply_chat_template(chat, tools=tools, tokenize=False, **given))
+    def _apply_template(self, chat: Any, tools: Any, arguments: dict[str, Any]) -> str:
+        return str(self._tokenizer.apply_chat_template(chat, tools=tools, tokenize=False, **arguments))
 
 
 def _directives(moment: datetime) -> dict[str, str]:
-    """The text of every directive of `strftime`. Example: {"%d": "07", "%-d": "7", "%B": "March", ...}."""
+    """Return the text of every directive of `strftime`. Example: {"%d": "07", "%-d": "7", "%B": "March", ...}."""
     every = (f"%{flag}{letter}" for letter in string.ascii_letters for flag in ("-", ""))
     return {directive: text for directive in every if (text := moment.strftime(directive)) != directive}
 
 
 def _message_shape(message: Message) -> tuple[object, ...]:
-    """The properties of a message that a template may distinguish, besides its words."""
+    """Return the properties of a message, besides its words, on which a template may depend."""
     presence = bool(message.text.strip()), bool(message.tool_calls), bool(message.tool_call_id), bool(message.name)
     return message.role, *presence, *sorted(message.fields)
 
 
 def _template_shape(template: Template) -> tuple[object, ...]:
-    """The properties of other inputs that a template may distinguish: a tokenizer may have a template for tools."""
+    """Return the other inputs on which a template may depend: a tokenizer may have a separate template for tools."""
     return bool(template.tools), repr(template.arguments)
 
 
 def _text_arguments(chat: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Messages whose calls have their arguments as JSON."""
+    """Return the messages with the arguments of their calls as JSON."""
 
     def with_text(call: dict[str, Any]) -> dict[str, Any]:
         function = call.get("function")
@@ -292,7 +294,7 @@ def _text_arguments(chat: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _with_sentinel(call: Mapping[str, Any]) -> dict[str, Any]:
-    """A call with the sentinel as its only argument."""
+    """Return a call with the sentinel as its only argument."""
     function = {**call.get("function", {}), "arguments": {"value": SENTINEL}}
     return {"type": "function", **call, "function": function}
 

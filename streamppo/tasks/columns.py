@@ -1,4 +1,4 @@
-"""Converts a row's columns for rewards to plain Python values, the same in every process.
+"""Converts the columns that rewards get to plain Python values, which are the same in every process.
 
 plain         values of any library     ->   None, bool, int, float, str, bytes, list, dict, Decimal, Fraction, UUID,
                                              datetime, date, time, timedelta
@@ -19,10 +19,10 @@ from streamppo.tasks.dataset_files import Row, Unreadable
 
 ATOMS = frozenset({type(None), bool, int, float, str, bytes})
 EXACT = frozenset({Decimal, Fraction, UUID, datetime.date, datetime.time, datetime.timedelta})
-"""Types that `plain` leaves unchanged. A datetime is converted: its zone may be no plain offset."""
+"""Types that `plain` leaves unchanged. It converts a datetime, because a time zone need not be a fixed offset."""
 
 PLAIN_TYPES: Mapping[type, Callable[..., object]] = {kind: kind for kind in (int, float, bytes, Decimal, Fraction)}
-"""Converts a value of a subclass to its plain type."""
+"""Plain types; a call of the type converts a value of a subclass."""
 
 
 class NotPlain(Exception):
@@ -30,14 +30,14 @@ class NotPlain(Exception):
 
 
 class Plain(NamedTuple):
-    """The plain columns of a row, and for each omitted column the reason."""
+    """The plain columns of a row, and the reason for each omitted column."""
 
     columns: Row
     omitted: Mapping[str, str]
 
 
 def plain_columns(row: Row) -> Plain:
-    """Make the columns of a row plain."""
+    """Convert the columns of a row; omit those that cannot be converted."""
     columns: dict[str, object] = {}
     omitted: dict[str, str] = {}
     for name, value in row.items():
@@ -51,7 +51,7 @@ def plain_columns(row: Row) -> Plain:
 
 
 def plain(value: object) -> object:
-    """Return `value` in Python's own types: tuples and arrays become lists. Raises `NotPlain`."""
+    """Convert a value to Python's types; tuples and arrays become lists. Raises `NotPlain` if that is impossible."""
     if type(value) in ATOMS or type(value) in EXACT:
         return value
     match value:
@@ -64,7 +64,7 @@ def plain(value: object) -> object:
         case datetime.datetime():
             return _fixed_offset(value)
         case np.datetime64():
-            # Nanoseconds would become an integer in numpy.
+            # numpy would convert nanoseconds to an integer.
             return plain(value.astype("datetime64[us]").item())
         case np.timedelta64():
             return plain(value.astype("timedelta64[us]").item())
@@ -90,9 +90,9 @@ def _plain_subclass(value: object) -> object:
 
 
 def _plain_array(value: np.generic | np.ndarray) -> object:
-    listed = value.tolist()
+    numbers = value.tolist()
     # `tolist` leaves a long double as a numpy number.
-    return float(listed) if isinstance(listed, np.floating) else plain(listed)
+    return float(numbers) if isinstance(numbers, np.floating) else plain(numbers)
 
 
 def _fixed_offset(value: datetime.datetime) -> datetime.datetime | None:

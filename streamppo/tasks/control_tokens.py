@@ -1,13 +1,13 @@
 """Separates a tokenizer's control tokens from untrusted text with their names.
 
-A row or a tool's output may contain "<|im_end|>" or "<tool_call>". A tokenizer turns every such name into the control
-token. Here only names written by the chat template become control tokens:
+A row or a tool's output may contain "<|im_end|>" or "<tool_call>". A tokenizer would turn every such name into the
+control token. Here only names that the chat template writes become control tokens:
 
     escape    names in the messages are replaced by letters and a number before the template is rendered
     ids       a twin of the tokenizer, whose control tokens have private names, tokenises the rendered text:
               the template's names become private names; escaped names become names again, plain text for the twin
 
-The twin splits, merges and normalises as the tokenizer does. It is made when the first name is found.
+The twin splits, merges and normalises texts as the tokenizer does. It is made when a text first contains a name.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ RENAMED = ("Unigram", "WordLevel", "WordPiece")
 LIST_ENTRY = "chat_control_tokens"
 """The entry of tokenizer_config.json with the control tokens that a chat template writes."""
 TRUSTED_ROLES = ("system", "assistant")
-"""Roles whose messages may contain markers that are not special, such as thinking tags."""
+"""Roles in whose messages non-special markers, such as thinking tags, stay control tokens."""
 T = TypeVar("T")
 
 
@@ -47,9 +47,10 @@ class ControlTokens:
         self.added = frozenset(added)
         self.special = frozenset({number for number, token in added.items() if token.special})
         """Ids of the special tokens."""
-        # A template may compose a name of parts. The tokenizer then lists it; older transformers keep the list unread.
-        listed = getattr(tokenizer, LIST_ENTRY, None) or tokenizer.init_kwargs.get(LIST_ENTRY) or ()
-        source = "\n".join([*templates, *listed])
+        # A template may compose a name from parts. The tokenizer then lists it; older transformers keep the list in
+        # init_kwargs.
+        listed_names = getattr(tokenizer, LIST_ENTRY, None) or tokenizer.init_kwargs.get(LIST_ENTRY) or ()
+        source = "\n".join([*templates, *listed_names])
         markers = [token.content for number, token in added.items() if number not in self.special]
         self._names = [token.content for number, token in added.items() if number in self.special]
         self._special_names = _any_of(self._names)
@@ -63,9 +64,9 @@ class ControlTokens:
         return match[0] if self._special_names and (match := self._special_names.search(text)) else None
 
     def escape(self, value: T, role: str) -> T:
-        """Escape the names in a text of a message with `role`, or in every text of a dict or list.
+        """Escape the names of control tokens in a text of a message with `role`, or in all texts of a dict or list.
 
-        Names of special tokens are escaped in every role, names of other markers in all but `TRUSTED_ROLES`. Raises
+        Names of special tokens are escaped in every role, names of other markers only outside `TRUSTED_ROLES`. Raises
         `TaskError` for a text that contains `MARK` or `DELIMITER`.
         """
         pattern = self._special_names if role in TRUSTED_ROLES else self._all_names
@@ -84,45 +85,45 @@ class ControlTokens:
                 return value
 
     def restore(self, text: str) -> str:
-        """Replace escaped names by the names."""
+        """Replace every escaped name by the name."""
         return ESCAPED.sub(lambda match: self._names[int(match[1])], text) if MARK in text else text
 
     def text_ids(self, text: str) -> list[int]:
-        """Return the ids of a text without any control token. Raises `TaskError` as `ids` does."""
+        """Return the ids of a text, in which control tokens' names are plain text. Raises `TaskError` as `ids` does."""
         _refuse_marks(text)
         return self._encode(text, 0)
 
     def ids(self, rendered: str) -> list[int]:
-        """Return the ids of a rendered template with escaped names.
+        """Return the ids of a rendered conversation, in which names may be escaped.
 
         Raises `TaskError` if the tokenizer can represent an escaped name only by the control token.
         """
-        private, written = rendered, 0
+        private, num_written = rendered, 0
         if self._all_names is not None:
-            private, written = self._all_names.subn(lambda match: _private(self._names.index(match[0])), rendered)
-        return self._encode(self.restore(private), written)
+            private, num_written = self._all_names.subn(lambda match: _private(self._names.index(match[0])), rendered)
+        return self._encode(self.restore(private), num_written)
 
-    def _encode(self, text: str, written: int) -> list[int]:
+    def _encode(self, text: str, num_written: int) -> list[int]:
         twin, numbers = self._twin
         twin_ids: list[int] = twin.encode(text, add_special_tokens=False).ids
         ids = [numbers.get(token, token) for token in twin_ids]
         control = {self._ids[name] for name in self._names if self._ids[name] != self._unknown}
-        if sum(token in control for token in ids) != written:
+        if sum(token in control for token in ids) != num_written:
             raise TaskError(
-                f"the tokenizer has no other way to write {self._all_names and self._all_names.findall(text)[:3]} than "
-                'by its control tokens: take it out of the text, or choose control_tokens = "parse"'
+                f"the tokenizer can write {self._all_names and self._all_names.findall(text)[:3]} only by its control "
+                'tokens: remove it from the text, or choose control_tokens = "parse"'
             )
         return ids
 
     @cached_property
     def _twin(self) -> tuple[Backend, dict[int, int]]:
-        """(twin whose control tokens have private names, {id in the twin: id in the tokenizer})."""
+        """The twin, whose control tokens have private names, and {id in the twin: id in the tokenizer}."""
         from tokenizers import Tokenizer as Backend
 
         if self._backend is None:
             raise TaskError(
-                "a text spells a control token, and this tokenizer is not a fast one, which alone can keep it as text: "
-                'save it with a tokenizer.json, or choose control_tokens = "parse"'
+                "a text spells a control token, and only a fast tokenizer can keep it as text: save this one with a "
+                'tokenizer.json, or choose control_tokens = "parse"'
             )
         content = json.loads(self._backend.to_str())
         renamed = {name: _private(number) for number, name in enumerate(self._names)}
@@ -136,29 +137,29 @@ class ControlTokens:
 
 def _number(backend: Backend, name: str) -> int:
     number = backend.token_to_id(name)
-    assert number is not None, "every added token is one of the twin's"
+    assert number is not None, "the twin has every added token"
     return number
 
 
 def _any_of(names: Iterable[str]) -> re.Pattern[str] | None:
-    """A pattern that matches the longest name at each position, as tokenizers do."""
+    """Return a pattern that matches the longest name at each position, as tokenizers do."""
     ordered = sorted(names, key=len, reverse=True)
     return re.compile("|".join(map(re.escape, ordered))) if ordered else None
 
 
 def _private(number: int) -> str:
-    """The twin's name of control token `number`."""
+    """Return the twin's name of control token `number`."""
     return f"{DELIMITER}{number}{DELIMITER}"
 
 
 def _refuse_marks(text: str) -> None:
     for mark in (MARK, DELIMITER):
         if mark in text:
-            raise TaskError(f"a text holds {mark!r}, which stands for control tokens here: take it out")
+            raise TaskError(f"a text contains {mark!r}, which is reserved for control tokens: remove it")
 
 
 def _rename(model: dict[str, object], renamed: Mapping[str, str]) -> None:
-    """Rename words in the model's vocabulary that are names of control tokens."""
+    """Rename the words of the model's vocabulary that are names of control tokens."""
     if model["type"] not in RENAMED:
         return
     match model["vocab"]:

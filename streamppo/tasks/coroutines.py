@@ -1,4 +1,4 @@
-"""Runs coroutines of users: within a time limit, with observed steps, or eagerly up to the first wait.
+"""Runs users' coroutines: within a time limit, with observed steps, or without a task up to the first wait.
 
 A step is the code between two waits of a coroutine; it blocks the event loop. A coroutine may swallow its cancellation.
 """
@@ -17,9 +17,9 @@ class TooLate(Exception):
 
 
 async def within(limit: asyncio.Timeout, call: Awaitable[T]) -> T:
-    """Await `call` within `limit`. Raises `TooLate` beyond it, whatever the call returns.
+    """Await `call` within `limit`. Raises `TooLate` if it ends later, even if it then returns a value.
 
-    A `TimeoutError` of the call itself is passed on.
+    A `TimeoutError` that the call itself raises is passed on.
     """
     try:
         async with limit:
@@ -29,7 +29,7 @@ async def within(limit: asyncio.Timeout, call: Awaitable[T]) -> T:
             raise TooLate from error
         raise
     end_s = limit.when()
-    # A bare `except` swallows a cancellation, and the last step of a call cannot be cancelled.
+    # A call may return late: its bare `except` swallows the cancellation, and its last step cannot be cancelled.
     if end_s is not None and asyncio.get_running_loop().time() > end_s:
         raise TooLate
     return result
@@ -49,7 +49,7 @@ class StepObserver(Protocol):
 
 async def observe_steps(coroutine: Coroutine[Any, Any, T], observer: StepObserver) -> T:
     """Run `coroutine`; call `observer` before and after each of its steps."""
-    # A task takes no generator, also not one of `types.coroutine`.
+    # A task accepts an `async def`, but not the generator of `types.coroutine`.
     return await _step_by_step(coroutine, observer)
 
 
@@ -74,9 +74,9 @@ def _step_by_step(coroutine: Coroutine[Any, Any, T], observer: StepObserver) -> 
 class EagerCoroutine(Generator[Any, Any, T]):
     """Runs `coroutine` up to its first wait at once, and the remainder in the task that awaits it.
 
-    A reward without a wait needs no timer, which would cost more than most such rewards. `result` is the result of a
-    coroutine without a wait; else it is None, and this object must be awaited once. `start_s` is the event loop's time
-    at the start. The constructor raises an error raised before the first wait.
+    So a reward that never waits needs no timer, which would cost more than most such rewards. `result` is the result of
+    a coroutine without a wait; else it is None, and this object must be awaited once. `start_s` is the event loop's
+    time at the start. The constructor passes on an error raised before the first wait.
     """
 
     def __init__(self, coroutine: Coroutine[Any, Any, T]) -> None:

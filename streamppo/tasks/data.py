@@ -15,13 +15,13 @@ from streamppo.tasks.dataset_files import Row
 from streamppo.types import Message, Prompt, Template
 
 ANSWER = "answer"
-"""The name of the answer for rewards, and of its column by default."""
+"""The name under which rewards get the answer, and the default name of its column."""
 MEDIA_COLUMNS = ("image", "images", "video", "videos", "audio", "audios")
-"""Names of columns with pictures and sounds, in multimodal data sets."""
+"""Names of columns with pictures and sounds in multimodal data sets."""
 MEDIA_MARKS = tuple(f"<{name}>" for name in ("image", "video", "audio"))
-"""Marks of pictures and sounds in the prompts of verl's and others' rows."""
+"""Placeholders of pictures and sounds in prompts, for example in verl's rows."""
 SPECIALS = 8
-"""Tokens that a tokenizer may add to a text; every other token covers at least one byte of it."""
+"""Maximum number of tokens that a tokenizer adds to a text. Every other token covers at least one byte of the text."""
 
 
 class Measure(Protocol):
@@ -41,10 +41,10 @@ VisitPrompt: TypeAlias = Callable[[str, Prompt], object]
 
 
 class Data:
-    """The rows of one source, or its first `limit`. Raises `TaskError` with file and row for an unusable row.
+    """The prompts of a source, or of its first `limit` rows. Raises `TaskError` with file and row for an unusable row.
 
-    `lengths` counts the training prompts that are "skipped" or "truncated". `keys` are `split.key` of the training
-    prompts, `held_out_keys` of the held-out ones. `notes` are sentences about files and columns.
+    `lengths` counts the prompts that are "skipped" or "truncated". `keys` are `split.key` of the training prompts,
+    `held_out_keys` of the held-out ones. `notes` are sentences about files and columns.
     """
 
     def __init__(
@@ -70,7 +70,7 @@ class Data:
         self.held_out: Sequence[Prompt]
         self.is_divided = source.evaluation is None and source.evaluation_split is None
         if self.is_divided:
-            # The first rows of a large file may all have the same prompt.
+            # If the first `limit` rows all have the same prompt, none can be held out.
             share = source.held_out if limit is None or len(set(self.keys)) > 1 else 0.0
             try:
                 divided = split.divide(self.training, self.keys, share, seed)
@@ -90,23 +90,25 @@ class Data:
             for column in sorted(self._media)
         ]
 
-    def remove(self, taken: set[bytes]) -> None:
-        """Remove training prompts whose keys are in `taken`. Raises `TaskError` if none is left."""
-        self.training = split.drop_taken(self.training, self.keys, taken)
-        self.keys = split.drop_taken(self.keys, self.keys, taken)
+    def remove(self, excluded: set[bytes]) -> None:
+        """Remove training prompts whose keys are in `excluded`. Raises `TaskError` if none is left."""
+        self.training = split.exclude(self.training, self.keys, excluded)
+        self.keys = split.exclude(self.keys, self.keys, excluded)
         if not self.training:
             raise TaskError(
-                f"{self._source.data}: each of its prompts is held out of another source: leave this one out"
+                f"{self._source.data}: all its prompts are held out by another source: leave this source out"
             )
 
     def _keys(self, prompts: Sequence[Prompt]) -> list[bytes]:
-        """`split.key` of the prompts without the source's system message."""
+        """Return `split.key` of each prompt without the source's system message."""
         return [split.key(prompt.text.removeprefix(self._source.system)) for prompt in prompts]
 
     def _read(self, data: str, of_split: str) -> Sequence[Prompt]:
         folder = Path(data)
         if folder.is_dir() and (doubtful := files.find(folder, of_split).doubtful):
-            self.notes.append(f"{self._name}: not read as of the split {of_split!r} in {folder}: {', '.join(doubtful)}")
+            self.notes.append(
+                f"{self._name}: not read, although named like the split {of_split!r} in {folder}: {', '.join(doubtful)}"
+            )
         rows = islice(dataset_files.rows(data, of_split, self._source.subset), self._limit)
         fitting = [prompt for where, row in rows if (prompt := self._prompt(row, where)) is not None]
         if not fitting:
@@ -121,8 +123,8 @@ class Data:
         media = {column for column in MEDIA_COLUMNS if _has_value(row.get(column))}
         if media and any(place in converted.text for place in MEDIA_MARKS):
             raise TaskError(
-                f"{where}: the prompt has places for what is in the column {min(media)!r}, and the policy reads only "
-                "text: leave such rows out"
+                f"{where}: the prompt has placeholders for the column {min(media)!r}, and the policy reads only text: "
+                "leave such rows out"
             )
         self._media |= media
         if self._tokenizer is not None and not self._fits(converted, where, self._source, self._tokenizer):
@@ -157,7 +159,7 @@ class Data:
 
 
 def _source_of_subset(source: Source) -> Source:
-    """Return `source` with the folders of its subset as data, where they are local."""
+    """Return `source` with the subset's folders as its data, if the data are local."""
     evaluation = source.evaluation
     if evaluation is not None:
         evaluation = dataset_files.subset_folder(evaluation, source.subset, is_required=False)
@@ -171,13 +173,13 @@ def _evaluation(source: Source) -> tuple[str, str]:
     data, of_split = source.evaluation or source.data, source.evaluation_split or source.split
     if source.evaluation is None and not dataset_files.has_splits(data):
         raise TaskError(
-            f"{data} is its own split, so evaluation_split would evaluate on what is trained on: "
-            "name other rows as `evaluation`, or use held_out"
+            f"{data} has no splits, so evaluation_split would evaluate on the training rows: name other rows as "
+            "`evaluation`, or use held_out"
         )
     same = data == source.data or Path(data).resolve() == Path(source.data).resolve()
     if same and (of_split == source.split or not dataset_files.has_splits(data)):
         raise TaskError(
-            f"{data} is trained on, and evaluation on it is one of memory: name other rows as `evaluation`, "
+            f"{data} has the training rows, whose accuracy measures memory: name other rows as `evaluation`, "
             "another evaluation_split, or leave both out and use held_out"
         )
     return data, of_split
@@ -206,7 +208,7 @@ def _has_value(value: object) -> bool:
 def reward_columns(row: Row, where: str, source: Source) -> dict[str, object]:
     """Return the columns that a row's rewards get. Raises `TaskError` with the name of a missing column."""
     columns: dict[str, object] = {**row}
-    # Rewards get the prompt's column unless its name is `prompt`: TRL and agents pass their own form of that.
+    # A column `prompt` is left out, because TRL and agents pass the prompt in another form.
     if source.prompt == "prompt":
         columns.pop("prompt", None)
     columns |= {new: _column(row, old, where) for new, old in source.columns.items()}
@@ -216,7 +218,7 @@ def reward_columns(row: Row, where: str, source: Source) -> dict[str, object]:
 
 
 def present_columns(row: Row, source: Source) -> Source:
-    """Return `source` without columns missing in the row; the prompt's column is unchanged."""
+    """Return `source` without the answer and the columns that the row lacks; the prompt's column is unchanged."""
     answer = source.answer if source.answer and has_column(row, _answer_column(row, source.answer)) else ""
     return structs.replace(
         source, answer=answer, columns={new: old for new, old in source.columns.items() if has_column(row, old)}
@@ -224,15 +226,15 @@ def present_columns(row: Row, source: Source) -> Source:
 
 
 def _template(row: Row, where: str, source: Source, *, chats: bool) -> Template:
-    """Return the chat template's inputs besides the messages; a plain text ignores its row's."""
+    """Return the chat template's inputs besides the messages. For a plain text, those in the row are ignored."""
     base = Template(arguments=source.template, control_tokens=source.control_tokens)
     return chat.template(row, source.tools, base, where) if chats else base
 
 
 def _answer_column(row: Row, name: str) -> str:
-    """The name of the answer's column: nested in verl's rows, also beside another column `answer`.
+    """Return the name of the answer's column. In verl's rows it is nested, even beside a column `answer`.
 
-    Example: verl's own conversion of gsm8k leaves the solution as the column `answer`, and rewards get `ground_truth`.
+    Example: verl's own conversion of gsm8k keeps the solution as the column `answer`, but rewards get `ground_truth`.
     """
     nested = row.get("reward_model")
     if (name == ANSWER or name not in row) and isinstance(nested, Mapping) and "ground_truth" in nested:
@@ -268,15 +270,15 @@ def _value(row: Row, name: str) -> object:
 
 
 def content(value: object, where: str, source: Source) -> tuple[str, tuple[Message, ...]]:
-    """Return (text, messages) of a prompt's value; no messages for a plain text.
+    """Return (text, messages) of the value of the prompt's column; a plain text has no messages.
 
     The text of messages is their joined contents. Raises `TaskError` for a value that is not a prompt.
     """
     if isinstance(value, str) and value:
         if not source.chat and not source.system and not _as_json(value):
             return value, ()
-        listed = _as_json(value)
-        messages = [chat.message(item, where) for item in listed] if listed else [Message(role="user", content=value)]
+        items = _as_json(value)
+        messages = [chat.message(item, where) for item in items] if items else [Message(role="user", content=value)]
     elif isinstance(value, list) and value:
         messages = [chat.message(item, where) for item in value]
     else:
@@ -295,8 +297,8 @@ def _as_json(text: str) -> list[object]:
     if not text.lstrip().startswith("["):
         return []
     try:
-        listed = json.loads(text)
+        items = json.loads(text)
     except (ValueError, RecursionError):
         return []
-    is_chat = isinstance(listed, list) and all(isinstance(item, dict) and "role" in item for item in listed)
-    return listed if is_chat else []
+    is_chat = isinstance(items, list) and all(isinstance(item, dict) and "role" in item for item in items)
+    return items if is_chat else []

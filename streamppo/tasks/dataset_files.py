@@ -1,4 +1,4 @@
-"""Reads rows of a data set: one file, a folder of files, a folder by `save_to_disk`, or a name on the hub."""
+"""Reads the rows of a data set: a file, a folder of files, a folder written by `save_to_disk`, or a name on the hub."""
 
 import csv
 import gzip
@@ -16,9 +16,9 @@ if TYPE_CHECKING:
     import pyarrow
 
 Row: TypeAlias = Mapping[str, Any]
-"""The columns of one row of data, by name; the user's functions take values of any type."""
+"""The columns of one row of data, by name; values may have any type."""
 BATCH = 1024
-"""Rows of a parquet file in memory as Python objects at one time."""
+"""Number of rows of a parquet file that are in memory as Python objects at a time."""
 SUFFIXES = (".jsonl", ".gz", ".parquet", ".arrow", ".csv", ".tsv")
 
 
@@ -41,7 +41,8 @@ def rows(data: str, split: str, subset: str = "") -> Iterator[tuple[str, Row]]:
 def subset_folder(data: str, subset: str, *, is_required: bool) -> str:
     """Return the folder of a data set's configuration `subset`; a name on the hub is unchanged.
 
-    Example: `main` of a copy of openai/gsm8k is its folder `main`. Raises `TaskError` if it is required and not there.
+    Example: in a copy of openai/gsm8k the subset `main` is the folder `main`. Raises `TaskError` if a required folder
+    is missing.
     """
     path = Path(data)
     if not subset or not path.exists():
@@ -64,7 +65,9 @@ def has_splits(data: str) -> bool:
 
 def _file(path: Path) -> Iterator[Row]:
     if path.exists() and not path.is_file():
-        raise TaskError(f"{path}: not a file: a pipe or a device can be read once, and a run reads its data again")
+        raise TaskError(
+            f"{path}: not a file: a pipe or a device can be read only once, and a run reads its data several times"
+        )
     match files.ending(path):
         case ".jsonl" | ".jsonl.gz":
             return _jsonl(path)
@@ -78,7 +81,7 @@ def _file(path: Path) -> Iterator[Row]:
             return _csv(path, "\t")
         case _:
             raise TaskError(
-                f"{path}: {path.suffix or 'no suffix'} is not read: use .jsonl, .csv, .parquet or .jsonl.gz"
+                f"{path}: {path.suffix or 'no suffix'} is not supported: use .jsonl, .csv, .parquet or .jsonl.gz"
             )
 
 
@@ -88,7 +91,7 @@ def _jsonl(path: Path) -> Iterator[Row]:
             try:
                 yield parse(line, f"{path}, line {number}")
             except TaskError as error:
-                raise TaskError(f"{error}; each line of the file is one JSON object, in UTF-8") from error
+                raise TaskError(f"{error}; each line of the file must be one JSON object in UTF-8") from error
 
 
 def _lines(path: Path) -> Iterator[bytes]:
@@ -97,7 +100,7 @@ def _lines(path: Path) -> Iterator[bytes]:
         with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as lines:
             yield from lines
     except (gzip.BadGzipFile, zlib.error, EOFError) as error:
-        raise TaskError(f"{path}: not a gzip file, or a part of one: {error}") from error
+        raise TaskError(f"{path}: not a complete gzip file: {error}") from error
     except OSError as error:
         raise TaskError(f"{path}: cannot be read: {error.strerror or error}") from error
 
@@ -114,7 +117,7 @@ def parse(text: bytes, where: str) -> Row:
 
 
 def _csv(path: Path, delimiter: str) -> Iterator[Row]:
-    """Read a table with a header: values are text, empty ones None, as in pandas and `datasets`.
+    """Read a table with a header. Values are texts, or None if empty, as in pandas and `datasets`.
 
     Columns without a name, such as the index of `DataFrame.to_csv`, are left out.
     """
@@ -123,7 +126,7 @@ def _csv(path: Path, delimiter: str) -> Iterator[Row]:
     try:
         names = next(table, [])
         if duplicates := _duplicates(names):
-            raise TaskError(f"{path}: the first line names {duplicates} twice; it has the columns' names")
+            raise TaskError(f"{path}: the first line must name the columns, and it has {duplicates} twice")
         for values in table:
             if not values:
                 continue
@@ -174,9 +177,9 @@ def _arrow(path: Path) -> Iterator[Row]:
 
 
 def _rows(batch: "pyarrow.RecordBatch", where: Path) -> Iterator[Row]:
-    """Yield the rows of a batch. A column that Python cannot represent is `Unreadable` in each row.
+    """Yield the rows of a batch. A column with a value that Python cannot represent is `Unreadable` in each row.
 
-    Raises `TaskError` for two columns of one name.
+    Raises `TaskError` for two columns with the same name.
     """
     import pyarrow
 
@@ -187,9 +190,9 @@ def _rows(batch: "pyarrow.RecordBatch", where: Path) -> Iterator[Row]:
     for column in batch.columns:
         try:
             kind = _in_microseconds(column.type)
-            listed = column.cast(kind, safe=False).to_pylist()
-            columns.append([_parse_json(value, kind) for value in listed] if _has_json(kind) else listed)
-        # Dates beyond the year 9999, texts that are not UTF-8, duplicate field names, types unknown to Python.
+            column_values = column.cast(kind, safe=False).to_pylist()
+            columns.append([_parse_json(value, kind) for value in column_values] if _has_json(kind) else column_values)
+        # Python lacks dates beyond the year 9999, texts that are not UTF-8, duplicate field names, and some types.
         except (
             pyarrow.ArrowException,
             ValueError,
@@ -204,7 +207,7 @@ def _rows(batch: "pyarrow.RecordBatch", where: Path) -> Iterator[Row]:
 
 
 def _has_json(kind: "pyarrow.DataType") -> bool:
-    """Return True for a type that contains Arrow's JSON type: `datasets` writes it for columns of mixed values."""
+    """Return True for a type that contains Arrow's JSON type, which `datasets` uses for columns of mixed values."""
     import pyarrow as pa
 
     if pa.types.is_struct(kind):
@@ -261,4 +264,4 @@ def _hub(name: str, split: str, subset: str) -> Iterator[Row]:
         yield from load_dataset(name, subset or None, split=split)
     # A hub data set may run its own code, and a download may fail with any exception.
     except Exception as error:
-        raise TaskError(f"{name}: neither a file or folder nor loaded from the hub: {error!r}") from error
+        raise TaskError(f"{name}: not a file or folder, and not loaded from the hub: {error!r}") from error

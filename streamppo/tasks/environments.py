@@ -7,7 +7,7 @@
 
 `text` is the policy's turn without special tokens. Steps run in the actor's event loop, so they must await long work;
 blocking steps are logged and counted (stalls.py). An error, a timeout or a number that is not finite fails the
-trajectory with the first reason.
+trajectory.
 """
 
 import asyncio
@@ -35,7 +35,7 @@ class Observation(NamedTuple):
 
 
 class Done(NamedTuple):
-    """The end, with the reward of the last turn; each of `components` is logged as reward_NAME."""
+    """The end of a trajectory, with the reward of its last turn; each of `components` is logged as reward_NAME."""
 
     reward: float = 0.0
     components: Mapping[str, float] = MappingProxyType({})
@@ -59,24 +59,24 @@ T = TypeVar("T")
 
 
 def load(config: Config) -> Make:
-    """Load the environment's class; return a function that makes instances. Raises `TaskError` if it is invalid."""
+    """Load the environment's class; return a function that makes instances. Raises `TaskError` for an invalid class."""
     environment = plugins.load(config.name, "environment.name")
     for method in ("reset", "step", "close"):
         member = getattr(environment, method, None)
         if not asyncio.iscoroutinefunction(member) and (member is not None or method != "close"):
             raise TaskError(f"environment.name {config.name!r} has no `async def {method}`")
 
-    make_one = cast(Callable[..., Environment], environment)
-    plugins.check_arguments(make_one, config.arguments, f"environment.name {config.name!r}")
+    environment_class = cast(Callable[..., Environment], environment)
+    plugins.check_arguments(environment_class, config.arguments, f"environment.name {config.name!r}")
 
     async def make() -> Environment:
-        return make_one(**config.arguments)
+        return environment_class(**config.arguments)
 
     return make
 
 
 class EnvSession:
-    """A running environment; every method raises `EnvironmentFailed`."""
+    """A running environment; every method raises `EnvironmentFailed` if the environment fails."""
 
     def __init__(self, environment: Environment, calls: EnvironmentCalls) -> None:
         self._environment = environment
@@ -112,7 +112,7 @@ async def open_session(make: Make, stalls: EventLoopStalls) -> AsyncGenerator[En
     session = EnvSession(await _within_time("the constructor", calls, make), calls)
     try:
         yield session
-    # Also a cancellation.
+    # A cancellation must close the environment too.
     except BaseException:
         # A failure of `close` must not hide the first reason.
         with suppress(EnvironmentFailed):
@@ -136,7 +136,7 @@ def _plain(reward: Reward) -> Reward:
     try:
         return plain(reward)
     except ValueError as error:
-        raise EnvironmentFailed(f"step gave {user_traceback.describe(reward)[:QUOTED]}, {error}") from error
+        raise EnvironmentFailed(f"step returned {user_traceback.describe(reward)[:QUOTED]}, {error}") from error
 
 
 def _check_message(value: object) -> Said:
@@ -145,7 +145,7 @@ def _check_message(value: object) -> Said:
     if isinstance(value, Sequence) and value and all(map(_is_message, value)):
         return tuple(value)
     quoted = user_traceback.describe(value)[:QUOTED]
-    raise EnvironmentFailed(f"an environment says messages or a text that is not empty, not {quoted}")
+    raise EnvironmentFailed(f"an environment must return messages, or a text that is not empty, not {quoted}")
 
 
 def _is_message(value: object) -> bool:

@@ -1,4 +1,4 @@
-"""Finds the files of a split in a data folder: named after the split, or in a folder named after it.
+"""Finds the files of a split in a data folder: files that are named after it, or are in a folder named after it.
 
 of the split train    train.jsonl, train-00000-of-00002.parquet, train/anything.parquet, main/train.jsonl.gz
 of no split           .cache/train.jsonl, and ambiguous names: train-old.jsonl, test/train.jsonl
@@ -32,10 +32,10 @@ class SplitFiles(NamedTuple):
 def find(folder: Path, split: str) -> SplitFiles:
     """Find the files of `split`.
 
-    Raises `TaskError` if there are none, two differ in their endings alone, or one has an unsupported format.
+    Raises `TaskError` if there are none, if two differ only in their endings, or if one has an unsupported format.
     """
     if is_saved_dataset(folder / split):
-        # A folder of several splits: each is such a folder, beside whose files `map` may have left a cache.
+        # Each split has a saved folder, whose state.json lists its files. Other files there may be a cache of `map`.
         folder /= split
     if is_saved_dataset(folder):
         try:
@@ -43,13 +43,13 @@ def find(folder: Path, split: str) -> SplitFiles:
             return SplitFiles([folder / entry["filename"] for entry in entries], [])
         except (OSError, ValueError, LookupError, TypeError, RecursionError) as error:
             raise TaskError(f"{folder / 'state.json'}: not as `save_to_disk` writes it: {error}") from error
-    seen = list(_visible_files(folder))
-    data = [name for name in seen if ending(name)]
-    others = [name for name in seen if not ending(name) and UNSUPPORTED.search(name.name)]
+    visible = list(_visible_files(folder))
+    data = [name for name in visible if ending(name)]
+    others = [name for name in visible if not ending(name) and UNSUPPORTED.search(name.name)]
     if unsupported := [str(name) for name in others if _is_named(_stem(name), split)]:
         raise TaskError(
-            f"{folder}: {', '.join(unsupported)} of the split {split!r} would be left out: make jsonl, csv or parquet "
-            "of it, move it away, or name the file that is meant as `data`"
+            f"{folder}: {', '.join(unsupported)} of the split {split!r} cannot be read: convert it to jsonl, csv or "
+            "parquet, move it away, or name another file as `data`"
         )
     of_split = [name for name in data if _belongs_to(name, split)]
     if not of_split:
@@ -63,8 +63,8 @@ def find(folder: Path, split: str) -> SplitFiles:
         by_stem[name.with_name(_stem(name))].append(str(name))
     if same := next((names for names in by_stem.values() if len(names) > 1), None):
         raise TaskError(
-            f"{folder}: {' and '.join(same)} differ in their endings alone: their rows may be the same; "
-            "move one away, or name the file that is meant as `data`"
+            f"{folder}: {' and '.join(same)} differ only in their endings, so their rows may be the same: move one "
+            "away, or name one of them as `data`"
         )
     doubtful = [str(name) for name in data if name not in of_split and _mentions(name, split)]
     return SplitFiles([folder / name for name in of_split], doubtful)

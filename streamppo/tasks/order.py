@@ -1,4 +1,4 @@
-"""Maps positions in an endless stream to rows and sources, as pure functions of seed and position."""
+"""Maps positions in an endless stream of prompts to sources and rows, as pure functions of seed and position."""
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
@@ -9,16 +9,19 @@ import numpy as np
 from streamppo.types import WireStruct
 
 BLOCK = 1024
-"""Positions over which a mixture matches its weights exactly."""
+"""Length of a mixture's blocks. In every block the sources occur in proportion to their weights."""
 EASIEST = 0.1
-"""Share of the rows at the start of a ramp."""
+"""Share of the rows, the easiest ones, from which the start of a ramp is drawn."""
 
 
 class ShuffledOrder:
-    """Row `permutation(seed, epoch)[position % n]` with epoch = position // n; `count` is n, `key` begins with seed."""
+    """Maps a position to row `permutation(key, epoch)[position % count]` with epoch = position // count.
+
+    The first number of `key` is the seed.
+    """
 
     def __init__(self, count: int, *key: int) -> None:
-        # Trajectories in flight may belong to two consecutive epochs.
+        # The prompts in flight may belong to two consecutive epochs.
         self._permutation = lru_cache(maxsize=2)(
             lambda epoch: np.random.default_rng((key[0], epoch, *key[1:])).permutation(count)
         )
@@ -31,7 +34,7 @@ class ShuffledOrder:
 
 
 class RampedOrder:
-    """A curriculum: over the first `ramp` positions rows are drawn from a growing set of the easiest; then shuffled.
+    """A curriculum: the first `ramp` positions draw from a growing set of the easiest rows, later ones are shuffled.
 
     eligible = round(n * (EASIEST + (1 - EASIEST) * position / ramp)) easiest of n rows
     """
@@ -48,8 +51,8 @@ class RampedOrder:
             return self._after(position - self._ramp)
         count = len(self._by_difficulty)
         eligible = max(1, round(count * (EASIEST + (1 - EASIEST) * position / self._ramp)))
-        drawn = np.random.default_rng((self._seed, 0x4A3B, position)).integers(eligible)
-        return int(self._by_difficulty[drawn])
+        rank = np.random.default_rng((self._seed, 0x4A3B, position)).integers(eligible)
+        return int(self._by_difficulty[rank])
 
 
 class Mixture:
@@ -75,7 +78,7 @@ class Mixture:
         return source, block * self._counts[source] + int(ranks[within])
 
     def _arrange(self, generator: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
-        """One block: the source of each position, and the count of the same source before it in the block."""
+        """Arrange one block: return each position's source, and how often the source occurs before it in the block."""
         sources = generator.permutation(np.repeat(np.arange(len(self._counts)), self._counts))
         ranks = np.empty(self._size, dtype=np.int64)
         for source, count in enumerate(self._counts):
@@ -84,14 +87,17 @@ class Mixture:
 
 
 class PromptOrder:
-    """Maps the number of a prompt to its source and row. `orders` are of the sources, named and mixed by `weights`."""
+    """Maps the number of a prompt to its source and row.
+
+    `orders` has the order of each source, `weights` its name and weight in the mixture.
+    """
 
     def __init__(self, orders: Sequence[Callable[[int], int]], weights: Mapping[str, float], seed: int) -> None:
         self._orders = orders
         self._mixture = Mixture(weights, seed) if len(orders) > 1 else None
 
     def __call__(self, number: int) -> tuple[int, int]:
-        """Return (index of the source, row of its training rows) of prompt `number` >= 0."""
+        """Return (index of the source, index of the row in its training rows) of prompt `number` >= 0."""
         source, position = self._mixture(number) if self._mixture else (0, number)
         return source, self._orders[source](position)
 
@@ -110,16 +116,16 @@ class SourceRows(WireStruct, frozen=True):
 
 
 class RowNumbers(WireStruct, frozen=True):
-    """Finds the row number of a prompt without the rows: has the sources and the seed of their mixture.
+    """Finds the row number of a prompt without the rows, from the sources and the seed of their mixture.
 
-    Example: sources of 10 and 5 rows. Row 2 of the second source has number 12.
+    Example: with sources of 10 and 5 rows, row 2 of the second source has the number 12.
     """
 
     sources: tuple[SourceRows, ...]
     seed: int
 
     def has_rows_of(self, other: "RowNumbers") -> bool:
-        """Return True if a row's number stands for the same row in `other`, whatever the order of prompts."""
+        """Return True if every row number means the same row in `other`; the order of prompts may differ."""
         return [(source.name, source.count, source.content) for source in self.sources] == [
             (source.name, source.count, source.content) for source in other.sources
         ]

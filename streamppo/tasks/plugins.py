@@ -29,9 +29,10 @@ DEVELOPMENT = {"test", "docs", "peers"}
 
 
 def export_path() -> None:
-    """Make modules of the current folder importable here and in every child process, where they come first.
+    """Put the current folder first on the import path of this process and of its child processes.
 
-    Raises `RunError` if one of them hides a module of Python or of a used library: Ray itself would import it.
+    Raises `RunError` if a module in it has the name of one of Python or of a library in use: Ray would import it
+    instead.
     """
     folder = os.getcwd()
     if shadowing := _shadowing_modules(Path(folder)):
@@ -45,56 +46,56 @@ def export_path() -> None:
 
 
 def _shadowing_modules(folder: Path) -> list[Path]:
-    """The modules and packages in `folder` with the name of a module of Python, or of an installed one in use."""
+    """Return the modules and packages in `folder` with the name of a standard or an imported module."""
     installed = {
         name
         for name, module in sys.modules.items()
         if "site-packages" in Path(getattr(module, "__file__", "") or "").parts
     }
-    # A checkout of streamppo may be the folder, and an installed one in use.
-    taken = {*sys.stdlib_module_names, *installed} - {"streamppo"}
+    # The folder may be a checkout of streamppo while an installed streamppo is in use.
+    reserved = {*sys.stdlib_module_names, *installed} - {"streamppo"}
     modules = [*folder.glob("*.py"), *(init.parent for init in folder.glob("*/__init__.py"))]
-    return sorted(path for path in modules if path.stem in taken and "site-packages" not in path.parts)
+    return sorted(path for path in modules if path.stem in reserved and "site-packages" not in path.parts)
 
 
-def load(name: str, asked_by: str) -> object:
-    """Import the object `name`. Raises `TaskError`, with a message that begins with `asked_by`, if that fails."""
+def load(name: str, subject: str) -> object:
+    """Import the object `name`. Raises `TaskError`, with a message that begins with `subject`, if that fails."""
     where, colon, attribute = name.rpartition(":")
     if not colon or not where or not attribute:
-        raise TaskError(f"{asked_by} {name!r} is not of the form package.module:name or path/file.py:name")
+        raise TaskError(f"{subject} {name!r} is not of the form package.module:name or path/file.py:name")
     try:
         module = _from_file(where) if where.endswith(".py") else importlib.import_module(where)
     except FileNotFoundError as error:
-        raise TaskError(f"{asked_by} {name!r}: {error}") from error
+        raise TaskError(f"{subject} {name!r}: {error}") from error
     except user_traceback.USER_ERRORS as error:
         raise TaskError(
-            f"{asked_by} {name!r}: importing {where} failed: {user_traceback.format_user_error(error)}"
+            f"{subject} {name!r}: importing {where} failed: {user_traceback.format_user_error(error)}"
             f"{_path_hint(where, attribute, error) or remedy(error)}"
         ) from error
     plugin = getattr(module, attribute, None)
     if plugin is None:
-        raise TaskError(f"{asked_by} {name!r}: {where} has no {attribute!r}")
+        raise TaskError(f"{subject} {name!r}: {where} has no {attribute!r}")
     return plugin
 
 
-def function(name: str, asked_by: str) -> Callable[..., object]:
+def function(name: str, subject: str) -> Callable[..., object]:
     """Import the function `name`, as `load` does. Raises `TaskError` if it is not callable."""
-    plugin = load(name, asked_by)
+    plugin = load(name, subject)
     if not callable(plugin):
-        raise TaskError(f"{asked_by} {name!r} is not a function")
+        raise TaskError(f"{subject} {name!r} is not a function")
     return plugin
 
 
-def call(asked_by: str, function: Callable[[*Arguments], R], *arguments: *Arguments) -> R:
-    """Call user code. Raises `TaskError` if it fails; the message begins with `asked_by` and names the line."""
+def call(subject: str, function: Callable[[*Arguments], R], *arguments: *Arguments) -> R:
+    """Call user code. Raises `TaskError` if it fails; the message begins with `subject` and names the line."""
     try:
         return function(*arguments)
     except user_traceback.USER_ERRORS as error:
-        raise TaskError(f"{asked_by}: {user_traceback.format_user_error(error)}{remedy(error)}") from error
+        raise TaskError(f"{subject}: {user_traceback.format_user_error(error)}{remedy(error)}") from error
 
 
 def _path_hint(where: str, attribute: str, error: BaseException) -> str:
-    """Return the remedy for a failed import of a neighbour module in the file `where`; "" if there is none."""
+    """Return the remedy if the file `where` failed to import a module beside it; "" for other errors."""
     if not where.endswith(".py") or not isinstance(error, ImportError):
         return ""
     path = Path(where).absolute()
@@ -106,12 +107,12 @@ def _path_hint(where: str, attribute: str, error: BaseException) -> str:
             names.insert(0, folder.name)
         return f": name it as a module, {'.'.join(names)}:{attribute}, with PYTHONPATH={folder.parent}"
     if error.name and any((folder / name).exists() for name in (f"{error.name}.py", error.name)):
-        return f": it is beside {path.name}, and is found with PYTHONPATH={folder}"
+        return f": it is beside {path.name}, and can be imported with PYTHONPATH={folder}"
     return ""
 
 
 def remedy(error: BaseException) -> str:
-    """Return the remedy for a missing or too old module: its extra; "" if no extra has it."""
+    """Return the command that installs a missing or too old module; "" if no extra has the module."""
     if not isinstance(error, ImportError) or not error.name:
         return ""
     # The extras of a checkout that is not installed are unknown.
@@ -122,7 +123,7 @@ def remedy(error: BaseException) -> str:
 
 
 def extra_of(module: str, requirements: Iterable[str]) -> str:
-    """Return the extra among `requirements` that brings a module; "" if none or several do."""
+    """Return the extra in `requirements` that installs a module; "" if none or several do."""
     extras = set[str]()
     for requirement in map(Requirement, requirements):
         if requirement.name.lower().replace("-", "_") == module.lower():
@@ -138,38 +139,38 @@ def load_and_try(name: str, field: str, test: Callable[[Callable[..., object]], 
     return imported
 
 
-def parameters_of(function: Callable[..., object], asked_by: str) -> Mapping[str, inspect.Parameter]:
-    """The parameters of a function or class. Raises `TaskError` for one without a signature, as of a compiled module.
+def parameters_of(function: Callable[..., object], subject: str) -> Mapping[str, inspect.Parameter]:
+    """Return the parameters of a function or class. Raises `TaskError` if it has no signature, as in compiled modules.
 
-    The message begins with `asked_by`.
+    The message begins with `subject`.
     """
     try:
         return inspect.signature(function).parameters
     except (TypeError, ValueError) as error:
-        raise TaskError(f"{asked_by} has no signature to read: call it in a function of your own (`def`)") from error
+        raise TaskError(f"{subject} has no signature to read: call it in a function of your own (`def`)") from error
 
 
-def check_arguments(factory: Callable[..., object], arguments: Mapping[str, object], asked_by: str) -> None:
+def check_arguments(factory: Callable[..., object], arguments: Mapping[str, object], subject: str) -> None:
     """Check arguments against a class's constructor.
 
-    Raises `TaskError` for an unknown or missing argument; the message begins with `asked_by` and names it.
+    Raises `TaskError` for an unknown or missing argument; the message begins with `subject` and names it.
     """
-    parameters = parameters_of(factory, asked_by).values()
+    parameters = parameters_of(factory, subject).values()
     named = {p.name for p in parameters if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)}
-    check_names(arguments, named, asked_by, takes_all=any(p.kind is p.VAR_KEYWORD for p in parameters))
+    check_names(arguments, named, subject, takes_all=any(p.kind is p.VAR_KEYWORD for p in parameters))
     missing = {p.name for p in parameters if p.name in named and p.default is p.empty} - arguments.keys()
     if missing:
-        raise TaskError(f"{asked_by} needs the argument {min(missing)!r}")
+        raise TaskError(f"{subject} needs the argument {min(missing)!r}")
 
 
-def check_names(given: Iterable[str], named: Set[str], asked_by: str, *, takes_all: bool) -> None:
-    """Raise `TaskError`, with the most similar name, for an argument in `given` that is not in `named`."""
-    unknown = set() if takes_all else set(given) - named
+def check_names(arguments: Iterable[str], named: Set[str], subject: str, *, takes_all: bool) -> None:
+    """Raise `TaskError`, with the most similar name, for an argument in `arguments` that is not in `named`."""
+    unknown = set() if takes_all else set(arguments) - named
     if unknown:
         name = min(unknown)
         similar = difflib.get_close_matches(name, named, 1)
         hint = f"; is {similar[0]!r} meant?" if similar else ""
-        raise TaskError(f"{asked_by} has no argument {name!r} (it has {', '.join(sorted(named)) or 'none'}){hint}")
+        raise TaskError(f"{subject} has no argument {name!r} (it has {', '.join(sorted(named)) or 'none'}){hint}")
 
 
 def _from_file(name: str) -> ModuleType:

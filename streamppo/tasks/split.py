@@ -14,14 +14,15 @@ T = TypeVar("T")
 
 
 class SplitPrompts(NamedTuple):
-    """Training prompts, with repetitions, and held-out prompts, each once."""
+    """Training prompts, with repetitions, and held-out prompts, each once; `notes` are sentences about them."""
 
     training: Sequence[Prompt]
     held_out: Sequence[Prompt]
+    notes: Sequence[str] = ()
 
 
 def key(text: str) -> bytes:
-    """A hash of a text that ignores case, white space and the form of characters (NFKC)."""
+    """Return a hash of a text that ignores case, white space and the form of characters (NFKC)."""
     normal = " ".join(unicodedata.normalize("NFKC", text).casefold().split()) or text
     return blake2b(normal.encode(errors="surrogatepass"), digest_size=16).digest()
 
@@ -45,22 +46,22 @@ def divide(prompts: Sequence[Prompt], keys: Sequence[bytes], share: float, seed:
         )
     order = np.random.default_rng((seed, 0xF11E)).permutation(len(distinct))
     rows = [distinct[int(place)] for place in order[:count]]
-    training = drop_taken(prompts, keys, {keys[row] for row in rows})
+    training = exclude(prompts, keys, {keys[row] for row in rows})
     return SplitPrompts(training, [prompts[row] for row in rows])
 
 
 def held_out_count(count: int, share: float) -> int:
-    """Return the held-out number of `count`: max(1, round(share * count)), and 0 for a share of 0."""
+    """Return how many of `count` are held out: max(1, round(share * count)), or 0 for a share of 0."""
     return max(1, round(share * count)) if share else 0
 
 
-def drop_taken(values: Sequence[T], keys: Sequence[bytes], taken: set[bytes]) -> list[T]:
-    """Return the values whose keys are not in `taken`."""
-    return [value for value, key in zip(values, keys, strict=True) if key not in taken]
+def exclude(values: Sequence[T], keys: Sequence[bytes], excluded: set[bytes]) -> list[T]:
+    """Return the values whose keys are not in `excluded`."""
+    return [value for value, key in zip(values, keys, strict=True) if key not in excluded]
 
 
 def describe_repeats(keys: Iterable[bytes], name: str) -> Sequence[str]:
-    """A sentence with the number of rows that repeat an earlier row's prompt, if there are any."""
+    """Return a sentence with the number of rows that repeat an earlier row's prompt, if there are any."""
     all_keys = list(keys)
     count = len(all_keys) - len(set(all_keys))
     if not count:
@@ -70,14 +71,14 @@ def describe_repeats(keys: Iterable[bytes], name: str) -> Sequence[str]:
 
 
 def describe_overlap(held_out: Sequence[bytes], training: set[bytes], name: str) -> Sequence[str]:
-    """A sentence with the number of evaluation prompts that are also in the training rows, if there are any."""
+    """Return a sentence with the number of evaluation prompts that are in the training rows too, if there are any."""
     count = sum(key in training for key in held_out)
     if not count:
         return ()
     verb = "is" if count == 1 else "are"
     return (
         f"{name}: {count} of {len(held_out)} evaluation prompts {verb} in the training rows too: "
-        "their accuracy is that of memory",
+        "their accuracy measures memory",
     )
 
 

@@ -1,8 +1,8 @@
-"""Steps of environments that block the event loop: logged while they run, counted, and not charged to other calls.
+"""Finds steps of environments that block the event loop: logs and counts them, and extends other calls' deadlines.
 
 All environments of a rollout actor share its event loop with the engine and the heartbeats. A step that computes or
-sleeps without awaiting blocks them all and cannot be ended. It is logged with file and line. Its duration counts for
-its own call only: the deadlines of all other calls are extended by it.
+sleeps without awaiting blocks them all and cannot be ended. It is logged with file and line. Its duration counts only
+for its own call: the deadlines of all other calls are extended by it.
 """
 
 import asyncio
@@ -28,14 +28,14 @@ log = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class _Step:
-    """A running step; `place` is its file and line once it blocks the loop."""
+    """A running step; `place` is its file and line, and is empty until the step blocks the loop."""
 
     since_s: float
     place: str = ""
 
 
 class EventLoopStalls:
-    """Calls of the environments `name`, each bounded by `timeout_s`; `counts` are stalls by file and line."""
+    """Watches the calls of the environments `name`, each bounded by `timeout_s`. Counts stalls by file and line."""
 
     def __init__(self, name: str, timeout_s: float) -> None:
         self.timeout_s = timeout_s
@@ -79,8 +79,8 @@ class EventLoopStalls:
         step.place = place or self._name
         if step.place not in self.counts:
             log.warning(
-                "environment %s: a step at %s runs for more than %g s without awaiting, and holds its whole actor: "
-                "let it await, or put it into `await asyncio.to_thread(...)`",
+                "environment %s: a step at %s runs for more than %g s without awaiting, and blocks its whole actor: "
+                "make it await, or run it by `await asyncio.to_thread(...)`",
                 self._name,
                 step.place,
                 HELD_S,
@@ -88,7 +88,7 @@ class EventLoopStalls:
 
 
 class EnvironmentCalls:
-    """The consecutive calls of one environment, and the steps of all tasks started in them."""
+    """Makes the calls of one environment one after the other, and records the steps of all tasks that they start."""
 
     def __init__(self, stalls: EventLoopStalls) -> None:
         self.held_at = ""
@@ -96,7 +96,7 @@ class EnvironmentCalls:
         self._before: _Step | None = None
 
     async def call(self, call: Callable[[], Awaitable[T]]) -> T:
-        """Make one call. Raises `TooLate` with a reason if it takes longer than `timeout_s`, its stalls included."""
+        """Make one call. Raises `TooLate` with a reason if it takes longer than `timeout_s`, including its stalls."""
         stalls, self.held_at = self._stalls, ""
         stalls.begin()
         token, limit = _CALLS.set(self), asyncio.timeout(stalls.timeout_s)
@@ -122,7 +122,7 @@ class EnvironmentCalls:
 
 
 _CALLS: ContextVar[EnvironmentCalls | None] = ContextVar("CALLS", default=None)
-"""The environment of a task; tasks that it starts inherit it."""
+"""The calls of the environment to which a task belongs; tasks that it starts inherit it."""
 
 
 def _make_task(loop: asyncio.AbstractEventLoop, coroutine: Coroutine[Any, Any, T], **options: Any) -> asyncio.Task[T]:

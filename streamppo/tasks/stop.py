@@ -6,13 +6,14 @@
     chat template           "...!<|im_end|>\\n"  the first added token after the text of an assistant's message
     rollout.stop            "</s>", "\\n\\nQ:"    the name of an added token, or a string
 
-A completion ends with the first of these tokens, or with the token that completes one of the strings; else at its
-length limit, rollout.max_tokens or less by a user's function:
+A completion ends with the first of these tokens, or with the token that completes one of the strings. Otherwise it ends
+at its length limit: rollout.max_tokens, or less by a user's function:
 
     def limit(prompt: Prompt, identity: Identity | None) -> int      None for an evaluation's greedy answer
 
-It is called in the rollout actor's event loop, once for each trajectory, so it must be fast. It may return a limit by
-source or difficulty, or a random one: seeded by `identity`, a retried trajectory gets the same limit again.
+The function is called in the rollout actor's event loop, once for each trajectory, so it must be fast. It may return a
+limit by source or difficulty, or a random limit. If it seeds that by `identity`, a retried trajectory gets the same
+limit.
 """
 
 import logging
@@ -35,7 +36,7 @@ if TYPE_CHECKING:
 SENTINEL = "\N{WHITE STAR}streamppo\N{BLACK STAR}"
 """The assistant's text in a rendered test conversation; it occurs in no template."""
 SLACK = 4
-"""A stop string is searched in one token per byte and this many more: the first may be half a character."""
+"""Tokens in which a stop string is searched, besides one per byte: the first may be a part of a character."""
 
 log = logging.getLogger(__name__)
 
@@ -52,7 +53,7 @@ class Stop(NamedTuple):
         return frozenset(self.origins)
 
     def text(self, tokens: Ints, finish: str, decode: Callable[[Ints], str]) -> str:
-        """Return the text of a turn for rewards: without the stop token, or up to the stop string.
+        """Return the text of a turn as rewards get it: without the stop token, or up to the stop string.
 
         Example: "46<|im_end|>", and "46\\n\\nQ: 1+" with the string "\\n\\nQ:", both give "46".
         """
@@ -64,7 +65,7 @@ class Stop(NamedTuple):
         return text[: min(at if (at := text.find(string)) >= 0 else len(text) for string in self.strings)]
 
     def make_check(self, decode: Callable[[Sequence[int]], str]) -> Callable[[Ints], bool] | None:
-        """Make a test of tokens [T]: True if the last one completes a stop string. None without strings.
+        """Return a test of tokens [T]: True if the last token completes a stop string. None if there are no strings.
 
         `decode` returns the text of tokens, including special ones.
         """
@@ -110,14 +111,14 @@ def read(
 
 
 def end_of_turn(tokenizer: "PreTrainedTokenizerFast") -> int | None:
-    """The token that the chat template writes after an assistant's message; None if it writes none."""
+    """Return the token that the chat template writes after an assistant's message; None if it writes none."""
     if not getattr(tokenizer, "chat_template", None):
         return None
     turn = [{"role": "user", "content": "?"}, {"role": "assistant", "content": SENTINEL}]
     try:
         text = tokenizer.apply_chat_template(turn, add_generation_prompt=False, tokenize=False)
     except (TemplateError, ValueError, TypeError, KeyError) as error:
-        # The template may still render the task's prompts; those report their own errors.
+        # This is no error, because the template may still render the task's prompts.
         log.debug("the chat template writes no plain turn: %s", error)
         return None
     _, sentinel, suffix = str(text).rpartition(SENTINEL)
@@ -133,7 +134,7 @@ def end_of_turn(tokenizer: "PreTrainedTokenizerFast") -> int | None:
 def _eos(
     model: str | Path, hf_config: "PreTrainedConfig", tokenizer: "PreTrainedTokenizerFast | None"
 ) -> list[tuple[str, object]]:
-    """(source, eos_token_id) for each source."""
+    """Return (source, eos_token_id) for each source."""
     from transformers import GenerationConfig
 
     text_config = hf_config.get_text_config()
@@ -145,7 +146,7 @@ def _eos(
     try:
         settings = GenerationConfig.from_pretrained(model)
     except OSError:
-        # A model need not have one.
+        # A model may lack generation_config.json.
         return sources
     except REFUSALS:
         # The installed transformers refuses one of the settings; the others are still read.
@@ -154,7 +155,7 @@ def _eos(
 
 
 def _ids(value: object, place: str, names: Mapping[str, int]) -> list[int]:
-    """Read the tokens in a value of eos_token_id: published models have many forms of it; -1 is none."""
+    """Read the tokens in a value of eos_token_id, which published models write in many forms; -1 means no token."""
     match value:
         case None:
             return []
@@ -171,7 +172,7 @@ def _ids(value: object, place: str, names: Mapping[str, int]) -> list[int]:
         case _:
             pass
     raise ModelError(
-        f"the {place}'s eos_token_id has {value!r}, which is not a token: write a token's number, or a list of such"
+        f"the {place}'s eos_token_id has {value!r}, which is not a token: write a token's number, or a list of numbers"
     )
 
 
@@ -180,14 +181,14 @@ def _ids(value: object, place: str, names: Mapping[str, int]) -> list[int]:
 LengthLimit: TypeAlias = Callable[[Prompt, Identity | None], int]
 
 
-def load_limit(name: str, most: int) -> LengthLimit:
-    """Load the function `name`; its limits are capped at `most` tokens. Without a name every limit is `most`.
+def load_limit(name: str, max_tokens: int) -> LengthLimit:
+    """Load the function `name`, and cap its limits at `max_tokens`. If `name` is empty, every limit is `max_tokens`.
 
-    Raises `TaskError` if it cannot be loaded. The returned function raises it if the user's raises, or returns anything
-    but an integer above 0.
+    Raises `TaskError` if it cannot be loaded. The returned function raises `TaskError` if the user's function raises,
+    or returns anything except an integer above 0.
     """
     if not name:
-        return lambda prompt, identity: most
+        return lambda prompt, identity: max_tokens
     # `index` below rejects an answer that is not an integer.
     user_limit = cast(Callable[[Prompt, Identity | None], SupportsIndex], plugins.function(name, "rollout.limit"))
 
@@ -195,6 +196,6 @@ def load_limit(name: str, most: int) -> LengthLimit:
         tokens = plugins.call(f"rollout.limit {name!r}", lambda: index(user_limit(prompt, identity)))
         if tokens < 1:
             raise TaskError(f"rollout.limit {name!r} gave {tokens}, and a completion has at least 1 token")
-        return min(tokens, most)
+        return min(tokens, max_tokens)
 
     return limit

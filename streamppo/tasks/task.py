@@ -10,16 +10,15 @@ from streamppo.config.task import ArithmeticTask, CalculatorTask, DataTask, GymT
 from streamppo.config.task import Task as TaskConfig
 from streamppo.tasks import split
 from streamppo.tasks.data import Data, Measure, VisitPrompt
-from streamppo.tasks.library import verifiers
+from streamppo.tasks.library import gym, verifiers
 from streamppo.tasks.library.arithmetic import Arithmetic, difficulty
 from streamppo.tasks.library.calculator import demonstrations
-from streamppo.tasks.library.gym import Gym
 from streamppo.tasks.order import PromptOrder, RampedOrder, RowNumbers, ShuffledOrder, SourceRows
 from streamppo.types import Prompt
 
 
 class TaskRows(Protocol):
-    """The finite rows behind a task."""
+    """The training rows and held-out rows of a task."""
 
     @property
     def training(self) -> Sequence[Prompt]:
@@ -67,7 +66,7 @@ class Task:
         return self._streams[source].rows.training[row]
 
     def row_numbers(self) -> RowNumbers:
-        """Return how prompts map to rows, for the queue, which has no rows. All streams must be shuffled."""
+        """Return the mapping from prompts to rows, for the queue, which has no rows. All streams must be shuffled."""
         return RowNumbers(sources=tuple(map(_source_rows, self._streams)), seed=self._seed)
 
     @property
@@ -92,11 +91,11 @@ class Task:
         return {prompt.source for stream in self._streams for prompt in (*stream.rows.training, *stream.rows.held_out)}
 
     def notes(self) -> list[str]:
-        """Sentences about repeated rows, evaluation prompts in the training rows, and omitted columns."""
+        """Return sentences about repeated rows, evaluation prompts in the training rows, and omitted columns."""
         return [note for stream in self._streams for note in stream.notes]
 
     def lengths(self) -> dict[str, int]:
-        """Counts of too long prompts, by source and treatment (skipped or truncated)."""
+        """Return the counts of too long prompts, by source and treatment (skipped or truncated)."""
         return {
             f"{stream.name}: {treatment}": count
             for stream in self._streams
@@ -122,10 +121,10 @@ def build(
     limit: int | None = None,
     visit: VisitPrompt | None = None,
 ) -> Task:
-    """Build the configured task; without a tokenizer no prompt is measured.
+    """Build the configured task. Without a `tokenizer` no prompt is measured.
 
-    With a `limit`, at most this many rows of each data set are read, as a check; `visit` is called for each row. Raises
-    `TaskError` if its data cannot be read.
+    At most `limit` rows of each data set are read. `visit` is called for each row. Raises `TaskError` if the data
+    cannot be read.
     """
     match config:
         case ArithmeticTask():
@@ -135,15 +134,12 @@ def build(
                 name: Data(name, source, seed, tokenizer, limit, visit=visit) for name, source in config.sources.items()
             }
             return Task(_streams(config, rows, seed), seed)
-        case GymTask(dataset=name):
-            rows = Gym(config, seed)
-            return Task([PromptStream(name, rows, ShuffledOrder(len(rows.training), seed), notes=rows.notes)], seed)
         case CalculatorTask(first=first, second=second, held_out=held_out):
             rows = Arithmetic(first, second, held_out, seed)
             stream = PromptStream("arithmetic", rows, ShuffledOrder(len(rows.training), seed))
             return Task([stream], seed, demonstrations(rows.training))
-        case VerifiersTask(environment=name):
-            rows = verifiers.Rows(config, seed)
+        case GymTask(dataset=name) | VerifiersTask(environment=name):
+            rows = gym.rows(config, seed) if isinstance(config, GymTask) else verifiers.rows(config, seed)
             return Task([PromptStream(name, rows, ShuffledOrder(len(rows.training), seed), notes=rows.notes)], seed)
 
 
@@ -157,11 +153,11 @@ def _arithmetic(config: ArithmeticTask, seed: int) -> PromptStream:
 
 def _streams(config: DataTask, data: Mapping[str, Data], seed: int) -> list[PromptStream]:
     """Make the streams of all data sets; prompts held out by one set's share are removed from every training set."""
-    taken: set[bytes] = set()
+    excluded: set[bytes] = set()
     for rows in data.values():
-        taken.update(rows.held_out_keys if rows.is_divided else ())
+        excluded.update(rows.held_out_keys if rows.is_divided else ())
     for rows in data.values():
-        rows.remove(taken)
+        rows.remove(excluded)
     trained = {key for rows in data.values() for key in rows.keys}
     return [
         PromptStream(

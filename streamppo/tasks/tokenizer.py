@@ -1,4 +1,4 @@
-"""Text to token ids and back by the model's tokenizer; and the character tokenizer of builtin:tiny."""
+"""Converts texts to token ids and back by the model's tokenizer; makes the character tokenizer of builtin:tiny."""
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ Said: TypeAlias = str | tuple[Message, ...]
 PADDING, END = 0, 1
 """Token ids of the character tokenizer."""
 SPECIALS = 3
-"""Number of its special tokens, which come before the characters: padding, end and unknown."""
+"""Number of special tokens of the character tokenizer. They precede the characters: padding, end and unknown."""
 
 CACHED_PROMPTS = 256
-"""Prompts in the cache of token ids; the samples of a prompt start soon after each other."""
+"""Number of prompts whose token ids are cached. The samples of a prompt start within a short time."""
 PROBE = "a"
 """A probe text, to find the tokens that a tokenizer adds around a text."""
 UNKNOWN = -1
-"""Placeholder for a token that has not been computed yet."""
+"""Placeholder for the token at a turn's end while it has not been computed."""
 NAMED = ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
-"""Named special tokens of tokenizers; an answer contains none of them."""
+"""Names of the special tokens that the text of a completion never contains."""
 
 
 class Tokenizer:
@@ -51,13 +51,13 @@ class Tokenizer:
             raise TaskError(f"the tokenizer of {str(path)!r} cannot be loaded: {error}") from error
         self._fast = self._tokenizer.backend_tokenizer if self._tokenizer.is_fast else None
         if self._fast is not None:
-            # Its file may enable both, and transformers disables them in each call.
+            # The tokenizer's file may enable truncation and padding, which transformers disables in each call.
             self._fast.no_truncation()
             self._fast.no_padding()
         self._plain = _decodes_plainly(self._tokenizer)
         self.eos_id: int | None = self._tokenizer.eos_token_id
         self.vocabulary = len(self._tokenizer)
-        # Without its files transformers makes a tokenizer with only special tokens.
+        # If the files are missing, transformers makes a tokenizer with only special tokens.
         if self.vocabulary <= len(self._tokenizer.all_special_ids):
             raise TaskError(f"{path}: there is no tokenizer")
         self._control = ControlTokens(self._tokenizer, self._fast, chat_template.sources(self._tokenizer))
@@ -82,10 +82,10 @@ class Tokenizer:
     def response_parser(
         self, context: Sequence[int] = (), tools: Sequence[dict[str, Any]] = ()
     ) -> Callable[[str], object] | None:
-        """Return the parser of the text of a turn that follows `context`; None if the tokenizer describes no turns.
+        """Return a parser for the text of a turn that follows `context`; None if the tokenizer does not describe turns.
 
-        It describes them by a `response_template`, or in older versions of transformers by a `response_schema`. The
-        arguments of calls get the types of `tools`, by a template of newer versions.
+        The description is a `response_template`, or in older versions of transformers a `response_schema`. With a
+        template of newer versions, the arguments of calls get the types that `tools` declare.
         """
         if (template := getattr(self._tokenizer, "response_template", None)) is not None:
             parse = self._tokenizer.parse_response
@@ -115,7 +115,7 @@ class Tokenizer:
         return tuple(name for name, token in self.numbers().items() if token >= vocabulary)
 
     def is_spare(self, name: str) -> bool:
-        """Return True for a special token that no template or prefix writes: for padding, for example."""
+        """Return True for a special token that neither templates nor the post-processor write, for example padding."""
         token = self._tokenizer.convert_tokens_to_ids(name)
         is_written = any(name in text for text in chat_template.sources(self._tokenizer))
         return token in self._control.special and token not in (self.eos_id, *self._leading_ids) and not is_written
@@ -129,14 +129,14 @@ class Tokenizer:
     def spread(self, count: int) -> list[int]:
         """Return at most `count` token ids in rising order, spread evenly over all tokens."""
         known = sorted(set(self.numbers().values()))
-        picked = [known[n * (len(known) - 1) // max(1, count - 1)] for n in range(count)]
-        return list(dict.fromkeys(picked))
+        ids = [known[n * (len(known) - 1) // max(1, count - 1)] for n in range(count)]
+        return list(dict.fromkeys(ids))
 
     def render(self, prompt: Prompt) -> str:
         """Return the text of a prompt: its messages in the chat template with the opening of the answer, or its text.
 
-        A final assistant message is left open to be continued. Raises `TaskError` for messages if the tokenizer has no
-        template, or one that rejects them.
+        If its last message is the assistant's, that message is left open to be continued. For messages it raises
+        `TaskError` if the tokenizer has no template, or if the template rejects them.
         """
         if not prompt.messages:
             return prompt.text
@@ -197,11 +197,11 @@ class Tokenizer:
     def observation(self, said: Said, template: Template = PLAIN, last: int | None = None, calls: Calls = ()) -> Ints:
         """Return the token ids [O] of an environment's words after a turn, with the opening of the next turn.
 
-        The policy's own tokens are not tokenised again: a conversation is rendered with a placeholder for them, and the
-        ids are those of the text after it. `calls` are those at the end of the turn, if known. The end of the turn is
-        included only if `last`, the turn's last token, does not end a turn. A text is tokenised unchanged.
-        Raises `TaskError` without a template, and for one that refuses the messages, leaves them out, rewrites earlier
-        turns, or ends the assistant's turn with no token.
+        The policy's tokens are not tokenised again: a conversation is rendered with a placeholder for them, and the ids
+        are those of the text after the placeholder. `calls` are the calls at the end of the turn, if known. The end of
+        the turn is included only if `last`, the turn's last token, does not end a turn. A plain text is tokenised
+        without a template. Raises `TaskError` if there is no template, or if the template refuses the messages, leaves
+        them out, rewrites earlier turns, or ends the assistant's turn without a token.
         """
         if isinstance(said, str):
             return np.asarray(self._text_ids(said, template), dtype=np.int32)
@@ -218,19 +218,19 @@ class Tokenizer:
         return np.asarray(ids[start:], dtype=np.int32)
 
     def _ids_after_calls(self, suffix: AfterTurn, end: int | None) -> list[int]:
-        """Return the ids of a text after calls, without the calls' end, with the end of the turn."""
+        """Return the ids of a text after calls, without the end of the calls, but with the end of the turn."""
         ids = self._rendered_ids(suffix.text)
         closed = min(_common_length(ids, self._rendered_ids(other)) for other in suffix.others)
         if end in ids[:closed]:
             return ids[ids.index(end) :]
-        # A template may open the first answer here; a second call would not follow that.
+        # After its calls, a template may open the first answer in any case, but never before a second call.
         second_call = [] if suffix.again is None else [_common_length(ids, self._rendered_ids(suffix.again))]
         return ids[min([closed, *second_call]) :]
 
     def _observation_start(self, ids: list[int], end: int | None, last: int | None) -> int:
-        """Find the place in `ids`, which follow an assistant's words, at which an observation begins."""
+        """Find the position at which an observation begins in `ids`, which follow an assistant's words."""
         if end not in ids and ids and ids[0] in self._control.added:
-            # Turns end with the next role, or end in mid-conversation with another token than at its end.
+            # Either the next role ends turns, or turns within a conversation end with another token than the last one.
             end, is_role = ids[0], end is None
         else:
             is_role = False
@@ -256,27 +256,24 @@ class Tokenizer:
     def completion(self, tokens: Ints, sampled: Flags | None = None) -> str:
         """Return the text of a completion [T] for environments and rewards; `sampled` [T] marks the policy's tokens.
 
-        The policy's special tokens, such as `[TOOL_CALLS]` or `<|python_tag|>`, are text, except the tokenizer's named
-        ones (`NAMED`). In observations special tokens are left out. `tokens` must not contain the end of a turn
-        (`stop.Stop.text`).
+        The policy's special tokens, such as `[TOOL_CALLS]` or `<|python_tag|>`, are text, except those in `NAMED`. In
+        observations special tokens are left out. `tokens` must not contain the end of a turn (`stop.Stop.text`).
         """
         if self._hides_all_special:
             return self.decode(tokens)
         ids, special = tokens.tolist(), self._control.special
         is_policys = [True] * len(ids) if sampled is None else sampled.tolist()
-        shown = [
+        visible = [
             token
             for token, by_policy in zip(ids, is_policys, strict=True)
             if token not in special or (by_policy and token not in self._hidden_ids)
         ]
-        if self._fast is not None and self._plain:
-            return self._fast.decode(shown, skip_special_tokens=False)
-        return self._tokenizer.decode(shown, skip_special_tokens=False)
+        return self.spell(visible)
 
     def decode(self, tokens: Ints) -> str:
         """Return the text of `tokens` [T] without special tokens."""
         if self._fast is not None and self._plain:
-            # Three times as fast as `decode` of transformers, which wraps it.
+            # This is three times as fast as `decode` of transformers, which wraps it.
             return self._fast.decode(tokens.tolist())
         return self._tokenizer.decode(tokens.tolist(), skip_special_tokens=True)
 
@@ -289,7 +286,7 @@ class Tokenizer:
         return self._ids(text)
 
     def _prompt_text_ids(self, text: str, template: Template) -> list[int]:
-        """The ids of a text after the tokenizer's leading special tokens; a bos spelled in the text is not repeated."""
+        """Return the ids of a text, after the leading special tokens; a bos spelled in the text is not repeated."""
         before = self._leading_ids
         if self._bos and text.startswith(self._bos):
             text = text.removeprefix(self._bos)
@@ -299,7 +296,7 @@ class Tokenizer:
         return ids if not before or ids[: len(before)] == before else [*before, *ids]
 
     def _find_leading_ids(self) -> list[int]:
-        """The ids that the post-processor adds before a text."""
+        """Return the ids that the post-processor adds before a text."""
         with_specials, without_specials = self._ids(PROBE, specials=True), self._ids(PROBE)
         places = range(len(with_specials) - len(without_specials) + 1)
         return with_specials[
@@ -309,11 +306,11 @@ class Tokenizer:
     def _ids(self, text: str, *, specials: bool = False) -> list[int]:
         try:
             if self._fast is not None:
-                # Four times as fast as the equal call of transformers.
+                # This is four times as fast as the equal call of transformers.
                 return self._fast.encode(text, add_special_tokens=specials).ids
             return self._tokenizer(text, add_special_tokens=specials)["input_ids"]
         except TypeError as error:
-            # A lone surrogate, which JSON can represent and UTF-8 cannot.
+            # The text has half of a surrogate pair, which JSON can represent and UTF-8 cannot.
             raise TaskError(f"not a text that can be tokenized: {text!r}") from error
 
 
@@ -332,24 +329,24 @@ def unknown(path: str | Path, rows: int) -> tuple[int, ...]:
 
 
 def _ids_in_file(file: Path) -> set[int]:
-    """The ids in a tokenizer's file; none if the file is missing or has another form."""
+    """Return the ids in a tokenizer's file; none if the file is missing or has another form."""
     try:
         content = json.loads(durable.read(file))
         vocabulary = content["model"]["vocab"]
-        listed = vocabulary.values() if isinstance(vocabulary, dict) else range(len(vocabulary))
-        return {*listed, *(token["id"] for token in content["added_tokens"])}
+        vocabulary_ids = vocabulary.values() if isinstance(vocabulary, dict) else range(len(vocabulary))
+        return {*vocabulary_ids, *(token["id"] for token in content["added_tokens"])}
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return set()
 
 
 def _common_length(first: Sequence[int], second: Sequence[int]) -> int:
-    """Count the tokens with which both begin."""
+    """Return the length of the common beginning of two sequences."""
     pairs = enumerate(zip(first, second, strict=False))
     return next((at for at, (a, b) in pairs if a != b), min(len(first), len(second)))
 
 
 def _decodes_plainly(tokenizer: PreTrainedTokenizerFast) -> bool:
-    """True if its `decode` only calls the backend's: no clean-up of spaces, and no override in its class."""
+    """Return True if `decode` only calls the backend's: it cleans up no spaces, and its class does not override it."""
     from transformers import PreTrainedTokenizerFast
 
     base = PreTrainedTokenizerFast
@@ -361,15 +358,15 @@ def _decodes_plainly(tokenizer: PreTrainedTokenizerFast) -> bool:
 def character_tokenizer(alphabet: str) -> PreTrainedTokenizerFast:
     """Make a Hugging Face tokenizer with one token for each character; 0 is padding, 1 end-of-sequence, 2 unknown.
 
-    A non-ASCII character is one token per byte. It is Qwen2's tokenizer without merges, because transformers uses that
-    class for every folder of a Qwen2 model, and with other pre-tokenizers it would lose spaces.
+    A non-ASCII character is one token per byte. The tokenizer is Qwen2's without merges, because transformers uses that
+    class for every folder of a Qwen2 model. With other pre-tokenizers that class would lose spaces.
     """
     from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
     bytewise = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    written = "".join(piece for character in alphabet for piece, _ in bytewise.pre_tokenize_str(character))
-    vocabulary = {token: number for number, token in enumerate(dict.fromkeys(["<pad>", "<eos>", "<unk>", *written]))}
+    pieces = "".join(piece for character in alphabet for piece, _ in bytewise.pre_tokenize_str(character))
+    vocabulary = {token: number for number, token in enumerate(dict.fromkeys(["<pad>", "<eos>", "<unk>", *pieces]))}
     tokenizer = Tokenizer(models.BPE(vocabulary, merges=[], unk_token="<unk>"))
     tokenizer.normalizer = normalizers.NFC()
     tokenizer.pre_tokenizer = bytewise

@@ -15,7 +15,7 @@ NOT_USER_CODE = (*{sysconfig.get_path(name) for name in ("stdlib", "purelib", "p
 """Folders of files that are not user code."""
 
 USER_ERRORS = (Exception, SystemExit, asyncio.CancelledError)
-"""Errors of user code that fail one trajectory; a coroutine raises those again for which `is_cancellation` is True."""
+"""Errors of user code that fail one trajectory. A coroutine must raise an error again if `is_cancellation` is True."""
 
 
 def is_cancellation(error: BaseException) -> bool:
@@ -25,15 +25,15 @@ def is_cancellation(error: BaseException) -> bool:
 
 
 def format_user_error(error: BaseException) -> str:
-    """Return an error's message, after the file and innermost line of user code in its traceback, if there is one.
+    """Return an error's message, preceded by the file and innermost line of user code, if its traceback has one.
 
-    The message of a group is those of its errors.
+    The message of a group joins the messages of its errors.
     """
     return "; ".join(dict.fromkeys(map(_place_and_message, errors_of(error))))
 
 
 def errors_of(error: BaseException) -> Iterator[BaseException]:
-    """Yield the error itself; of a group, the errors in it and in its groups."""
+    """Yield the error itself; for a group, the errors in it and in the groups within it."""
     if isinstance(error, BaseExceptionGroup):
         for inner in error.exceptions:
             yield from errors_of(inner)

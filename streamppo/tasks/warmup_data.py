@@ -1,4 +1,4 @@
-"""The warm-up data of builtin:tiny: the characters and answers of a task. Needs no torch."""
+"""Makes the warm-up data of builtin:tiny: the characters of a task, and prompts with answers. Imports no torch."""
 
 import re
 import unicodedata
@@ -44,12 +44,12 @@ class Characters:
 
 
 def prepare(config: Config) -> Lesson:
-    """The warm-up data of a configuration's task. Raises `TaskError` as `warmup_of_task` does."""
+    """Make the warm-up data of a configuration's task. Raises `TaskError` as `warmup_of_task` does."""
     return warmup_of_task(tasks.build(config.task, config.seed, Characters()))
 
 
 def warmup_of_task(task: Task) -> Lesson:
-    """The warm-up data of a task: the characters of all prompts and answers, also held-out, and its demonstrations.
+    """Make the warm-up data of a task: its demonstrations, and the characters of all prompts and answers.
 
     Raises `TaskError` for prompts of messages, answers that are not text, rows longer than `CONTEXT`, and more than
     `CHARACTERS` characters.
@@ -76,7 +76,7 @@ def _problem(prompt: Prompt, measure: Characters) -> Prompt:
     answer = prompt.columns.get("answer")
     if not isinstance(answer, str) or not answer:
         raise TaskError(
-            f"{BUILTIN} learns from answers that are texts: that of the prompt {quoted(text)} is {answer!r}"
+            f"{BUILTIN} learns only from answers that are texts: the answer of the prompt {quoted(text)} is {answer!r}"
         )
     problem = Prompt(text=text, columns={"answer": answer})
     if (length := _length(problem)) > CONTEXT:

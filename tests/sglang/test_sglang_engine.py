@@ -208,7 +208,7 @@ def test_weights_that_sglang_does_not_take_are_noticed_and_the_old_version_serve
 
     with monkeypatch.context() as patch:
         patch.setattr(engine._session.carrier, "carry", nothing)
-        with pytest.raises(WeightsError, match="SGLang has not taken"):
+        with pytest.raises(WeightsError, match="SGLang has not loaded"):
             fresh.run(engine.update_weights(version + 1, case.tensors(case.model(seed=8))))
     case.assert_serves(fresh, fresh.model, version)
     assert engine.usage().restarts == 1
@@ -221,7 +221,7 @@ def test_weights_that_kill_sglang_are_refused_and_the_old_version_serves_on(
     wrong = case.tensors(fresh.model)
     wrong["model.norm.weight"] = torch.zeros(3)
     monkeypatch.setattr("streamppo.rollout.sglang.engine.check_fit", lambda expected, tensors: None)
-    with pytest.raises(WeightsError, match=rf"died while it took version {version + 1} \(\w+Error"):
+    with pytest.raises(WeightsError, match=rf"died while it loaded version {version + 1} \(\w+Error"):
         fresh.run(engine.update_weights(version + 1, wrong))
     case.assert_serves(fresh, fresh.model, version)
     assert engine.usage().restarts == restarts + 1
@@ -333,7 +333,7 @@ def test_a_mixture_of_experts_is_served_with_every_tensor_attested_and_experts_t
             await stage({name: one for name, one in tensors.items() if ".experts." not in name})
 
         monkeypatch.setattr(engine._session.carrier, "stage", without_experts)
-        with pytest.raises(WeightsError, match=r"SGLang has not taken \S+\.experts\.0\.\w+_proj"):
+        with pytest.raises(WeightsError, match=r"SGLang has not loaded \S+\.experts\.0\.\w+_proj"):
             run(engine.update_weights(2, case.tensors(case.model("qwen3_moe", seed=2))))
         case.assert_serves(setting, other, 1)
     finally:

@@ -84,7 +84,7 @@ class Draw:
             r"\.gz": self.rows == "gzip",
             r"tool|alternate|roles": self.rows == "tools",
             r"system": self.rows == "system",
-            r"names of files": self.engine == "sglang" and self.layout in ("bin", "bare_names"),
+            r"names in files": self.engine == "sglang" and self.layout in ("bin", "bare_names"),
         }
         return "|".join(pattern for pattern, holds in found.items() if holds)
 

@@ -17,7 +17,7 @@ from streamppo.config import file as configfile
 from streamppo.config.correction import Topr
 from streamppo.config.task import GymTask
 from streamppo.learner.model import tiny
-from streamppo.tasks.library.gym import Gym
+from streamppo.tasks.library import gym
 from streamppo.types import ScoredText, Trajectory
 
 TINY = ("queue.batch_size=16", "model.tiny.max_steps=1", "evaluation.prompts=16")
@@ -97,7 +97,7 @@ def test_a_trajectory_over_turns_has_the_observations_of_its_environment(tmp_pat
 @pytest.mark.parametrize("name", ["basic_arithmetic", "spell_backward"])
 def test_a_task_of_reasoning_gym_is_scored_by_its_own_verifier(name: str) -> None:
     pytest.importorskip("reasoning_gym")
-    task = Gym(GymTask(dataset=name, parameters={}, size=20, held_out=0.2), 1)
+    task = gym.rows(GymTask(dataset=name, parameters={}, size=20, held_out=0.2), 1)
     for prompt in task.held_out:
         said = ScoredText(prompt=prompt.text, completion=str(prompt.columns["answer"]), finish="stop", num_tokens=3)
         asked = {key: str(prompt.columns[key]) for key in ("dataset", "parameters", "entry")}

@@ -122,7 +122,9 @@ def _scorer(subject: str, scorer: Scorer, prompts: list[Prompt]) -> Finding:
             for prompt in prompts:
                 signature.columns(prompt.columns)
             text = describe(scorer, signature, in_actor=in_actor)
-            if hidden := sorted(signature.own & {name for prompt in prompts for name in prompt.columns} - VERL):
+            if hidden := sorted(
+                signature.style_parameters & {name for prompt in prompts for name in prompt.columns} - VERL
+            ):
                 text = f"{text}; it does not get the columns {', '.join(hidden)}, whose names are its parameters"
             if scorer.function == CODE:
                 text = f"{text}; {CodeTests.place(scorer.arguments)}"

@@ -9,7 +9,7 @@ import numpy as np
 from streamppo.errors import ConfigError, JournalError
 from streamppo.queue.store.archive import Archive, checksums
 from streamppo.queue.store.journal import Journal
-from streamppo.rollout.continuation import Recorded
+from streamppo.rollout.continuation import RecordedCompletion
 from streamppo.types import Floats, Identity, Ints, Trajectory, flags, ints
 
 
@@ -21,7 +21,7 @@ class ArchivedCompletion(NamedTuple):
 
     identity: Identity
     update: int
-    recorded: Recorded
+    recorded: RecordedCompletion
     versions: Ints
     versions_known: bool
     values: Floats
@@ -96,7 +96,7 @@ def _joined(run: Path, parts: list[_Part]) -> ArchivedCompletion:
             f"{run}: segment {missing[0]} of prompt {identity.prompt}, sample {identity.sample} was not kept, or not "
             "trained on: the completion's beginning is missing"
         )
-    recorded = Recorded(
+    recorded = RecordedCompletion(
         ints(rows[0].prompt_tokens),
         ints(b"".join(row.tokens for row in rows)),
         flags(b"".join(row.mask for row in rows)),

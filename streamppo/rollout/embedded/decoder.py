@@ -23,7 +23,7 @@ log = logging.getLogger(__name__)
 
 
 class Decoder(Protocol):
-    """A model with a cache of one sequence in each of `rows` rows. No sampling.
+    """A model with a cache of `rows` rows, each for one sequence. It does not sample.
 
     B rows, P new tokens (padded on the right), V vocabulary. All logits are float32.
     """
@@ -85,20 +85,20 @@ class Decoder(Protocol):
 
 
 def is_fused(config: "PreTrainedConfig", longest_row: int) -> bool:
-    """True if the fused decoder computes rows of a model of `config` that have up to `longest_row` tokens."""
+    """Return True if the fused decoder can compute rows of up to `longest_row` tokens of a model of `config`."""
     window = positions.window(config)
     is_short = window is None or min(longest_row, positions.longest(config, longest_row)) <= window
     return is_short and not fused_decoder.refusal(config)
 
 
 def row_limit(config: "PreTrainedConfig", longest_row: int) -> int:
-    """The most tokens of a row that the decoder for rows of `longest_row` tokens computes: of the model's context."""
+    """Return the maximum number of tokens in a row of the decoder that is chosen for rows of `longest_row` tokens."""
     context, window = positions.longest(config, longest_row), positions.window(config)
     return context if window is None or not is_fused(config, longest_row) else min(context, window)
 
 
 def refusal(config: "PreTrainedConfig", longest_row: int) -> str:
-    """The reason for which the embedded engine does not run a model of `config`; "" if it does."""
+    """Return the reason why the embedded engine does not run a model of `config`; "" if it does."""
     reason = "" if is_fused(config, longest_row) else model_decoder.refusal(config)
     return f"the embedded engine does not run {reason}: use another rollout.engine" if reason else ""
 

@@ -34,9 +34,9 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
 ADMIT_SHARE = 8
-"""Steps stop for a prefill when 1 / `ADMIT_SHARE` of the rows are free: a prefill of few prompts costs half a step."""
+"""Steps stop for a prefill when 1 / `ADMIT_SHARE` of the rows are free: even a prefill of few prompts is expensive."""
 MOST_HELD = 8
-"""The most boundaries at which a request waits for further free rows."""
+"""Maximum number of boundaries at which requests wait until more rows are free."""
 BURST_S = 0.01
 """Steps stop after this time, so that ended completions are returned soon."""
 R = TypeVar("R")
@@ -44,7 +44,7 @@ Arguments = TypeVarTuple("Arguments")
 
 
 class EmbeddedEngine:
-    """Implements `Engine`: `slots` rows of up to `max_total_tokens` tokens, prompt included.
+    """Implements `Engine` with `slots` rows of up to `max_total_tokens` tokens, including the prompt.
 
     The cache grows beyond the size of `reserve` when longer rows come. Construct it in a running event loop; it decodes
     there until `stop`. Raises `ModelError` for a model that it cannot run, and `WeightsError` for tensors that do not
@@ -90,7 +90,7 @@ class EmbeddedEngine:
         self._swap_lock = asyncio.Lock()
         self._has_work = asyncio.Event()
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="decode")
-        # One thread: a cancelled swap still writes its copy, and the next swap writes to the same memory.
+        # Only one thread: a cancelled swap goes on writing its copy, and the next swap writes to the same memory.
         self._copies = ThreadPoolExecutor(max_workers=1, thread_name_prefix="copy")
         self._busy_s = self._idle_s = self._swap_s = 0.0
         self._swaps = 0
@@ -105,8 +105,8 @@ class EmbeddedEngine:
     def reserve(self, tokens: int, *, turns: bool = False) -> None:
         """Allocate the cache for rows of `tokens` tokens. Raises `ModelError` if there is not enough memory.
 
-        With `turns`, ended rows stay in the cache while there is room, and a continuing prompt is prefilled from their
-        end on. With `kv` "recompute", a swap drops the ended rows.
+        With `turns`, ended rows stay in the cache while there is room, and a prompt that continues one is prefilled
+        only from its end on. With `kv` "recompute", a swap drops the ended rows.
         """
         self._rows.reserve(min(tokens, self._max_total_tokens))
         if turns:
@@ -115,7 +115,7 @@ class EmbeddedEngine:
     async def generate(self, prompt: Ints, sampling: Sampling, cuts: Cuts | None = None) -> Completion:
         """See `Engine.generate`."""
         if prompt is not self._checked_prompt:
-            # Successive samples of a prompt have the same array object.
+            # Successive samples of a prompt have the same array, which is checked once.
             check_prompt(prompt, self._max_total_tokens - 1, self._vocabulary)
             self._checked_prompt = prompt
         limit = min(sampling.max_tokens, self._max_total_tokens - len(prompt))
@@ -177,7 +177,7 @@ class EmbeddedEngine:
             if self._swap is not None:
                 swap, self._swap = self._swap, None
                 await self._apply_swap(*swap)
-            # Several steps in each call into the thread: a call costs about a tenth of a small model's step.
+            # Each call into the thread runs several steps, because it costs about a tenth of a small model's step.
             ended_requests = await self._run_in_thread(self._step_until_boundary, self._next_requests(), self._version)
             self._rows.hand_over()
             for request in ended_requests:
@@ -193,7 +193,7 @@ class EmbeddedEngine:
             self._idle_s += time.perf_counter() - begin
 
     def _step_until_boundary(self, admitted: list[RunningRequest], version: int) -> list[RunningRequest]:
-        """Admit, then step until the next boundary. Returns the requests that ended. Runs in the thread."""
+        """Admit requests, then step until the next boundary. Returns the requests that ended. Runs in the thread."""
         begin = time.perf_counter()
         ended = self._rows.admit(admitted, version) if admitted else []
         while self._rows.count:
@@ -204,7 +204,7 @@ class EmbeddedEngine:
         return ended
 
     def _next_requests(self) -> list[RunningRequest]:
-        """Requests to admit at this boundary: at most one for each free row, and none while few rows are free."""
+        """Return the requests to admit: at most one for each free row, and none while few rows are free."""
         admitted: list[RunningRequest] = []
         free = self._slots - self._rows.count
         if self._waiting and free * ADMIT_SHARE < self._slots and self._boundaries_held < MOST_HELD:
@@ -235,7 +235,7 @@ class EmbeddedEngine:
         return await asyncio.get_running_loop().run_in_executor(self._thread, function, *arguments)
 
     def _fail_all(self, driver: asyncio.Task[None]) -> None:
-        """Fail every waiting call with the error of `_run_loop`, or cancel it."""
+        """Fail every waiting call with the error of `_run_loop`; cancel it if `_run_loop` was cancelled."""
         for future in [future for future in self._pending if not future.done()]:
             if not driver.cancelled() and (error := driver.exception()):
                 future.set_exception(error)

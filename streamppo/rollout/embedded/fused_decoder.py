@@ -5,10 +5,9 @@ width, V vocabulary.
 
 A small model spends more time on launching operations than on arithmetic, so the forward pass has few of them:
 
-- Queries, keys and values are one product; so are gate and up.
-- The rotary embedding is one complex multiplication in place. For it, the rows of the projections are reordered once,
-  so that the two halves of a rotated pair lie side by side. This leaves every dot product as it was.
-- Keys and values lie side by side in the cache and are written together.
+- Queries, keys and values are one product; so are gate and up. - The rotary embedding is one complex multiplication in
+place. For it, the rows of the projections are reordered once, so that the two halves of a rotated pair are adjacent.
+This changes no dot product. - Keys and values are adjacent in the cache and are written together.
 """
 
 import math
@@ -34,9 +33,9 @@ if TYPE_CHECKING:
 SILU = ("silu", "swish")
 """transformers' names of the activation between the products of the MLP."""
 ROPE_TYPES = ("default", "linear", "llama3", "yarn", "dynamic", "longrope")
-"""Rotary embeddings whose angles depend on the position only, in rows of up to `positions.longest` tokens."""
+"""Rotary embeddings whose angles depend only on the position, in rows of up to `positions.longest` tokens."""
 LEAST_ROWS = 16
-"""The fewest rows of a float32 product in which one thread of MKL computes every row alike."""
+"""From this number of rows on, one thread of MKL computes all rows of a float32 product by the same kernel."""
 
 
 class _Prefill(NamedTuple):
@@ -63,7 +62,7 @@ class _Decode(NamedTuple):
 
 
 class FusedDecoder:
-    """Implements `Decoder`. Every token attends to all tokens before it: a row must fit into a sliding window.
+    """Implements `Decoder`. Every token attends to all tokens before it, so a row must fit into the window.
 
     Raises `WeightsError` for `tensors` (HF names) that do not fit.
     """
@@ -104,7 +103,7 @@ class FusedDecoder:
     def reserve(self, room: int) -> None:
         """See `Decoder.reserve`."""
         layers, rows, before = self.cache.shape[:3]
-        # Spans of rows end at multiples of it, or with the room.
+        # Spans end at multiples of `spans.ROUND` positions, or at the room.
         room = width(room)
         shape = (layers, rows, room, 2 * self.kv_heads, self.head_width)
         try:
@@ -122,7 +121,7 @@ class FusedDecoder:
 
     @phase("swap")
     def stage(self, tensors: Mapping[str, Tensor], contents: Mapping[str, int] | None = None) -> None:
-        """See `Decoder.stage`: the tensors are written in their fused form."""
+        """See `Decoder.stage`. Writes the tensors in their fused form."""
         check_fit(self._expected, tensors)
         if self._spare is None:
             self._spare = parameters.empty(self._expected, self.dtype, self.head_dtype, self.device)
@@ -171,16 +170,16 @@ class FusedDecoder:
     def copy(self, sources_B: Tensor, targets_B: Tensor, length: int) -> None:
         """See `Decoder.copy`."""
         for layer in self.cache[:, :, :length]:
-            # Whole rows at once: assignment by index would copy element by element.
+            # This copies whole rows; assignment by index would copy element by element.
             layer.index_copy_(0, targets_B, layer.index_select(0, sources_B))
 
     # --- the forward -----------------------------------------------------------------------------------------
 
     def _masks(self, at_B: Tensor, spans: Sequence[Span]) -> list[Tensor]:
-        """The attention mask [b, 1, 1, T] of each span: the positions that each row has."""
+        """Return the attention mask [b, 1, 1, T] of each span: the positions that each row has."""
         places_T = torch.arange(max(span.longest for span in spans), device=self.device)
-        seen_BT = places_T <= at_B[:, None]
-        return [seen_BT[span.first : span.end, None, None, : span.longest] for span in spans]
+        visible_BT = places_T <= at_B[:, None]
+        return [visible_BT[span.first : span.end, None, None, : span.longest] for span in spans]
 
     def _layers(self, tokens_BP: Tensor, work: _Prefill | _Extension | _Decode) -> Tensor:
         parameters, eps = self.parameters, self.config.rms_norm_eps
@@ -259,9 +258,9 @@ class FusedDecoder:
 
 
 def _linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """The product of each row of `x` with `weight`; in one thread of a CPU, its bits do not depend on the other rows.
+    """Return `F.linear`; in one thread of a CPU, the bits of a row do not depend on the other rows.
 
-    For few rows the library uses other kernels, which add in another order.
+    For few rows MKL uses other kernels, which add in another order, so few rows are padded.
     """
     rows = x.numel() // x.shape[-1]
     if rows >= LEAST_ROWS or x.is_cuda:
@@ -274,7 +273,7 @@ def _linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 def refusal(config: "PreTrainedConfig") -> str:
-    """The reason for which this forward pass would compute a model of `config` wrongly; "" if there is none."""
+    """Return the reason why this forward pass would compute a model of `config` wrongly; "" if there is none."""
     rope = (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default")
     activation = getattr(config, "hidden_act", "silu")
     problems = {
@@ -290,7 +289,7 @@ def _rotation(config: "PreTrainedConfig", room: int, device: torch.device) -> Te
     """Tabulate scale * exp(i * position * frequency), [T, D / 2] complex64, with the model's attention scale."""
     from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-    # It reads only the rope parameters, whose names are equal in all `FAMILIES`.
+    # The class reads only the rope parameters, whose names are equal in all `FAMILIES`.
     rope = LlamaRotaryEmbedding(config)  # pyright: ignore[reportArgumentType]
     angles_TD = torch.arange(room)[:, None].float() * rope.inv_freq[None].float()
     scale = torch.full_like(angles_TD, float(rope.attention_scaling))

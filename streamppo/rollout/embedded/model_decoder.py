@@ -1,4 +1,4 @@
-"""A decoder of transformers' own modules; only their attention is replaced (row_attention.py).
+"""A decoder that runs transformers' modules; only their attention is replaced (row_attention.py).
 
 B rows, P new tokens (padded on the right), L tokens of a row, C width, V vocabulary.
 """
@@ -26,16 +26,16 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
 LEAST_TOKENS = 16
-"""The fewest tokens of a pass in which one thread of MKL computes every token of a dense layer alike."""
+"""From this number of tokens on, one thread of MKL computes all tokens of a dense layer by the same kernel."""
 PROBED = (4, 2, 1)
-"""Tokens of the passes by which a new decoder is compared with the model: a prefill, an extension, a step."""
+"""Numbers of tokens in the passes that compare a new decoder with the model: a prefill, an extension, a step."""
 
 
 class ModelDecoder:
     """Implements `Decoder` for the models that `refusal` does not name.
 
-    Raises `WeightsError` for `tensors` (HF names) that do not fit, and `ModelError` if its logits of a few tokens are
-    not those of the model's own attention.
+    Raises `WeightsError` for `tensors` (HF names) that do not fit, and `ModelError` if its logits of a few tokens
+    differ from those by the model's own attention.
     """
 
     def __init__(
@@ -59,12 +59,12 @@ class ModelDecoder:
         self._last_B: Tensor | None = None
         self.stage(tensors)
         self.adopt()
-        # The parameters had memory, but no values.
+        # Free the replaced memory, which had no values.
         self._spare = {}
         self._compare_with_model()
 
     def _parameters_of(self, head_dtype: torch.dtype) -> dict[str, list[torch.nn.Parameter]]:
-        """Each tensor's parameters. A tied head in another dtype is a second parameter of the embedding's tensor."""
+        """Return each tensor's parameters. With a tied head in another dtype, the embedding has two."""
         head = self._model.get_output_embeddings()
         head.register_forward_pre_hook(lambda _, arguments: (self._select(arguments[0]).to(head_dtype),))
         parameters = {name: [parameter] for name, parameter in self._model.named_parameters()}
@@ -162,14 +162,14 @@ class ModelDecoder:
         self._cache.copy(sources_B, targets_B, length)
 
     def _logits(self, tokens_BP: Tensor, at_BP: Tensor, last_B: Tensor, attention_pass: AttentionPass | None) -> Tensor:
-        """The logits [B, V] after token `last_B` of each row; without `attention_pass` by eager attention."""
+        """Return the logits [B, V] after token `last_B` of each row; without `attention_pass` by eager attention."""
         B, P = tokens_BP.shape
         padding = max(0, math.ceil(LEAST_TOKENS / P) - B)
         tokens, at = F.pad(tokens_BP, (0, 0, 0, padding)), F.pad(at_BP, (0, 0, 0, padding))
         self._last_B = F.pad(last_B, (0, padding))
-        named = {} if attention_pass is None else {"attention_pass": attention_pass}
+        arguments = {} if attention_pass is None else {"attention_pass": attention_pass}
         try:
-            logits_B1V = self._model(input_ids=tokens, position_ids=at, use_cache=False, **named).logits
+            logits_B1V = self._model(input_ids=tokens, position_ids=at, use_cache=False, **arguments).logits
         finally:
             self._last_B = None
         return logits_B1V[:B, 0].float()
@@ -195,14 +195,14 @@ class ModelDecoder:
         rows, full_B = torch.arange(B, device=self.device), torch.full((B,), 1, device=self.device)
         prompts, more, last = tokens_BL.split(PROBED, 1)
         spans = [Span(0, B, L)]
-        found = torch.stack(
+        logits = torch.stack(
             [
                 self.prefill(prompts, full_B * PROBED[0], rows, rows),
                 self.extend(more, full_B * PROBED[0], full_B * PROBED[1], 0, ends[1]),
                 self.step(last[:, 0], full_B * ends[1], spans),
             ]
         )
-        gap = (found - expected).abs().max().item()
+        gap = (logits - expected).abs().max().item()
         # `gap > ...` would be False for a NaN.
         if not gap <= torch.finfo(self._dtype).eps ** 0.5 * max(1.0, expected.abs().max().item()):
             raise ModelError(
@@ -217,7 +217,7 @@ class ModelDecoder:
 
 
 def refusal(config: "PreTrainedConfig") -> str:
-    """The part of a model of `config` that this decoder does not compute; "" if there is none."""
+    """Return the part of a model of `config` that this decoder does not compute; "" if there is none."""
     model, text = causal_class(config), config.get_text_config()
     kind = f"model_type {text.model_type!r}"
     if model is None:

@@ -45,7 +45,7 @@ def empty(shapes: Shapes, dtype: torch.dtype, head_dtype: torch.dtype, device: t
     """Allocate the weights of a model whose tensors (HF names) have `shapes`."""
 
     def allocate(*names: str) -> Tensor:
-        """One tensor for several, concatenated along dimension 0."""
+        """Allocate one tensor for several, which are concatenated along dimension 0."""
         rows = sum(shapes[name][0] for name in names)
         return torch.empty((rows, *shapes[names[0]][1:]), dtype=dtype, device=device)
 
@@ -76,10 +76,10 @@ def empty(shapes: Shapes, dtype: torch.dtype, head_dtype: torch.dtype, device: t
 
 
 def views(parameters: Parameters, names: Collection[str], head_width: int) -> Iterator[tuple[str, Tensor]]:
-    """Yield every tensor's name (HF) and a view with its elements in their order; a copied tied head comes too.
+    """Yield every tensor's name (HF) and a view of its memory; a tied head with memory of its own is yielded too.
 
-    A view may have more dimensions than its tensor: queries and keys are stored pair by pair, and the tensors have
-    them half by half.
+    A view has its tensor's elements in their order, but may have more dimensions: queries and keys are stored pair by
+    pair, and the tensors have them half by half.
     """
     yield EMBEDDING, parameters.embedding
     yield NORM, parameters.norm

@@ -1,11 +1,12 @@
-"""Rows of ended completions whose keys and values stay in the cache, for continuing prompts.
+"""Rows of ended completions, whose keys and values stay in the cache for prompts that continue them.
 
-The root of a row is the prompt of its first completion. A prompt that shares tokens with a row beyond its root
-continues a completion, and begins from the shared tokens. Samples of one prompt share only their root, and are
-prefilled together.
+The root of a row is the prompt of its first completion. A prompt that shares tokens with a row beyond the row's root
+continues a completion, and is prefilled only after the shared tokens. Samples of one prompt share only their root, and
+are prefilled together.
 
-Example: a row of prompt [1, 2], completion [3, 4], has a root of 2 tokens, and the cache holds [1, 2, 3], because the
-last token was never fed. The prompt [1, 2, 3, 4, 5] begins from 3 tokens, [1, 2, 3, 9] from 3, and [1, 2, 5] from none.
+Example: a row with prompt [1, 2] and completion [3, 4] has a root of 2 tokens, and the cache holds [1, 2, 3], because
+the last token was never fed. The prompts [1, 2, 3, 4, 5] and [1, 2, 3, 9] are prefilled from the fourth token on, [1,
+2, 5] from the first.
 """
 
 from collections.abc import Sequence
@@ -17,16 +18,16 @@ import numpy as np
 from streamppo.types import Ints
 
 LEAST_TOKENS = 32
-"""Fewer tokens than this are recomputed: on a small model that is faster than a copy."""
+"""Fewer shared tokens are recomputed, which on a small model is faster than a copy."""
 
 
 NONE: Ints = np.zeros(0, np.int32)
 
 
 class Prefix(NamedTuple):
-    """A row's `tokens`, of which the first `cached` are in the cache, and the first `root` were its first prompt.
+    """A row's `tokens`: the first `cached` are in the cache, and the first `root` were the row's first prompt.
 
-    `computed` are the versions whose weights computed these `cached` ones.
+    `computed` has the version whose weights computed each cached token.
     """
 
     tokens: Ints
@@ -35,7 +36,7 @@ class Prefix(NamedTuple):
     computed: Ints
 
     def common(self, prompt: Ints) -> int:
-        """The number of cached tokens from which `prompt` can begin; at least one of its tokens is computed."""
+        """Return the number of cached tokens that `prompt` can reuse; at least one of its tokens is left to compute."""
         tokens, root = self.tokens, self.root
         # Most rows differ from most prompts in one of these two tokens.
         if (
@@ -52,9 +53,9 @@ class Prefix(NamedTuple):
 
 
 class Start(NamedTuple):
-    """`common` tokens of a prompt, 0 for none, are in the cache of `row`, whose first prompt had `root` tokens.
+    """The first `common` tokens of a prompt (0: none) are in the cache of `row`, whose first prompt had `root` tokens.
 
-    `computed` are the versions whose weights computed them.
+    `computed` has the version whose weights computed each of them.
     """
 
     row: int
@@ -64,7 +65,7 @@ class Start(NamedTuple):
 
 
 class Prefixes:
-    """At most one prefix in each row that runs no completion, the least recently used first."""
+    """The prefixes in rows that run no completion, the least recently used first."""
 
     def __init__(self) -> None:
         self._rows: dict[int, Prefix] = {}
@@ -78,7 +79,7 @@ class Prefixes:
             self._rows[row] = prefix
 
     def clear(self) -> None:
-        """Drop all prefixes: older weights computed them."""
+        """Drop all prefixes, because older weights computed them."""
         self._rows.clear()
 
     def starts(self, prompts: Sequence[Ints], running: Sequence[tuple[int, Prefix]]) -> list[Start]:
@@ -95,7 +96,7 @@ class Prefixes:
         return starts
 
     def make_room(self, first: int, end: int, capacity: int) -> list[tuple[int, int, int]]:
-        """Free rows `first` to `end - 1` of prefixes; without room the least recently used ones are dropped.
+        """Move prefixes out of rows `first` to `end - 1`; without room, drop the least recently used ones.
 
         Returns the copies to make: source row, target row, number of tokens.
         """

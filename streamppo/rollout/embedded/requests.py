@@ -11,9 +11,9 @@ from streamppo.types import Ints
 
 
 class EndTokens(NamedTuple):
-    """Token `ids` that end completions; `completes` is true if the last of its tokens [T] completes a stop string.
+    """Token `ids` that end completions. `completes` tests tokens [T]: True if the last one completes a stop string.
 
-    `unknown` are the token ids that the tokenizer lacks; they are never sampled.
+    `unknown` are token ids that the tokenizer lacks; they are never sampled.
     """
 
     ids: Collection[int] = ()
@@ -26,8 +26,9 @@ class RunningRequest:
     """One completion under way. `limit` is its maximum number of tokens.
 
     With top-p or top-k, `candidates` has an array for every token; an empty one stands for the whole vocabulary.
-    `handed` is the number of tokens in segments, with `segment`, which is cut and not handed over yet. With turns,
-    `computed` are the versions whose weights computed the prompt, of which `cached` tokens were in the cache before.
+    `handed` is the number of tokens in cut segments. `segment` is the cut segment that has not been handed over. With
+    turns, `computed` has the version whose weights computed each prompt token, and `cached` tokens of the prompt were
+    in the cache before.
     """
 
     prompt: Ints
@@ -43,7 +44,7 @@ class RunningRequest:
     cached: int = 0
 
     def next_cut(self) -> int:
-        """The number of tokens at which the next segment is due."""
+        """Return the number of tokens at which the next segment is due."""
         return self.cuts.next_by_length(self.handed) if self.cuts else NEVER
 
     def resolve(self) -> None:

@@ -1,10 +1,10 @@
-"""Attention over a cache of fixed rows, in place of the attention of transformers' modules.
+"""Replaces the attention of transformers' modules by attention over a cache of fixed rows.
 
 B rows, P new tokens (padded on the right), T cached tokens, H query heads, K key-value heads, D head width.
 
-transformers hands each layer's new queries, keys and values to a registered attention function, and passes it the
-window, soft cap and sinks of the layer, as to flash-attn. The function here also gets an `AttentionPass`. It writes
-keys and values to the layer's cache, and attends to the tokens of each row.
+transformers calls a registered attention function with each layer's new queries, keys and values, and with the layer's
+window, soft cap and sinks, as it calls flash-attn. The function here also gets an `AttentionPass`. It writes keys and
+values to the layer's cache, and attends to the tokens of each row.
 """
 
 from collections.abc import Sequence
@@ -35,7 +35,7 @@ class RowCache:
         return sum(tensor[0, 0].nbytes for layer in self._layers.values() for tensor in layer)
 
     def layer(self, number: int, key_BPKD: Tensor, value_BPKD: Tensor) -> tuple[Tensor, Tensor]:
-        """The keys and values of a layer; each entry has the shape of one of `key_BPKD` or `value_BPKD`."""
+        """Return the cached keys and values of a layer, with entries like those of `key_BPKD` and `value_BPKD`."""
         if number not in self._layers:
             new = (tensor.new_zeros(self.rows, self.room, *tensor.shape[2:]) for tensor in (key_BPKD, value_BPKD))
             keys, values = new
@@ -54,12 +54,12 @@ class RowCache:
         """See `Decoder.copy`."""
         for layer in self._layers.values():
             for tensor in layer:
-                # Whole rows at once: assignment by index would copy element by element.
+                # This copies whole rows; assignment by index would copy element by element.
                 tensor[:, :length].index_copy_(0, targets_B, tensor[:, :length].index_select(0, sources_B))
 
 
 class AttentionRule(NamedTuple):
-    """A layer's attention: the scale of its scores, their soft cap, its window, and a score [H] of no token."""
+    """A layer's attention: scale and soft cap of its scores, its window, and its sinks [H], scores of no token."""
 
     scale: float
     cap: float | None = None
@@ -70,8 +70,9 @@ class AttentionRule(NamedTuple):
 class AttentionPass:
     """One forward pass: where its tokens are written, and which tokens each of them attends to.
 
-    `at_BP` are the tokens' positions. Row `first` + b of the cache has the tokens of b, in a prefill every row `rows_N`
-    those of `prompts_N`. Without `spans`, as in a prefill, tokens attend to the tokens of this pass.
+    `at_BP` are the tokens' positions. Row `first` + b of the cache gets the tokens of sequence b. In a prefill,
+    `copies` are `rows_N` and `prompts_N`: each of these rows gets the tokens of its prompt. Without `spans`, as in a
+    prefill, tokens attend only to tokens of this pass.
     """
 
     def __init__(
@@ -121,7 +122,7 @@ class AttentionPass:
         return tensor[self._first + span.first : self._first + span.end, : span.longest]
 
     def _mask(self, number: int, window: int | None) -> Tensor | None:
-        """The mask [b, 1, P, T] of a span for layers with this window; None for plain causal attention."""
+        """Return the mask [b, 1, P, T] of a span for layers with this window; None for plain causal attention."""
         key = number, window
         if key not in self._masks:
             self._masks[key] = self._make_mask(number, window)
@@ -134,12 +135,12 @@ class AttentionPass:
         span = self._spans[number] if self._spans else Span(0, 1, P)
         at_b1P1 = self._at_BP[span.first : span.end, None, :, None]
         places_T = torch.arange(span.longest, device=self._at_BP.device)
-        seen = places_T <= at_b1P1
-        return seen if window is None else seen & (places_T > at_b1P1 - window)
+        visible = places_T <= at_b1P1
+        return visible if window is None else visible & (places_T > at_b1P1 - window)
 
 
 def attention(q_bHPD: Tensor, k_bKTD: Tensor, v_bKTD: Tensor, mask_b1PT: Tensor | None, rule: AttentionRule) -> Tensor:
-    """Attention [b, H, P, D], causal without a mask: by SDPA, or step by step with a cap or sinks."""
+    """Compute attention [b, H, P, D], causal without a mask: by SDPA, or, with a cap or sinks, by single operations."""
     groups = q_bHPD.shape[1] // k_bKTD.shape[1]
     if rule.cap is None and rule.sinks_H is None:
         return F.scaled_dot_product_attention(
@@ -178,9 +179,9 @@ def attend(
     softcap: float | None = None,
     sliding_window: int | None = None,
     s_aux: Tensor | None = None,
-    **_named: object,
+    **_others: object,
 ) -> tuple[Tensor, None]:
-    """The attention function for transformers; its names of arguments are transformers'."""
+    """The attention function for transformers, which defines the names of the arguments."""
     scale = query_BHPD.shape[-1] ** -0.5 if scaling is None else scaling
     rule = AttentionRule(scale, softcap, sliding_window, s_aux)
     return attention_pass.attend(module.layer_idx, query_BHPD, key_BKPD, value_BKPD, rule), None

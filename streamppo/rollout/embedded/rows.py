@@ -1,8 +1,8 @@
-"""The running completions of the embedded engine, one in each row. Synchronous; called in the engine's thread.
+"""The running completions of the embedded engine, one in each row. Its methods are called in the engine's thread.
 
 Rows 0 .. count-1 are running, so that a step works on views of the cache; when rows end, the last running rows move
 into their places. `_cached` is the number of a row's tokens in the cache; the next step adds the token `fed`. With
-turns, the rows from `count` on hold ended completions, for continuing prompts (prefixes.py).
+turns, the rows from `count` on hold ended completions, which prompts may continue (prefixes.py).
 """
 
 from collections import Counter
@@ -28,7 +28,7 @@ REORDER = 1.2
 GROWTH = 4
 """The cache grows to 1 + 1 / `GROWTH` times the required size."""
 MOST_PAIRS = 2**24
-"""The most (new token, position) pairs, padding included, in one forward pass of prompts that continue rows."""
+"""Maximum number of (new token, position) pairs, with padding, in one forward pass of prompts that continue rows."""
 PLAIN = np.array([1, 1, 0], np.float32)
 """Temperature, top-p and top-k of the model's unchanged distribution."""
 
@@ -71,7 +71,7 @@ class DecodingRows:
         return len(self.requests)
 
     def keep_turns(self) -> None:
-        """Keep ended rows for continuing prompts, while there is room."""
+        """Keep ended rows for prompts that continue them, while there is room."""
         self._prefixes = Prefixes()
 
     def reserve(self, room: int) -> None:
@@ -88,7 +88,7 @@ class DecodingRows:
         """Prefill new rows and sample their first tokens. Returns the requests that end with these tokens."""
         longest = max(len(request.prompt) + request.limit for request in requests)
         if longest > self._decoder.room:
-            # More than required, so that the cache is rarely enlarged.
+            # The cache gets more tokens than required, so that it is rarely enlarged.
             self.reserve(min(longest + longest // GROWTH, self._max_tokens))
         first = self.count
         rows = np.arange(first, first + len(requests))
@@ -173,9 +173,10 @@ class DecodingRows:
     def _copy_prefixes(
         self, requests: Sequence[RunningRequest], prefixes: Prefixes, version: int
     ) -> tuple[list[RunningRequest], np.ndarray]:
-        """Copy the cached prefixes of prompts to their rows: prompts without one first, then by new tokens, rising.
+        """Copy the cached prefixes of prompts to the prompts' rows.
 
-        Returns the requests in this order, and the number of cached tokens of each.
+        Returns the requests, those without a prefix first and the others by rising number of new tokens, and the number
+        of cached tokens of each.
         """
         first, end = self.count, self.count + len(requests)
         running = [
@@ -228,9 +229,9 @@ class DecodingRows:
         return logits
 
     def _prefill(self, texts: Sequence[Ints], first: int) -> torch.Tensor:
-        """Fill the cache from row `first` on with `texts`. Returns the logits after each.
+        """Fill the cache from row `first` on with `texts`. Returns the logits after each text.
 
-        Texts of one width are computed together: the rounding of attention's sums depends on the width.
+        Only texts of one width are computed together, because the rounding of attention's sums depends on the width.
         """
         widths = np.array([spans.width(len(text)) for text in texts])
         if (widths == widths[0]).all():
@@ -242,7 +243,7 @@ class DecodingRows:
         return torch.cat(logits)[torch.from_numpy(np.argsort(order)).to(self._decoder.device)]
 
     def _prefill_alike(self, texts: Sequence[Ints], rows: np.ndarray) -> torch.Tensor:
-        """Fill the cache of `rows` with `texts`, each different one computed once: samples share a prompt."""
+        """Fill the cache of `rows` with `texts`; equal texts, as of samples of a prompt, are computed once."""
         places: dict[bytes, int] = {}
         prompts = np.array([places.setdefault(text.tobytes(), len(places)) for text in texts])
         different = [np.frombuffer(text, np.int32) for text in places]
@@ -298,11 +299,11 @@ class DecodingRows:
         counts = candidates_CV.sum(-1).cpu().numpy()
         tokens = candidates_CV.nonzero()[:, 1].to(torch.int32).cpu().numpy()
         for n, candidates in zip(rows_with_candidates, np.split(tokens, counts.cumsum()[:-1]), strict=True):
-            is_whole = len(candidates) == candidates_CV.shape[1]
-            self.requests[rows[n]].candidates.append(candidates[:0] if is_whole else candidates)
+            is_vocabulary = len(candidates) == candidates_CV.shape[1]
+            self.requests[rows[n]].candidates.append(candidates[:0] if is_vocabulary else candidates)
 
     def _draws(self, rows: np.ndarray) -> Draws | None:
-        """Sampling parameters of `rows`; None if all have temperature 1, and top-p and top-k off."""
+        """Return the sampling parameters of `rows`; None if all have temperature 1, and top-p and top-k off."""
         parameters = self._sampling[rows]
         if (parameters == PLAIN).all():
             return None
@@ -316,7 +317,7 @@ class DecodingRows:
         return request
 
     def _cut_row(self, row: int) -> None:
-        """Cut a segment from a running row; it replaces and includes an earlier segment that is still here."""
+        """Cut a segment from a running row; it includes and replaces a segment that was not handed over."""
         request = self.requests[row]
         if request.segment is None:
             self._cut_requests.append(request)

@@ -1,6 +1,6 @@
-"""Divides the rows of a step into one or two spans, so that a few long rows do not lengthen the attention of all.
+"""Divides the rows of a step into one or two spans, so that a few long rows do not lengthen the attention of all rows.
 
-Attention in a span reads, for each row, as many positions as the longest row has.
+Attention in a span reads, for each row, as many positions as the span's longest row has.
 
 Example: rows of 512, 16, 16 and 16 tokens are read at 4 * 512 positions in one span, and at 512 + 3 * 16 in two.
 """
@@ -12,7 +12,7 @@ import numpy as np
 ROUND = 16
 """Positions of a span are rounded up to a multiple of this, so that shapes repeat."""
 SHORT = 2 * ROUND
-"""If no row is longer than this there is one span: two would save nothing."""
+"""If no row is longer than this, there is one span, because two would save nothing."""
 MOST_SHARE = 0.75
 """Two spans are made if they read at most this fraction of the positions of one span."""
 
@@ -25,14 +25,14 @@ class Span(NamedTuple):
     longest: int
 
 
-def divide(lengths: np.ndarray, most: int) -> list[Span]:
-    """The cheapest spans of rows with `lengths` [B], in this order; no span has more than `most` positions."""
-    single = Span(0, len(lengths), int(_round_up(lengths.max(), most)))
+def divide(lengths: np.ndarray, max_positions: int) -> list[Span]:
+    """Return the cheapest spans of rows with `lengths` [B], in this order, each of at most `max_positions`."""
+    single = Span(0, len(lengths), int(_round_up(lengths.max(), max_positions)))
     if len(lengths) < 2 or single.longest <= SHORT:
         return [single]
     before, after = np.maximum.accumulate(lengths), np.maximum.accumulate(lengths[::-1])[::-1]
     ends = np.arange(1, len(lengths))
-    longest_before, longest_after = _round_up(before[:-1], most), _round_up(after[1:], most)
+    longest_before, longest_after = _round_up(before[:-1], max_positions), _round_up(after[1:], max_positions)
     costs = ends * longest_before + ends[::-1] * longest_after
     best = int(costs.argmin())
     if costs[best] > MOST_SHARE * cost([single]):
@@ -41,25 +41,25 @@ def divide(lengths: np.ndarray, most: int) -> list[Span]:
     return [Span(0, end, int(longest_before[best])), Span(end, len(lengths), int(longest_after[best]))]
 
 
-def move_long_rows_first(lengths: np.ndarray, most: int) -> tuple[np.ndarray, list[Span]]:
-    """(rows to move to the front for the cheapest two spans, these spans); no rows if one span is cheap enough."""
+def move_long_rows_first(lengths: np.ndarray, max_positions: int) -> tuple[np.ndarray, list[Span]]:
+    """Return (rows to move to the front for the cheapest spans, these spans); no rows if one span is cheap enough."""
     order = np.argsort(-lengths, kind="stable")
-    spans = divide(lengths[order], most)
+    spans = divide(lengths[order], max_positions)
     return order[: spans[0].end] if len(spans) > 1 else order[:0], spans
 
 
 def cost(spans: list[Span]) -> int:
-    """The number of positions that attention reads, over all rows."""
+    """Return the number of positions that attention reads, over all rows."""
     return sum((span.end - span.first) * span.longest for span in spans)
 
 
 def width(length: int) -> int:
-    """The padded width of a text of this length: its length, or the next multiple of `ROUND`.
+    """Return the padded width of a text of this length: the length up to `ROUND`, else the next multiple of `ROUND`.
 
-    Vector instructions add 16 entries at once and the others one by one: the rounding depends on the width.
+    Vector instructions add 16 entries at once, and the remaining ones one by one, so the rounding depends on the width.
     """
     return length if length <= ROUND else -(-length // ROUND) * ROUND
 
 
-def _round_up(lengths: np.ndarray, most: int) -> np.ndarray:
-    return np.minimum(-(-lengths // ROUND) * ROUND, most)
+def _round_up(lengths: np.ndarray, max_positions: int) -> np.ndarray:
+    return np.minimum(-(-lengths // ROUND) * ROUND, max_positions)

@@ -7,17 +7,17 @@ from streamppo.rollout.sglang.link import Answer
 from streamppo.rollout.sglang.wire import FLUSHES_PAUSED, NAMES_CANDIDATES, NAMES_ROUTES, STREAMS
 
 
-def check_streams(version: tuple[int, ...], what: str) -> None:
-    """Raise `ModelError` for an SGLang without incremental streams, which `what` needs."""
-    _refuse_older(version, STREAMS, what)
+def check_streams(version: tuple[int, ...], setting: str) -> None:
+    """Raise `ModelError` for an SGLang without incremental streams, which the setting `setting` needs."""
+    _refuse_older(version, STREAMS, setting)
 
 
 def check_candidates(version: tuple[int, ...]) -> None:
     """Raise `ModelError` for an SGLang that does not return candidates."""
     if version < NAMES_CANDIDATES:
-        wanted = ".".join(map(str, NAMES_CANDIDATES))
+        required = ".".join(map(str, NAMES_CANDIDATES))
         raise ModelError(
-            f"with rollout.top_p or top_k, SGLang must be {wanted} or newer, and is {'.'.join(map(str, version))}: "
+            f"with rollout.top_p or top_k, SGLang must be {required} or newer, and is {'.'.join(map(str, version))}: "
             "older ones do not return the remaining tokens, and the learner would compare another distribution"
         )
 
@@ -27,10 +27,10 @@ def check_routes(version: tuple[int, ...]) -> None:
     _refuse_older(version, NAMES_ROUTES, "rollout.engine.routes")
 
 
-def _refuse_older(version: tuple[int, ...], wanted: tuple[int, ...], what: str) -> None:
-    if version < wanted:
-        needed, installed = (".".join(map(str, numbers)) for numbers in (wanted, version))
-        raise ModelError(f"{what} need SGLang {needed} or newer, and it is {installed}")
+def _refuse_older(version: tuple[int, ...], required: tuple[int, ...], setting: str) -> None:
+    if version < required:
+        needed, installed = (".".join(map(str, numbers)) for numbers in (required, version))
+        raise ModelError(f"{setting} need SGLang {needed} or newer, and it is {installed}")
 
 
 def check_strings(info: Mapping[str, Answer], strings: Sequence[str]) -> None:
@@ -51,22 +51,22 @@ def check_server(info: Mapping[str, Answer], url: str) -> None:
     for name in ("dp_size", "pp_size"):
         if (size := info.get(name) or 1) > 1:
             raise ModelError(
-                f"the SGLang server at {url} has {name} = {size}, with which it takes no weights from outside: start "
+                f"the SGLang server at {url} has {name} = {size}, with which it accepts no pushed weights: start "
                 "one server for each replica (--tp-size N --base-gpu-id M), and name all of them in rollout.engine.urls"
             )
 
 
 def differences(info: Mapping[str, Answer], learner: Mapping[str, object]) -> Iterator[str]:
     """Yield each setting of a server that makes its log-probs differ from those of a `learner` with these settings."""
-    for name, wanted in learner.items():
-        if info.get(name, wanted) not in (wanted, "auto"):
-            yield f"{name} = {info[name]}, and the learner has {wanted}"
+    for name, required in learner.items():
+        if info.get(name, required) not in (required, "auto"):
+            yield f"{name} = {info[name]}, and the learner has {required}"
 
 
 def longest(info: Mapping[str, Answer]) -> int:
-    """Tokens of the longest row in SGLang's context and cache, by the `info` on its scheduler.
+    """Return the number of tokens in the longest row of SGLang's context and cache, by its scheduler's `info`.
 
-    It reports 6 less, and truncates a completion that does not fit.
+    SGLang reports 6 tokens less. It truncates a completion that does not fit.
     """
     return int(info["max_req_input_len"]) + 6
 
@@ -75,8 +75,8 @@ def check_room(longest: int, room: int) -> None:
     """Raise `ModelError` if SGLang, whose rows have at most `longest` tokens, would truncate rows of `room` tokens."""
     if longest < room:
         raise ModelError(
-            f"SGLang holds rows of at most {longest:,} tokens, and prompt and completion have up to {room:,}: more "
-            "memory for its cache (rollout.engine.mem_fraction_static or max_total_tokens, rollout.gpus), a longer "
+            f"SGLang holds rows of at most {longest:,} tokens, and prompt and completion have up to {room:,}: set "
+            "more memory for its cache (rollout.engine.mem_fraction_static or max_total_tokens, rollout.gpus), more "
             "context of a server (--context-length), or a smaller rollout.max_tokens or max_prompt_tokens"
         )
 

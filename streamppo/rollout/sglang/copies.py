@@ -1,10 +1,10 @@
-"""Copies of a version in the actor's memory: the one that SGLang serves, for a restart, and the next one.
+"""Copies of two versions in the actor's memory: the served one, which a restart needs, and the next one.
 
     version n      copied, checked    in set A    SGLang loads from it, and it stays for a restart
     version n + 1  copied, checked    in set B    A stays until B is served, and is the memory of version n + 2
 
-With the transport "tensor" the memory is shared, and SGLang reads it where it is: no other copy is made. Versions that
-the actors of a machine have in common (rollout/machine_weights.py) are not copied here at all.
+With the transport "tensor" SGLang reads the shared memory of these copies, and no other copy is made. Versions that the
+actors of a machine share (rollout/machine_weights.py) are not copied here.
 """
 
 from collections.abc import Mapping, Sequence
@@ -38,7 +38,7 @@ class VersionCopies:
         """
         places, totals = shared_memory.plan((tensor.nbytes for tensor in tensors.values()), self._bucket_bytes)
         if [len(flat) for flat in self._spare] != totals:
-            # Freed first, so that both are never in memory.
+            # The old memory is freed first, so that both are never allocated together.
             self._spare = []
             self._spare = self._allocate(totals)
         copied: dict[str, Tensor] = {}
@@ -55,7 +55,7 @@ class VersionCopies:
         return VersionCopy(copied, self._spare)
 
     def serve(self) -> None:
-        """Keep the last copy; the next version reuses the memory of the one before it."""
+        """Mark the last copy as served. The next version reuses the memory of the previously served one."""
         self._served, self._spare = self._spare, self._served
 
     def _allocate(self, totals: Sequence[int]) -> list[Tensor]:

@@ -9,10 +9,11 @@ from sglang.srt.platforms.interface import PlatformEnum, SRTPlatform
 
 
 def activate() -> str | None:
-    """The name of the platform's class; None with an accelerator, for which SGLang has its own platform."""
+    """Return the name of the platform's class; None with an accelerator, for which SGLang has a platform."""
     if torch.accelerator.is_available():
         return None
-    # SGLang's weights checker synchronizes a GPU before it hashes and would raise; the rest of it works on a CPU.
+    # SGLang's weights checker would raise when it synchronizes a GPU before it hashes. The checker's other code works
+    # on a CPU.
     torch.cuda.synchronize = _skip_synchronization
     return f"{__name__}.Platform"
 
@@ -51,7 +52,7 @@ class Platform(CpuDeviceMixin, SRTPlatform):
         return MHATokenToKVPool
 
     def get_paged_allocator_cls(self) -> type:
-        """Return the class of that cache's allocator."""
+        """Return the class of the KV cache's allocator."""
         from sglang.srt.mem_cache.allocator import PagedTokenToKVPoolAllocator
 
         return PagedTokenToKVPoolAllocator

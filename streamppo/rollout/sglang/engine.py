@@ -9,8 +9,8 @@
     death    restart SGLang with the served version -> resend every request in flight
 
 A swap that fails after the check ends this SGLang, because its weights are then unknown; it is restarted with the
-version before. No segment or completion is returned while it is unknown which weights sampled it. A completion with a
-written segment fails when SGLang dies, because its rest cannot be sampled again.
+previous version. No segment or completion is returned while it is unknown which weights sampled it. If SGLang dies, a
+completion with a written segment fails, because its remainder cannot be sampled again.
 """
 
 import asyncio
@@ -97,7 +97,7 @@ class SGLangEngine:
     ) -> None:
         self._setup, self._session = setup, session
         self._architecture, self._copies, self._tensors = model
-        self._version = self._held = version
+        self._version = self._loaded_version = version
         self._eos_ids, self._longest = sorted(eos_ids), max_total_tokens - 1
         self._biases = wire.biases(setup.unknown)
         self._capacity = asyncio.Semaphore(session.link.capacity)
@@ -116,7 +116,7 @@ class SGLangEngine:
 
     @property
     def version(self) -> int:
-        """See `Engine.version`: it becomes the held version once all segments due at that version are written."""
+        """See `Engine.version`. It becomes the held version when all segments due at that version are written."""
         return self._version
 
     async def generate(self, prompt: Ints, sampling: Sampling, cuts: Cuts | None = None) -> Completion:
@@ -135,7 +135,7 @@ class SGLangEngine:
         """See `Engine.update_weights`."""
         check_fit(self._architecture.shapes, tensors)
         async with self._swapping:
-            # One thread: a swap that was cancelled still writes its copy, and the next one writes to the same memory.
+            # Only one thread: a cancelled swap goes on writing its copy, and the next swap writes to the same memory.
             copied = self._copying.submit(_copy_as_files, self._architecture, self._copies, tensors, contents)
             saved = await asyncio.wrap_future(copied)
             await self._until_serving()
@@ -145,11 +145,11 @@ class SGLangEngine:
                 self._certain.clear()
                 await self._until_death(self._session.swap(version, saved, self._streams.note_version))
             except SGLangDied as died:
-                raise WeightsError(f"SGLang died while it took version {version} ({died})") from None
+                raise WeightsError(f"SGLang died while it loaded version {version} ({died})") from None
             except (ValueError, WeightsError) as refused:
                 self._end_session(f"it refused version {version}")
                 raise WeightsError(f"version {version}: {refused}") from refused
-            self._held, self._tensors = version, saved
+            self._loaded_version, self._tensors = version, saved
             self._copies.serve()
             self._certain.set()
             self._swaps += 1
@@ -162,8 +162,9 @@ class SGLangEngine:
         self._count(0)
         idle_s = time.perf_counter() - self._begin - self._busy_s
         counts = (self._swaps, self._swap_s, self._restarts, self._prompted, self._reused)
-        # The key of a prompt finds what the version of its request computed. With kv = "keep" a request that waits in
-        # SGLang over a swap is sampled on the cache of the version before, as a running one; it counts as 0, too.
+        # By its key, a prompt finds only cache entries of the version of its request, so their age is 0. With kv =
+        # "keep", a request that waits in SGLang during a swap uses the previous version's cache, like a running one. It
+        # counts as 0 too.
         return Usage(self._tokens, self._busy_s, idle_s, *counts, {0: self._reused} if self._reused else {})
 
     async def stop(self) -> None:
@@ -187,10 +188,12 @@ class SGLangEngine:
             if not session.end.done() and (reason := await session.link.death()):
                 self._end_session(reason)
             if session.end.done():
-                log.info("SGLang ended: %s; starting it again with version %d", session.end.result(), self._held)
+                log.info(
+                    "SGLang ended: %s; starting it again with version %d", session.end.result(), self._loaded_version
+                )
                 await session.link.stop()
                 self._restarts += 1
-                self._session = await sessions.start(self._setup, self._restarts, self._held, self._tensors)
+                self._session = await sessions.start(self._setup, self._restarts, self._loaded_version, self._tensors)
                 self._serving.set()
                 self._certain.set()
 
@@ -217,7 +220,7 @@ class SGLangEngine:
         raise SGLangDied(end.result())
 
     async def _until_answer(self, work: Awaitable[T]) -> T:
-        """As `_until_death`, for a request: where only its connection broke, as SGLang lives, no other is lost."""
+        """Like `_until_death`, for one request: if only its connection broke, other requests continue."""
         session = self._session
 
         async def answer() -> T:
@@ -254,7 +257,7 @@ class SGLangEngine:
             await self._until_serving()
             with suppress(SGLangDied):
                 return await self._sample(prompt, sampling, cuts)
-        raise ModelError(f"SGLang died or hung up {DEATHS} times over one prompt of {len(prompt)} tokens")
+        raise ModelError(f"SGLang died or disconnected {DEATHS} times during one prompt of {len(prompt)} tokens")
 
     async def _sample(self, prompt: Ints, sampling: Sampling, cuts: Cuts | None) -> Completion:
         self._requests += 1
@@ -270,13 +273,13 @@ class SGLangEngine:
             strings=self._setup.strings,
             biases=self._biases,
             rid=rid,
-            # The key keeps what other weights computed from being reused: of older versions, and of a push that failed.
-            key=f"{self._run}-{self._restarts}-{self._held}",
+            # The key prevents reuse of cache entries of other weights: of older versions, or of a failed push.
+            key=f"{self._run}-{self._restarts}-{self._loaded_version}",
             interval=INTERVAL if cuts else 0,
             routes=self._setup.routes,
         )
         routed = len(prompt) if self._setup.routes else 0
-        sample = partial(self._generate_in_segments, cuts) if cuts else partial(self._at_once, routed)
+        sample = partial(self._generate_in_segments, cuts) if cuts else partial(self._generate_whole, routed)
         try:
             completion = await sample(link, fields, candidates=sampling.excludes_tokens)
         except asyncio.CancelledError:
@@ -290,14 +293,14 @@ class SGLangEngine:
         self._reused += min(completion.cached, len(prompt))
         return completion
 
-    async def _at_once(self, routed: int, link: Link, fields: Fields, *, candidates: bool) -> Completion:
-        version = self._held
+    async def _generate_whole(self, routed: int, link: Link, fields: Fields, *, candidates: bool) -> Completion:
+        version = self._loaded_version
         answer = await self._until_answer(link.call("generate", **fields))
         await self._until_death(self._certain.wait())
         return wire.completion(answer, version, candidates=candidates, kv=self._setup.kv, routed=routed)
 
     async def _generate_in_segments(self, cuts: Cuts, link: Link, fields: Fields, *, candidates: bool) -> Completion:
-        with self._streams.open(cuts, self._held, candidates=candidates) as stream:
+        with self._streams.open(cuts, self._loaded_version, candidates=candidates) as stream:
             try:
                 await self._until_answer(stream.read(link.stream(**fields)))
                 await self._until_death(self._certain.wait())
@@ -324,8 +327,8 @@ def _copy_as_files(
 ) -> dict[str, Tensor]:
     """Copy `tensors` into the memory of `copies`, named and split as in the model's files; a restart needs them.
 
-    The originals are views of the object store, or change with the next version. Those in shared memory do not change,
-    and were checked: they are used where they are. Raises `WeightsError` as `copy`.
+    The originals are views of the object store, or change with the next version. Tensors in shared memory do not
+    change, and were checked, so they are used without a copy. Raises `WeightsError` as `copy` does.
     """
     if shared_memory.is_shared(tensors.values()):
         return architecture.as_saved(tensors)

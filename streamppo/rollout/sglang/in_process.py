@@ -1,4 +1,4 @@
-"""SGLang in the actor's own processes, which are tied to one thread of the actor and die with it."""
+"""SGLang in child processes of the actor, which are tied to one thread of the actor and end with it."""
 
 # SGLang is not installed where this project is type-checked.
 # pyright: reportMissingImports=false
@@ -68,7 +68,7 @@ class TokenizerManager(Protocol):
 
 
 class StartedSchedulers(Protocol):
-    """What SGLang's schedulers report at their start."""
+    """The reports of SGLang's schedulers at their start."""
 
     scheduler_infos: Sequence[Mapping[str, object]]
 
@@ -154,7 +154,7 @@ class ProcessLink:
             try:
                 return await anext(manager.generate_request(io_struct.GenerateReqInput(**fields), None))
             except HTTPException as refused:
-                # For want of memory, for example; the server would answer with this status.
+                # SGLang may lack memory, for example; a server would answer with this status.
                 raise ValueError(refused.detail) from refused
         handler = HANDLERS[name]
         method: Callable[[object], Awaitable[Answer]] | None = getattr(manager, handler.method, None)
@@ -182,25 +182,25 @@ class LaunchSettings(NamedTuple):
 
 
 async def start(settings: LaunchSettings, number: int) -> ProcessLink:
-    """Start SGLang's processes; the seed is `settings.seed + life`. Raises `ModelError` if they do not start."""
+    """Start SGLang's processes, with the seed `settings.seed + number`. Raises `ModelError` if they do not start."""
     # SGLang's processes send SIGQUIT to their parent when they die, which by default would end the parent.
     ctypes.CDLL(None).signal(signal.SIGQUIT, ctypes.c_void_p(signal.SIG_IGN))
     descriptor, log = tempfile.mkstemp(prefix="streamppo-sglang-", suffix=".log")
     async with AsyncExitStack() as undo:
         file = undo.enter_context(os.fdopen(descriptor, "rb"))
-        output = ProcessOutput(file, shown=settings.arguments.get("log_level") != "error")
+        output = ProcessOutput(file, logs_lines=settings.arguments.get("log_level") != "error")
         # The processes keep the unlinked file open; it disappears when the last of them dies.
         undo.callback(os.unlink, log)
         thread = EngineThread(f"sglang-{number}")
         undo.push_async_callback(thread.end)
         try:
             async with asyncio.timeout(settings.start_s):
-                engine = await _shown(output, thread.run(_build(settings, settings.seed + number, log)))
+                engine = await _log_output_during(output, thread.run(_build(settings, settings.seed + number, log)))
         except ModelError:
             await thread.end()
             raise
         except Exception as error:
-            # SGLang may raise any error. Its output is complete once its processes have ended.
+            # SGLang may raise any error. Its output is complete when its processes have ended.
             await thread.end()
             output.show()
             timeout = f"not within rollout.engine.start_s ({settings.start_s:g} s)"
@@ -211,8 +211,8 @@ async def start(settings: LaunchSettings, number: int) -> ProcessLink:
     return ProcessLink(thread, engine, output, settings)
 
 
-async def _shown(output: ProcessOutput, work: Awaitable[SGLang]) -> SGLang:
-    """Return the result of `work`, and show the output during it: a start may take minutes."""
+async def _log_output_during(output: ProcessOutput, work: Awaitable[SGLang]) -> SGLang:
+    """Return the result of `work`; show the output meanwhile, because a start may take minutes."""
     task = asyncio.ensure_future(work)
     try:
         while not task.done():

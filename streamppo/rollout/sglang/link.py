@@ -1,6 +1,6 @@
 """The protocol of the two connections to SGLang: the actor's own processes (in_process.py), and a server (server.py).
 
-Both answer the same calls. A call is an endpoint's name of SGLang's HTTP server and its request's fields.
+Both answer the same calls. A call is the name of an endpoint of SGLang's HTTP server, with the fields of the request.
 """
 
 from collections.abc import AsyncGenerator, Awaitable, Callable
@@ -13,7 +13,7 @@ Answer: TypeAlias = Any
 
 
 class Link(Protocol):
-    """A running SGLang, until its death."""
+    """A connection to a running SGLang."""
 
     @property
     def version(self) -> tuple[int, ...]:
@@ -32,19 +32,19 @@ class Link(Protocol):
 
     @property
     def longest(self) -> int:
-        """Tokens of the longest row, a prompt and its completion, that its context and its cache hold."""
+        """Number of tokens in the longest row (prompt and completion) that its context and its cache hold."""
         ...
 
     async def call(self, name: str, /, **fields: object) -> Answer:
         """Call endpoint `name` and return its answer.
 
         Raises `ValueError` if SGLang refuses the request, `NotImplementedError` if it has no such endpoint, and
-        `ConnectionError` if it is gone. A call to a dead SGLang may also never return.
+        `ConnectionError` if it has ended. A call to a dead SGLang may also never return.
         """
         ...
 
     def stream(self, **fields: object) -> AsyncGenerator[Answer]:
-        """Call `generate` and yield its answers as they arrive; raises as `call`. The caller must close it."""
+        """Call `generate` and yield its answers as they arrive. Raises as `call` does. The caller must close it."""
         ...
 
     async def abort(self, rid: str) -> None:
@@ -52,7 +52,7 @@ class Link(Protocol):
         ...
 
     async def death(self) -> str:
-        """The reason of its death; empty while it lives."""
+        """Return the reason for SGLang's death; empty while it runs."""
         ...
 
     async def stop(self) -> None:

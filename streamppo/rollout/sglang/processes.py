@@ -1,6 +1,6 @@
-"""SGLang's processes in an actor: their thread, their main function, their output, and the reason of their failure.
+"""SGLang's processes in an actor: their thread, their main function, their output, and the reason for their failure.
 
-Processes started from the thread die with it. Their output goes to a file, which explains a failure.
+Processes started from the thread end with it. Their output goes to a file, which explains a failure.
 """
 
 # SGLang, which brings ZeroMQ, is not installed where this project is type-checked.
@@ -22,8 +22,8 @@ from typing import BinaryIO, Protocol, TypeVar
 from streamppo.process import die_with_parent
 
 MEMORY = (
-    "the model does not fit into the memory that SGLang may use: a larger rollout.engine.mem_fraction_static, more "
-    "rollout.gpus, or a smaller model"
+    "the model does not fit into the memory that SGLang may use: set a larger rollout.engine.mem_fraction_static, more "
+    "rollout.gpus, or choose a smaller model"
 )
 EXPLANATIONS = (
     (r"Not enough memory|out of memory|OutOfMemoryError|mem_fraction_static|mem-fraction-static", MEMORY),
@@ -72,7 +72,7 @@ class EngineThread:
         return self._loop.is_closed()
 
     def processes(self) -> list[BaseProcess]:
-        """The live child processes started since this thread was made."""
+        """Return the running child processes that were started since this thread was made."""
         return [process for process in multiprocessing.active_children() if process.pid not in self._others]
 
     async def end(self) -> None:
@@ -108,7 +108,7 @@ def _kill(processes: list[BaseProcess]) -> None:
 
 
 def _contexts() -> list[ZMQContext]:
-    """The open ZeroMQ contexts of this process."""
+    """Return the open ZeroMQ contexts of this process."""
     import zmq
 
     return [item for item in gc.get_objects() if issubclass(type(item), zmq.Context) and not item.closed]
@@ -120,8 +120,8 @@ def _contexts() -> list[ZMQContext]:
 def run(log: str, target: str, *arguments: object) -> object:
     """Call SGLang's `target` ("module:function") with this process's output redirected to the file `log`.
 
-    It is the main function of SGLang's processes, which look it up by name before they load SGLang. They die with the
-    actor from the start; SGLang itself arranges that only after loading, seconds later.
+    It is the main function of SGLang's processes, which import it by name before they load SGLang. It makes them end
+    with the actor at once; SGLang itself does that only after loading, seconds later.
     """
     parent = multiprocessing.parent_process()
     die_with_parent()
@@ -136,20 +136,20 @@ def run(log: str, target: str, *arguments: object) -> object:
 
 
 class ProcessOutput:
-    """The `file` to which SGLang's processes write. With `shown`, `show` logs their lines."""
+    """The `file` to which SGLang's processes write. With `logs_lines`, `show` logs their lines."""
 
-    def __init__(self, file: BinaryIO, *, shown: bool) -> None:
-        self._file, self._shown = file, shown
+    def __init__(self, file: BinaryIO, *, logs_lines: bool) -> None:
+        self._file, self._logs_lines = file, logs_lines
         self._position = 0
 
     def show(self) -> None:
         """Log the lines since the last call."""
-        if not self._shown:
+        if not self._logs_lines:
             return
         self._file.seek(self._position)
-        whole, newline, _ = self._file.read().rpartition(b"\n")
-        self._position += len(whole) + len(newline)
-        for line in whole.decode(errors="replace").splitlines():
+        lines, newline, _ = self._file.read().rpartition(b"\n")
+        self._position += len(lines) + len(newline)
+        for line in lines.decode(errors="replace").splitlines():
             log.info("SGLang: %s", line)
 
     def reason(self) -> str:
@@ -158,7 +158,7 @@ class ProcessOutput:
         return explain_failure(self._file.read().decode(errors="replace"))
 
     def close(self) -> None:
-        """Show the rest, and close the file."""
+        """Show the remaining lines, and close the file."""
         self.show()
         self._file.close()
 

@@ -24,7 +24,7 @@ Named: TypeAlias = Sequence[tuple[str, Tensor]]
 
 
 class Carrier(Protocol):
-    """A transport of weights into one SGLang, until its death.
+    """A transport of weights into one running SGLang.
 
     stage     while SGLang decodes: put the weights where it can read them
     carry     while it is paused: only load them
@@ -47,10 +47,10 @@ Connect: TypeAlias = Callable[[Link], Awaitable[Carrier]]
 
 
 class BySharedMemory:
-    """Flat buckets in shared memory, for an SGLang on this machine; with `server`, one not started by this process.
+    """Flat buckets in shared memory, for an SGLang on this machine. With `server`, another process started SGLang.
 
-    All tensor-parallel ranks read the same buckets. Tensors that are in shared memory are read where they are; others
-    are copied to memory that is reused for each version, because no process reads it after a load has ended.
+    All tensor-parallel ranks read the same buckets. Tensors in shared memory are read without a copy. Others are copied
+    to memory that every version reuses, because no process reads it after a load has ended.
     """
 
     def __init__(self, link: Link, bucket_bytes: int, *, server: bool) -> None:
@@ -103,7 +103,7 @@ class BySharedMemory:
 
 
 async def by_shared_memory(bucket_bytes: int, server: bool, link: Link) -> BySharedMemory:
-    """Connect by shared memory. It is a `Connect` after partial application of all arguments but `link`."""
+    """Connect by shared memory. It is a `Connect` after partial application of all arguments except `link`."""
     return BySharedMemory(link, bucket_bytes, server=server)
 
 
@@ -118,7 +118,7 @@ class ByGroup:
         self._staged: Mapping[str, Tensor] = {}
 
     async def stage(self, tensors: Mapping[str, Tensor]) -> None:
-        """See `Carrier.stage`: only keeps the tensors, because a broadcast needs the paused SGLang too."""
+        """See `Carrier.stage`. Only keeps the tensors, because a broadcast needs the paused SGLang too."""
         self._staged = tensors
 
     async def carry(self, version: int, *, flush: bool) -> None:
@@ -138,9 +138,10 @@ class ByGroup:
 
 
 async def by_group(bucket_bytes: int, url: str, gpu: bool, link: Link) -> ByGroup:
-    """Create a process group with SGLang's ranks. It is a `Connect` after partial application of all but `link`.
+    """Create a process group with SGLang's ranks.
 
-    NCCL with `gpu`, if this actor has a GPU that SGLang does not use; gloo otherwise.
+    It is a `Connect` after partial application of all arguments except `link`. `gpu`: this actor has a GPU that SGLang
+    does not use. The group then uses NCCL, otherwise gloo.
     """
     from sglang.srt.utils.common import init_custom_process_group
 
@@ -223,7 +224,7 @@ def _parts(tensors: Mapping[str, Tensor], bucket_bytes: int) -> Iterator[tuple[N
 
 
 def _request_fields(version: int, *, last: bool, flush: bool) -> dict[str, object]:
-    """Fields of a part's request: only the last part sets the version and flushes the cache."""
+    """Return the fields of a part's request: only the last part sets the version and flushes the cache."""
     return {"weight_version": versions.name(version) if last else None, "flush_cache": last and flush}
 
 
@@ -234,14 +235,14 @@ def _bucket(part: Named) -> Bucket:
 
 
 def _handle(flat: Tensor, places: object, *, text: bool) -> str | bytes:
-    """SGLang's serialized handle of a bucket in shared memory with tensors at `places`."""
+    """Return SGLang's serialized handle of a bucket in shared memory with tensors at `places`."""
     from sglang.srt.utils import MultiprocessingSerializer
 
     return MultiprocessingSerializer.serialize({"flattened_tensor": flat, "metadata": places}, output_str=text)
 
 
 def _address(url: str) -> tuple[str, int]:
-    """This machine's address as seen by SGLang at `url`, and a free port."""
+    """Return this machine's address as seen by SGLang at `url`, and a free port."""
     host = "127.0.0.1"
     if url:
         parts = urlsplit(url)

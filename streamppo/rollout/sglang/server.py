@@ -20,7 +20,7 @@ from streamppo.rollout.sglang.link import HEALTH_S, Answer
 SILENT_S = 20.0
 """A server whose HTTP process gives no answer for this long counts as dead."""
 IDLE_S = 2.0
-"""Idle connections are closed after this long: SGLang closes them after 5 s, and loses a request of that moment."""
+"""Idle connections are closed after this long. SGLang closes them after 5 s, and would lose a request sent then."""
 GATEWAY = (httpx.codes.BAD_GATEWAY, httpx.codes.SERVICE_UNAVAILABLE, httpx.codes.GATEWAY_TIMEOUT)
 """Statuses of a proxy that does not reach SGLang."""
 log = logging.getLogger(__name__)
@@ -65,7 +65,7 @@ class ServerLink:
             raise ConnectionError(f"{type(error).__name__} at {self._url}") from error
 
     async def abort(self, rid: str) -> None:
-        """See `Link.abort`. A server that does not answer is left to `death`."""
+        """See `Link.abort`. `death` detects a server that does not answer."""
         with suppress(ValueError, NotImplementedError, TimeoutError):
             async with asyncio.timeout(SILENT_S):
                 await self.call("abort_request", rid=rid)
@@ -73,9 +73,9 @@ class ServerLink:
     async def death(self) -> str:
         """See `Link.death`.
 
-        Only SGLang's HTTP process is asked. /health would sample a token, which a server does not while it is paused or
-        takes weights, and a death of its other processes ends the HTTP process too. A connection that breaks is no
-        death: a server that stood still closes those that were idle when it goes on.
+        Only SGLang's HTTP process is asked, because it ends when another process of the server dies. /health would
+        sample a token, which a server cannot do while it is paused. One broken connection is no death: after a
+        standstill, a server closes connections that were idle.
         """
         try:
             try:
@@ -102,7 +102,7 @@ def _read(answer: httpx.Response, url: str) -> Answer:
     if answer.status_code in GATEWAY and not fields:
         raise ConnectionError(f"status {answer.status_code} at {url}")
     if isinstance(content, str):
-        # Of an error that SGLang did not expect, for example; its log says more.
+        # SGLang answers an unexpected error with a text, for example. Its log says more.
         raise ValueError(f"status {answer.status_code}: {content}")
     if answer.is_error or fields.get("success") is False:
         reason = fields.get("message") or fields.get("error") or fields.get("detail")
@@ -126,9 +126,9 @@ async def connect(
 ) -> ServerLink:
     """Wait for the only server of `settings.urls`, and reset state that a dead client may have left in it.
 
-    It is a `Start` after partial application of all arguments but `number`. At most `slots` completions run at once;
-    they end at `strings`. Other settings than the `learner`'s are logged. Raises `ModelError` for a server that cannot
-    be reached or used.
+    It is a `Start` after partial application of all arguments except `number`. At most `slots` completions run at once;
+    they end at `strings`. Settings that differ from the `learner`'s are logged. Raises `ModelError` for a server that
+    cannot be reached or used.
     """
     (url,) = settings.urls
     async with AsyncExitStack() as undo:
@@ -140,7 +140,7 @@ async def connect(
         checks.check_cache(info, settings.kv, server.version, routes=settings.routes)
         checks.check_strings(info, strings)
         for difference in checks.differences(info, learner):
-            log.warning("the SGLang server at %s has %s: log-probs differ more than they need", url, difference)
+            log.warning("the SGLang server at %s has %s: log-probs differ more than necessary", url, difference)
         with suppress(ValueError, NotImplementedError):
             await server.call("end_weight_update")
         await server.call("continue_generation")
@@ -150,7 +150,7 @@ async def connect(
 
 
 def _client(url: str, key: str, slots: int) -> httpx.AsyncClient:
-    """A client of the server at `url`, which no proxy of this machine's environment reaches."""
+    """Return a client of the server at `url` that uses no proxy of this machine's environment."""
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=slots, keepalive_expiry=IDLE_S)
     headers = {"Authorization": f"Bearer {key}"} if key else {}
     direct: dict[str, httpx.AsyncBaseTransport | None] = {"http://": None, "https://": None}

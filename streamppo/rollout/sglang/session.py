@@ -21,10 +21,10 @@ from streamppo.rollout.sglang.verify_weights import Attestation
 class SessionSetup(NamedTuple):
     """Settings of all sessions: SGLang's start, the transport of weights, the KV cache at a swap.
 
-    `excludes_tokens`: top-p or top-k is on. `streams`: the choice that streams them. `routes`:
-    they report each token's experts. A row has up to `room` tokens. A completion ends at the first of `strings`.
-    `unknown` tokens, which the tokenizer lacks, are never sampled. Versions are copied to buckets of `bucket_bytes`, in
-    `shared` memory if SGLang reads them there.
+    `excludes_tokens`: top-p or top-k is on. `streams` names the setting that needs streamed tokens, if there is one.
+    `routes`: SGLang reports the experts of each token. A row has up to `room` tokens. A completion ends at the first of
+    `strings`. `unknown` tokens, which the tokenizer lacks, are never sampled. Versions are copied to buckets of
+    `bucket_bytes`, in `shared` memory if SGLang reads them there.
     """
 
     start: Start
@@ -43,7 +43,7 @@ class SessionSetup(NamedTuple):
 
 
 class EngineSession:
-    """A running SGLang with loaded weights; the future `end` gets the reason of its death."""
+    """A running SGLang with loaded weights; the future `end` gets the reason for its death."""
 
     def __init__(
         self, link: Link, carrier: Carrier, attestation: Attestation, kv: Literal["keep", "recompute"]
@@ -87,9 +87,9 @@ async def start(setup: SessionSetup, number: int, version: int, tensors: Mapping
                 session = await _until_death(link, _fill(setup, link, version, tensors))
         except TimeoutError:
             limit = f"rollout.engine.start_s ({setup.start_s:g} s)"
-            raise ModelError(f"SGLang has started, and has not taken version {version} within {limit}") from None
+            raise ModelError(f"SGLang has started, but has not loaded version {version} within {limit}") from None
         except ConnectionError as died:
-            raise ModelError(f"SGLang died while it took version {version}: {died}") from died
+            raise ModelError(f"SGLang died while it loaded version {version}: {died}") from died
         except ValueError as refused:
             raise WeightsError(f"version {version}: {refused}") from refused
         undo.pop_all()
@@ -109,7 +109,7 @@ async def _fill(setup: SessionSetup, link: Link, version: int, tensors: Mapping[
 
 
 async def _until_death(link: Link, work: Coroutine[object, object, EngineSession]) -> EngineSession:
-    """Return the result of `work`. Raises `ConnectionError` if SGLang dies: a call to it may then never return."""
+    """Return the result of `work`. Raises `ConnectionError` if SGLang dies, because a call may then never return."""
     task = asyncio.create_task(work)
     try:
         while not task.done():
@@ -122,7 +122,7 @@ async def _until_death(link: Link, work: Coroutine[object, object, EngineSession
 
 
 async def _load(link: Link, carrier: Carrier, kv: Literal["keep", "recompute"], version: int) -> None:
-    """Pause and load. Running completions keep their KV cache, or are retracted and recompute it."""
+    """Pause SGLang and load the weights. Running completions keep their KV cache, or are retracted and recompute it."""
     await link.call("pause_generation", mode="in_place" if kv == "keep" else "retract")
     has_sessions = True
     try:

@@ -1,4 +1,4 @@
-"""Completions with segments: their tokens as SGLang streams them, and their cuts.
+"""Completions with segments: reads their tokens as SGLang streams them, and cuts them.
 
 SGLang sends the first token at once, and then `INTERVAL` tokens at a time. It reports the version of each token only at
 the end of the completion. Until then:
@@ -55,17 +55,17 @@ class CompletionStream:
             raise ModelError("SGLang gave up a completion: its stream broke off")
 
     def note_version(self, version: int) -> None:
-        """SGLang is paused and holds `version`: record the first token that is certainly sampled with it."""
+        """Record the first token that is certainly sampled with `version`, which the paused SGLang holds."""
         self._version_starts.append((self.length + INTERVAL if self.length else 1, version))
 
     def oldest(self) -> int | None:
-        """The oldest version among tokens outside written segments; None without such tokens, or at the end."""
+        """Return the oldest version of tokens outside written segments; None if there are none, or after the end."""
         if self.length == self.handed or self._last is not None:
             return None
         return self.cuts.oldest_after(self.handed, int(self._versions()[self.handed]))
 
     def cut_before_swap(self) -> "asyncio.Future[None]":
-        """Cut after all tokens that older weights may have sampled, once they have arrived; the future is then done."""
+        """Cut after all tokens that older weights may have sampled, when they have arrived. The future is then done."""
         due = self._due = asyncio.get_running_loop().create_future()
         self.cut_due()
         return due
@@ -79,7 +79,7 @@ class CompletionStream:
             self._finish_cut()
 
     def close(self) -> None:
-        """The completion has ended or failed: stop cutting."""
+        """Stop cutting, because the completion has ended or failed."""
         self._finish_cut()
 
     def completion(self, kv: Literal["keep", "recompute"]) -> Completion:
@@ -90,7 +90,7 @@ class CompletionStream:
         handed_versions = complete.versions[: self.handed]
         if (handed_versions < self._handed_versions).any():
             raise ModelError(
-                f"SGLang has sampled tokens with versions {handed_versions.tolist()} that were handed over as of "
+                f"SGLang reports versions {handed_versions.tolist()} for tokens that were handed over with versions "
                 f"{self._handed_versions.tolist()}"
             )
         return complete
@@ -105,7 +105,7 @@ class CompletionStream:
         self.cut_due()
 
     def _next_cut(self) -> int:
-        """The number of tokens at which the next segment ends; beyond all tokens if no cut is due."""
+        """Return the number of tokens at which the next segment ends; beyond all tokens if no cut is due."""
         begin, by_length = self._version_starts[-1][0], self.cuts.next_by_length(self.handed)
         return min(by_length, begin) if self._due and self.handed < begin else by_length
 

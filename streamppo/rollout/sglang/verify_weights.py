@@ -7,7 +7,7 @@ On a CPU SGLang's checksum is a hash that can be computed here too. Tensors whos
 pushed tensors in SGLang's layout must match exactly after every later swap. On a GPU its checksum is another function:
 it only shows that a tensor has changed, so nothing is hashed here.
 
-Without checksums, the values of every tensor are compared, or log-probs. Neither can show a skipped expert, so a
+If SGLang has no checksums, values of every tensor are compared, or log-probs. Neither can show a skipped expert, so a
 mixture of experts is then refused.
 """
 
@@ -29,11 +29,11 @@ from streamppo.rollout.sglang.link import Answer, Link
 SMALL = 1 << 20
 """Without a weights checker, all values of a model with at most this many elements are read back, as text."""
 ROWS = 8
-"""Rows read back from every tensor of a larger model."""
+"""Number of rows that are read back from every tensor of a larger model."""
 SMALLEST = 8
-"""Tensors that show whether SGLang's checksum can be computed here."""
+"""Number of tensors, the smallest ones, that show whether SGLang's checksum can be computed here."""
 PROBE = 16
-"""Tokens of the text whose log-probs are compared if SGLang returns no values either."""
+"""Number of tokens in the text whose log-probs are compared if SGLang returns no values either."""
 FUSED = (
     (r"\.(q|k|v)_proj\.", ".qkv_proj."),
     (r"\.experts\.\d+\.(gate_proj|up_proj|w1|w3)\.", ".experts.w13_"),
@@ -58,7 +58,7 @@ class WeightProbe(Protocol):
         ...
 
     async def mismatches(self, before: Tensors | None, tensors: Tensors) -> Sequence[str]:
-        """Names of tensors that are wrong after a load of `tensors`; the previous load was of `before`, if any."""
+        """Return the names of tensors that are wrong after a load of `tensors`, which followed that of `before`."""
         ...
 
 
@@ -91,7 +91,7 @@ class Attestation:
     async def check(self, tensors: Tensors) -> None:
         """Raise `WeightsError`, with a tensor's name, if SGLang does not hold the just loaded `tensors`."""
         if wrong := await self._probe.mismatches(self._tensors, tensors):
-            raise WeightsError(f"SGLang has not taken {wrong[0]} (compared by {self.method}, {len(wrong)} are wrong)")
+            raise WeightsError(f"SGLang has not loaded {wrong[0]} (compared by {self.method}, {len(wrong)} are wrong)")
         self._tensors = tensors
 
 
@@ -112,7 +112,7 @@ async def begin(link: Link, tensors: Tensors, vocabulary: int) -> Attestation:
 
 
 class Checksums:
-    """Compares checksums with the previous ones, `previous`, by rank/name."""
+    """Compares SGLang's checksums, by rank/name, with those before a load, the first time with `previous`."""
 
     method: Method = "checksums"
 
@@ -132,12 +132,12 @@ class Checksums:
         unchanged_keys = {key for key, checksum in self._checksums.items() if checksum == previous.get(key)}
         if self._link.ranks == 1 and before is None:
             self.exact = await asyncio.to_thread(self._known, tensors)
-        elif self.exact and (other := set(self.exact) - await asyncio.to_thread(self._equal, self.exact, tensors)):
-            return [name for name in tensors if held_name(name) in other]
+        elif self.exact and (wrong := set(self.exact) - await asyncio.to_thread(self._equal, self.exact, tensors)):
+            return [name for name in tensors if held_name(name) in wrong]
         return await asyncio.to_thread(_unchanged_tensors, unchanged_keys, self._checksums, before, tensors)
 
     def _known(self, tensors: Tensors) -> set[str]:
-        """SGLang's names of tensors whose checksums equal the pushed ones; empty if the smallest differ."""
+        """Return SGLang's names of tensors whose checksums equal the pushed ones; empty if the smallest differ."""
         sizes: dict[str, int] = {}
         for name, tensor in tensors.items():
             held = held_name(name)
@@ -146,7 +146,7 @@ class Checksums:
         return self._equal(sizes, tensors) if self._equal(smallest, tensors) else set()
 
     def _equal(self, held: Collection[str], tensors: Tensors) -> set[str]:
-        """The names among `held` whose checksum is that of the pushed tensors."""
+        """Return the names in `held` whose checksum is that of the pushed tensors."""
         mapped = {name: tensor for name, tensor in tensors.items() if held_name(name) in held}
         known = _expected_checksums(mapped) if mapped else {}
         return {name for name, checksum in known.items() if self._checksums.get(f"0/{name}") == checksum}
@@ -162,7 +162,7 @@ async def _by_checksums(link: Link) -> WeightProbe | None:
 
 
 def _expected_checksums(tensors: Tensors) -> dict[str, str]:
-    """SGLang's checksums on a CPU, by its names, if its layout is that of `tensors_of_rank`."""
+    """Return SGLang's checksums on a CPU, by its names, if its layout is that of `tensors_of_rank`."""
     try:
         from sglang.srt.managers.mm_utils import tensor_hash
     except ImportError:
@@ -173,7 +173,7 @@ def _expected_checksums(tensors: Tensors) -> dict[str, str]:
 def _unchanged_tensors(
     unchanged_keys: set[str], held: "set[str] | Mapping[str, str]", before: Tensors | None, tensors: Tensors
 ) -> list[str]:
-    """Names of tensors with an unchanged checksum that a load of `tensors` should have changed."""
+    """Return the names of tensors with an unchanged checksum that a load of `tensors` should have changed."""
     names = sorted({_tensor_name(key) for key in unchanged_keys})
     if before is None:
         return names
@@ -188,16 +188,16 @@ def _tensor_name(key: str) -> str:
     return key.partition("/")[2]
 
 
-def _equal(one: Tensor, other: Tensor) -> bool:
+def _equal(first: Tensor, second: Tensor) -> bool:
     """Compare as bytes, so that a NaN equals itself."""
-    return torch.equal(one.reshape(-1).view(torch.uint8), other.reshape(-1).view(torch.uint8))
+    return torch.equal(first.reshape(-1).view(torch.uint8), second.reshape(-1).view(torch.uint8))
 
 
 # --- by values -----------------------------------------------------------------------------------------------
 
 
 class Values:
-    """Compares tensor values with the pushed ones; if SGLang returns none, log-probs of `text` with earlier ones."""
+    """Compares tensor values with the pushed ones; without values, log-probs of `text` with earlier ones."""
 
     def __init__(self, link: Link, tensors: Tensors, text: Sequence[int]) -> None:
         self.method: Method = "values"
@@ -247,16 +247,16 @@ class Values:
 
 
 def held_name(name: str) -> str:
-    """SGLang's name of the tensor that contains the model file's tensor `name`."""
-    for part, whole in FUSED:
-        name = re.sub(part, whole, name)
+    """Return SGLang's name of the tensor that contains the model file's tensor `name`."""
+    for part, fused in FUSED:
+        name = re.sub(part, fused, name)
     return name
 
 
 def tensors_of_rank(tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
     """Yield tensors of a model in the layout of a single SGLang rank; experts are stacked, [experts, rows, columns].
 
-    A fused tensor is a copy: keep one at a time.
+    A fused tensor is a copy, so the caller should keep only one at a time.
     """
     parts: dict[str, dict[int, dict[int, Tensor]]] = {}
     for name, tensor in tensors.items():

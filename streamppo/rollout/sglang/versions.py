@@ -1,4 +1,4 @@
-"""The names of our versions in SGLang, and the version of each token by its report. Pure: it does not import it."""
+"""Names our versions in SGLang, and reads the version of each token in its reports. Pure: does not import SGLang."""
 
 from collections.abc import Mapping, Sequence
 from uuid import uuid4
@@ -10,18 +10,18 @@ from streamppo.rollout.sglang.link import Answer
 from streamppo.types import Ints
 
 WRITER = uuid4().hex[:8]
-"""This process in the names of its versions: two runs that use one server would otherwise both push a "7"."""
+"""Identifies this process in version names: two runs that use one server would otherwise both push a "7"."""
 
 
 def name(version: int) -> str:
-    """The name of `version` in SGLang."""
+    """Return the name of `version` in SGLang."""
     return f"{version}-{WRITER}"
 
 
 def of_tokens(spans: Sequence[Mapping[str, Answer]], count: int) -> Ints:
     """Expand SGLang's spans [{version, start, end}] to one version for each of `count` tokens.
 
-    Raises `ModelError` if a token has no span, or a version is of another writer.
+    Raises `ModelError` if a token has no span, or a version has another writer.
     """
     by_token = np.full(count, -1, np.int32)
     for span in spans:
@@ -41,7 +41,7 @@ def shift_boundaries(versions_N: Ints, oldest: int) -> Ints:
     """Shift every boundary between versions one token later; the first token gets `oldest`.
 
     SGLang prepares a step while the previous one runs. At a pause in place one step is computed and not yet counted, so
-    SGLang attributes its tokens to the next version. With the shift, a token truly of the next version counts as one
-    version older.
+    SGLang attributes its tokens to the next version. With the shift, a token that the next version did sample counts as
+    one version older.
     """
     return np.concatenate([[np.int32(oldest)], versions_N[:-1]]).astype(np.int32)

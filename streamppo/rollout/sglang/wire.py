@@ -1,4 +1,4 @@
-"""Writes requests to SGLang and reads its answers. Pure: it does not import SGLang.
+"""Writes requests to SGLang and reads its answers. Pure: does not import SGLang.
 
 Requests and answers contain token ids, never text.
 """
@@ -34,7 +34,7 @@ that top-p and top-k leave, to return the experts of every token, to take defaul
 unless configured otherwise, and to stream only the new tokens in each message, every `stream_interval`.
 """
 RESTORES_EXPERTS = (0, 5, 23)
-"""The first version that restores the layout of experts before it loads weights, whatever computes them."""
+"""The first version that restores the layout of experts before it loads weights, with every MoE backend."""
 MOST_BIASES = 16384
 """Maximum biases of a request: SGLang processes all of them for each completion."""
 UNSAMPLED = -1e9
@@ -47,7 +47,7 @@ NEUTRAL = {
     "min_new_tokens": 0,
     "ignore_eos": False,
 }
-"""Sampling parameters at values without effect."""
+"""Values of sampling parameters that have no effect."""
 
 
 class SampledPart(NamedTuple):
@@ -59,7 +59,7 @@ class SampledPart(NamedTuple):
 
 
 def installed_version() -> tuple[int, ...]:
-    """The version of the installed SGLang. Raises `ModelError` if it is not installed or too old."""
+    """Return the version of the installed SGLang. Raises `ModelError` if it is not installed or too old."""
     try:
         return parse_supported_version(metadata.version("sglang"), "the installed SGLang")
     except metadata.PackageNotFoundError:
@@ -68,11 +68,11 @@ def installed_version() -> tuple[int, ...]:
         ) from None
 
 
-def parse_supported_version(version: str, what: str) -> tuple[int, ...]:
-    """Parse the `version` of `what`. Raises `ModelError` if it is older than `OLDEST`."""
+def parse_supported_version(version: str, owner: str) -> tuple[int, ...]:
+    """Parse the `version` of `owner`. Raises `ModelError` if it is older than `OLDEST`."""
     numbers = tuple(int(number) for number in re.findall(r"\d+", version)[:3])
     if numbers < OLDEST:
-        raise ModelError(f"{what} is {version}: {'.'.join(map(str, OLDEST))} or newer is needed")
+        raise ModelError(f"{owner} is {version}: {'.'.join(map(str, OLDEST))} or newer is needed")
     return numbers
 
 
@@ -85,7 +85,7 @@ def arguments(
     *,
     loads_tokenizer: bool = False,
 ) -> dict[str, object]:
-    """SGLang's arguments for an engine started here, of SGLang `version`. On a CPU its cache holds `tokens`.
+    """Return the arguments of an SGLang of `version` that this actor starts. On a CPU its cache holds `tokens`.
 
     With `loads_tokenizer` it loads the model's tokenizer to find stop strings in completions.
     """
@@ -131,7 +131,7 @@ def arguments(
 
 
 def head(engine: SGLangEngine, *, untied: bool) -> dict[str, object]:
-    """The argument for a model with a separate head although its config.json ties it to the embedding."""
+    """Return the argument for a model with a separate head although its config.json ties it to the embedding."""
     if not untied:
         return {}
     overrides = json.loads(str(engine.args.get("json_model_override_args", "{}")))
@@ -148,16 +148,16 @@ def check_arguments(names: Iterable[str], known: Collection[str]) -> None:
 
 
 def ranks(config: Config) -> int:
-    """The number of processes that share the model in an engine started here."""
+    """Return the number of processes that share the model in an SGLang that this actor starts."""
     return max(1, int(config.rollout.gpus))
 
 
 def environment(config: Config, *, local: bool) -> dict[str, str]:
-    """The environment of SGLang's processes. With `local` the model is a folder, and the hub is not contacted."""
+    """Return the environment of SGLang's processes. With `local` the model is a folder: no hub is contacted."""
     offline = {"HF_HUB_OFFLINE": "1"} if local else {}
     # SGLang's own caches are already in a persistent folder.
     caches = process.compile_caches() if config.rollout.gpus else {}
-    # With 0, log-probs are of the sampling distribution, after temperature.
+    # SGLANG_RETURN_ORIGINAL_LOGPROB = 0: log-probs under the sampling distribution, after temperature.
     return {
         "OMP_NUM_THREADS": str(config.rollout.threads),
         "SGLANG_RETURN_ORIGINAL_LOGPROB": "0",
@@ -181,11 +181,11 @@ def request(
     interval: int = 0,
     routes: bool = False,
 ) -> dict[str, object]:
-    """The fields of a `generate` call. Prompts with the same `key` share cached prefixes.
+    """Return the fields of a `generate` call. Prompts with the same `key` share cached prefixes.
 
     Every sampling parameter is set, so that no default of the server changes the distribution of the log-probs. With
-    `interval`, tokens are streamed in messages of so many, the first at once; with `routes`, all tokens' experts are
-    returned.
+    `interval`, the first token is streamed at once, and then `interval` tokens in each message. With `routes`, the
+    experts of all tokens are returned.
     """
     routed: dict[str, object] = {"return_routed_experts": True} if routes else {}
     candidates: dict[str, object] = {"return_sampling_mask": True} if sampling.excludes_tokens else {}
@@ -207,7 +207,7 @@ def request(
             "stop_token_ids": list(eos_ids),
             "stop": list(strings),
             **({"logit_bias": biases} if biases else {}),
-            # Read only with enable_deterministic_inference; int64.
+            # SGLang reads it only with enable_deterministic_inference, as int64.
             **({"sampling_seed": sampling.seed >> 1} if sampling.seed is not None else {}),
             "skip_special_tokens": False,
             **({"stream_interval": interval} if interval else {}),
@@ -216,7 +216,7 @@ def request(
 
 
 def biases(unknown: Sequence[int]) -> dict[str, float] | None:
-    """The biases that prevent sampling of `unknown` tokens. Raises `ModelError` if there are too many."""
+    """Return the biases that prevent sampling of `unknown` tokens. Raises `ModelError` if there are too many."""
     if len(unknown) > MOST_BIASES:
         raise ModelError(
             f"the tokenizer lacks {len(unknown):,} tokens of the model's vocabulary, and a request excludes "
@@ -283,7 +283,7 @@ def concatenate(parts: Sequence[SampledPart]) -> SampledPart:
 def complete(
     part: SampledPart, meta: Mapping[str, Answer], oldest: int, kv: Literal["keep", "recompute"]
 ) -> Completion:
-    """Make a completion from all its tokens and its last answer's `meta`. Other arguments as for `completion`."""
+    """Make a completion from all its tokens and its last answer's `meta`; other arguments as in `completion`."""
     reason = meta.get("finish_reason") or {}
     finish = reason.get("type")
     if finish not in ("stop", "length"):
@@ -330,5 +330,5 @@ def streaming(config: Config) -> str:
 
 
 def checksums(ranks: Sequence[Mapping[str, Answer]]) -> dict[str, str]:
-    """The weights checker's checksum of every tensor, by rank/tensor."""
-    return {f"{rank}/{name}": sum_ for rank, held in enumerate(ranks) for name, sum_ in held["checksums"].items()}
+    """Return the weights checker's checksum of every tensor, by rank/tensor."""
+    return {f"{rank}/{name}": value for rank, report in enumerate(ranks) for name, value in report["checksums"].items()}

@@ -13,7 +13,7 @@ ALPHABET = "0123456789+="
 
 
 class Arithmetic:
-    """Every a + b with a and b in the given ranges, both ends included; split by the seed.
+    """All problems a + b with a and b in the given ranges, ends included. The seed decides which are held out.
 
     a + b and b + a are on the same side of the split, so that no held-out problem is a swapped training problem.
     """
@@ -40,7 +40,7 @@ def _prompt(a: int, b: int) -> Prompt:
 
 
 def difficulty(prompt: Prompt) -> int:
-    """(digits of both numbers + carries of their sum) * 10^12 + sum."""
+    """Return (digits of both numbers + carries of their sum) * 10^12 + sum."""
     a, b = (int(number) for number in prompt.text.removesuffix("=").split("+"))
     digits = len(str(a)) + len(str(b))
     carries = (sum(map(int, str(a) + str(b))) - sum(map(int, str(a + b)))) // 9

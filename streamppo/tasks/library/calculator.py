@@ -46,10 +46,10 @@ def _sum(expression: str) -> str:
 
 def demonstrations(problems: Sequence[Prompt]) -> Sequence[Prompt]:
     """Make prompts with answers for the warm-up: correct answers, some calls, and the answer after a call."""
-    shown: list[Prompt] = []
+    prompts: list[Prompt] = []
     for number, problem in enumerate(problems):
         answer = problem.columns["answer"]
         first = "=" if number % CALLS_OF == 0 else answer
-        shown.append(Prompt(text=problem.text, columns={"answer": first}))
-        shown.append(Prompt(text=f"{problem.text}=<eos>{answer}=", columns={"answer": answer}))
-    return shown
+        prompts.append(Prompt(text=problem.text, columns={"answer": first}))
+        prompts.append(Prompt(text=f"{problem.text}=<eos>{answer}=", columns={"answer": answer}))
+    return prompts

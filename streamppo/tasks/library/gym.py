@@ -2,7 +2,7 @@
 
 import ast
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import cache
 from importlib import import_module
 from types import ModuleType
@@ -13,38 +13,35 @@ from streamppo.config.task import GymTask
 from streamppo.errors import TaskError
 from streamppo.tasks import split
 from streamppo.tasks.dataset_files import Row
+from streamppo.tasks.split import SplitPrompts
 from streamppo.types import Prompt, ScoredText
 
 
-class Gym:
-    """The first `size` problems of a reasoning-gym data set; a share of its distinct questions is held out."""
-
-    def __init__(self, config: GymTask, seed: int) -> None:
-        try:
-            data = _library().create_dataset(config.dataset, size=config.size, seed=seed, **config.parameters)
-        except (ValueError, TypeError, AssertionError) as error:
-            raise TaskError(f"reasoning-gym's {config.dataset!r} cannot be made: {error}") from error
-        prompts = [_prompt(data[number], config) for number in range(config.size)]
-        keys = [split.key(prompt.text) for prompt in prompts]
-        self.notes = split.describe_repeats(keys, config.dataset)
-        try:
-            divided = split.divide(prompts, keys, config.held_out, seed)
-        except TaskError as error:
-            raise TaskError(f"reasoning-gym's {config.dataset!r}: {error}") from error
-        self.training: Sequence[Prompt] = divided.training
-        self.held_out: Sequence[Prompt] = divided.held_out
+def rows(config: GymTask, seed: int) -> SplitPrompts:
+    """Make the first `size` problems of a reasoning-gym data set; hold out a share of its distinct questions."""
+    try:
+        data = _library().create_dataset(config.dataset, size=config.size, seed=seed, **config.parameters)
+    except (ValueError, TypeError, AssertionError) as error:
+        raise TaskError(f"reasoning-gym's {config.dataset!r} cannot be made: {error}") from error
+    prompts = [_prompt(data[number], config) for number in range(config.size)]
+    keys = [split.key(prompt.text) for prompt in prompts]
+    try:
+        divided = split.divide(prompts, keys, config.held_out, seed)
+    except TaskError as error:
+        raise TaskError(f"reasoning-gym's {config.dataset!r}: {error}") from error
+    return divided._replace(notes=split.describe_repeats(keys, config.dataset))
 
 
 def _prompt(entry: Row, config: GymTask) -> Prompt:
     # The verifier runs in another process, where some data sets generate another entry from the same seed. So the
     # entry itself is sent, as a Python literal, because JSON would turn tuples into lists.
-    with np.printoptions(legacy="1.25"):  # numbers of numpy without their types
-        written = repr(entry)
+    with np.printoptions(legacy="1.25"):  # writes numpy's numbers without their types
+        literal = repr(entry)
     columns = {
         "answer": entry["answer"],
         "dataset": config.dataset,
         "parameters": json.dumps(config.parameters, sort_keys=True),
-        "entry": written,
+        "entry": literal,
     }
     return Prompt(text=entry["question"] + config.suffix, columns=columns, source=config.dataset)
 
@@ -52,7 +49,7 @@ def _prompt(entry: Row, config: GymTask) -> Prompt:
 def score(trajectory: ScoredText, dataset: str, parameters: str, entry: str) -> float:
     """Score the completion by reasoning-gym, 0 to 1. Not async, so that it runs in a process: some verifiers are slow.
 
-    `parameters` are the data set's, as JSON; `entry` is the problem as a Python literal.
+    `parameters` is the JSON of the data set's parameters; `entry` is the problem as a Python literal.
     """
     return float(_verifier(dataset, parameters)(trajectory.completion.strip(), ast.literal_eval(entry)))
 

@@ -3,14 +3,14 @@
     [task]         kind = "verifiers", environment = "wordle"           tasks of a taskset
     [environment]  agent = "streamppo.tasks.library.verifiers:run"      its turns, tools and rewards
 
-verifiers plays a whole episode itself: a harness asks verifiers' own proxy, and that asks a provider, which is the
-run's endpoint here. All requests of an environment's seats are one run. An environment is named by the id of its
-taskset, and its programs then run in processes of this machine; or by a TOML file with an `[env]` table as verifiers'
-own commands take it.
+The library plays a whole episode itself: its harness sends requests to its proxy, which forwards them to the run's
+endpoint. The requests of all seats of an environment belong to one run. An environment is named by the id of its
+taskset; its programs then run in processes on this machine. Or it is named by a TOML file with an `[env]` table, as for
+verifiers' own commands.
 """
 
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from functools import cache
 from importlib import import_module
 from pathlib import Path
@@ -20,31 +20,28 @@ from streamppo.config.task import VerifiersTask
 from streamppo.errors import TaskError
 from streamppo.tasks import split
 from streamppo.tasks.environments import Done
+from streamppo.tasks.split import SplitPrompts
 from streamppo.types import Prompt
 
 SPENT = "context_length_exceeded"
-"""Part of an error for a run that has used all its requests or tokens."""
+"""Part of the error message of a run that has used all its requests or tokens."""
 
 
-class Rows:
-    """The tasks of an environment, of which a share is held out."""
-
-    def __init__(self, config: VerifiersTask, seed: int) -> None:
-        name = config.environment
-        data = [task.data for task in _environment(name).taskset.take(config.rows)]
-        prompts = [_prompt(task_data, name) for task_data in data]
-        keys = [split.key(prompt.text) for prompt in prompts]
-        if len(set(keys)) == 1:
-            # The instructions of some games are the same in all tasks, as Wordle's: the rest of the data differs.
-            keys = [split.key(task_data.model_dump_json(exclude={"idx", "name"})) for task_data in data]
-        self.notes = [*split.describe_repeats(keys, name)]
-        divided = split.divide(prompts, keys, config.held_out, seed)
-        self.training: Sequence[Prompt] = divided.training
-        self.held_out: Sequence[Prompt] = divided.held_out
+def rows(config: VerifiersTask, seed: int) -> SplitPrompts:
+    """Take the tasks of an environment, and hold out a share of them."""
+    name = config.environment
+    data = [task.data for task in _environment(name).taskset.take(config.rows)]
+    prompts = [_prompt(task_data, name) for task_data in data]
+    keys = [split.key(prompt.text) for prompt in prompts]
+    if len(set(keys)) == 1:
+        # All tasks of some games, such as Wordle, have the same instructions, and differ only in their other data.
+        keys = [split.key(task_data.model_dump_json(exclude={"idx", "name"})) for task_data in data]
+    divided = split.divide(prompts, keys, config.held_out, seed)
+    return divided._replace(notes=split.describe_repeats(keys, name))
 
 
 async def run(base_url: str, environment: str, row: str) -> Done:
-    """Play one task; its reward is the sum over all episodes of the trained seat. Raises `TaskError` if it fails."""
+    """Play one task; its reward is the sum over all traces of the trained seat. Raises `TaskError` if it fails."""
     loaded, library = _environment(environment), _library()
     kind = type(loaded.taskset).task_type()
     task = kind(kind.data_type().model_validate_json(row), loaded.taskset.config.task)
@@ -63,7 +60,7 @@ async def run(base_url: str, environment: str, row: str) -> Done:
 
 
 def _refuse_seats(environment: str, seats: Mapping[str, bool]) -> None:
-    """Raise `TaskError` unless the policy plays one seat, which is trained: all its turns are trained on one reward."""
+    """Raise `TaskError` unless the policy plays exactly one seat, which is trained: all its turns get one reward."""
     if untrained := [name for name, is_trained in seats.items() if not is_trained]:
         raise TaskError(
             f"{environment}: the seat {untrained[0]!r} is not to be trained, and the policy plays it: give it a "
@@ -72,7 +69,7 @@ def _refuse_seats(environment: str, seats: Mapping[str, bool]) -> None:
     if len(seats) > 1:
         raise TaskError(
             f"{environment}: the policy plays the seats {', '.join(seats)}, and one reward is for all its turns: give "
-            "all but one a `client` of their own in a TOML file of the environment"
+            "all except one a `client` of their own in a TOML file of the environment"
         )
 
 

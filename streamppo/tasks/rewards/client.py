@@ -14,11 +14,11 @@ from streamppo.tasks.rewards.outcome import QUOTED
 BUSY = (408, 425, 429, 500, 502, 503, 504)
 """Status codes after which a retry of the request may succeed."""
 CONNECTIONS = 32
-"""Connections of one client. httpx scans all of a client's connections for every request, so more are slow."""
+"""Connections of one client. httpx scans all connections of a client for every request, so more would be slow."""
 DIRECT: Mapping[str, httpx.AsyncBaseTransport | None] = dict.fromkeys(
     f"all://{host}" for host in ("localhost", "127.0.0.1", "[::1]")
 )
-"""Hosts that are asked directly, whatever proxy the environment names: it would ask itself."""
+"""Hosts that are called without the environment's proxy. To a proxy these names mean its own machine."""
 
 
 class Client:

@@ -16,14 +16,14 @@ from streamppo.config.base import Calls
 from streamppo.types import ScorerReport
 
 KINDS = 8
-"""Distinct reasons of failure that are counted separately and logged."""
+"""Number of distinct reasons of failure that are counted separately and logged."""
 OTHERS = "other reasons"
 
 log = logging.getLogger(__name__)
 
 
 class CallResult(Protocol):
-    """The result of a call; with a `reason` it has failed."""
+    """The result of a call, which has failed if there is a `reason`."""
 
     @property
     def reason(self) -> str:
@@ -60,15 +60,15 @@ class Guard(Generic[P, E]):
         self._total_s = self._max_s = 0.0
         self._reasons: Counter[str] = Counter()
 
-    async def score(self, *given: P.args, **named: P.kwargs) -> E:
+    async def score(self, *arguments: P.args, **named: P.kwargs) -> E:
         """Try at most `attempts` times until the outcome is not retryable; return the last outcome."""
-        outcome = await self._call_in_turn(*given, **named)
+        outcome = await self._call_in_turn(*arguments, **named)
         for attempt in range(1, self._limits.attempts):
             if not outcome.retryable:
                 break
             self._retries += 1
             await asyncio.sleep(self._limits.backoff_s * 2 ** (attempt - 1) * random.uniform(0.5, 1.5))
-            outcome = await self._call_in_turn(*given, **named)
+            outcome = await self._call_in_turn(*arguments, **named)
         self._calls += 1
         if outcome.reason:
             self._note(outcome.reason)
@@ -88,28 +88,28 @@ class Guard(Generic[P, E]):
             reasons=dict(self._reasons),
         )
 
-    async def _call_in_turn(self, *given: P.args, **named: P.kwargs) -> E:
+    async def _call_in_turn(self, *arguments: P.args, **named: P.kwargs) -> E:
         async with self._places:
             if self._closed.is_set():
-                return await self._try(*given, **named)
-            return await self._call_alone(*given, **named)
+                return await self._try(*arguments, **named)
+            return await self._call_alone(*arguments, **named)
 
-    async def _call_alone(self, *given: P.args, **named: P.kwargs) -> E:
+    async def _call_alone(self, *arguments: P.args, **named: P.kwargs) -> E:
         async with self._probe:
             # After a success the waiting calls run concurrently again.
             if not self._closed.is_set():
                 await asyncio.sleep(self._limits.breaker_s)
-                return await self._try(*given, **named)
-        return await self._try(*given, **named)
+                return await self._try(*arguments, **named)
+        return await self._try(*arguments, **named)
 
-    async def _try(self, *given: P.args, **named: P.kwargs) -> E:
+    async def _try(self, *arguments: P.args, **named: P.kwargs) -> E:
         if self._limits.calls_per_s:
             await self._wait_for_rate()
         begin = time.perf_counter()
-        outcome = await self._call(*given, **named)
-        taken_s = time.perf_counter() - begin
-        self._total_s += taken_s
-        self._max_s = max(self._max_s, taken_s)
+        outcome = await self._call(*arguments, **named)
+        duration_s = time.perf_counter() - begin
+        self._total_s += duration_s
+        self._max_s = max(self._max_s, duration_s)
         self._count_failures(outcome)
         return outcome
 

@@ -1,4 +1,4 @@
-"""The result of a scorer's call: a reward, no opinion, or a failure with its reason. Never a silent 0."""
+"""The result of a scorer's call: a reward, no opinion, or a failure with its reason. A failure never scores 0."""
 
 import math
 from collections.abc import Iterable, Mapping
@@ -18,7 +18,7 @@ LARGEST = 1e16
 
 
 class Outcome(WireStruct, frozen=True):
-    """A `reward`, or a failure's `reason`; neither means that the scorer has no opinion on this trajectory."""
+    """A `reward`, or a failure's `reason`. Without either, the scorer has no opinion on the trajectory."""
 
     reward: Reward | None = None
     reason: str = ""
@@ -53,14 +53,14 @@ def check(value: object, text: ScoredText) -> Outcome:
 
 
 def check_batch(values: object, texts: tuple[ScoredText, ...]) -> tuple[Outcome, ...]:
-    """Convert a list with one value for each text to outcomes; None is no opinion."""
+    """Convert a list with one value for each text to outcomes; None means no opinion."""
     if isinstance(values, str | bytes | Mapping) or not isinstance(values, Iterable):
         return (_refusal(values, f"not a list of {len(texts)} numbers"),) * len(texts)
-    listed = list(values)
-    if len(listed) != len(texts):
-        values, completions = counted(len(listed), "value"), counted(len(texts), "completion")
+    items = list(values)
+    if len(items) != len(texts):
+        values, completions = counted(len(items), "value"), counted(len(texts), "completion")
         return (Outcome(reason=f"returned {values} for {completions}"),) * len(texts)
-    return tuple(NO_OPINION if value is None else check(value, text) for value, text in zip(listed, texts, strict=True))
+    return tuple(NO_OPINION if value is None else check(value, text) for value, text in zip(items, texts, strict=True))
 
 
 def check_verl(value: object, text: ScoredText) -> Outcome:
@@ -92,7 +92,7 @@ def _check_reward(reward: Reward, text: ScoredText) -> Outcome:
 
 
 def plain(reward: Reward) -> Reward:
-    """Return `reward` with plain floats and texts, as processes exchange it. Raises `ValueError` with the reason."""
+    """Return `reward` with plain floats and texts, for other processes. Raises `ValueError` with the reason."""
     if not isinstance(reward.components, Mapping) or not all(isinstance(name, str) for name in reward.components):
         raise ValueError("whose components are not numbers by name")
     return Reward(
@@ -110,7 +110,7 @@ def number(value: object) -> float:
     Raises `ValueError` with the reason: not a finite number, or beyond `LARGEST`.
     """
     try:
-        # Numbers of numpy, torch and jax, and arrays with one element.
+        # `item` converts numbers of numpy, torch and jax, and arrays with one element.
         item = getattr(value, "item", None)
         plain = item() if callable(item) else value
         converted = float(plain) if isinstance(plain, Real | Decimal) else math.nan

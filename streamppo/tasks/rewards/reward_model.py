@@ -1,9 +1,9 @@
 """A reward model: a sequence classification model in its own Ray actor, shared by all rollout actors.
 
-An actor dies with its creator. So the driver creates it for the rollout actors, which may be replaced. Ray restarts it
-after its own death; until then calls are retryable failures.
+An actor ends with its creator, and rollout actors may be replaced, so the driver creates the reward model's actor. If
+this actor dies, Ray restarts it; calls until then are retryable failures.
 
-The text is rendered by the reward model's chat template, or is prompt plus completion.
+A conversation is rendered by the reward model's chat template; a plain text is prompt plus completion.
 """
 
 from __future__ import annotations
@@ -61,19 +61,19 @@ class RewardModel:
     @ray.method
     def score(self, texts: bytes) -> bytes:
         """Return one outcome for each text. A too long text fails without affecting the others."""
-        listed = decode(texts, tuple[ScoredText, ...])
-        ids = [self._ids(text) for text in listed]
+        scored_texts = decode(texts, tuple[ScoredText, ...])
+        ids = [self._ids(text) for text in scored_texts]
         fitting = [number for number, row in enumerate(ids) if len(row) <= self._max_tokens]
         outcomes = [
             Outcome(reason=f"{len(row)} tokens are more than the reward model's max_tokens ({self._max_tokens})")
             for row in ids
         ]
         for number, score in zip(fitting, self._forward([ids[number] for number in fitting]), strict=True):
-            outcomes[number] = check(score, listed[number])
+            outcomes[number] = check(score, scored_texts[number])
         return encode(tuple(outcomes))
 
     def _ids(self, text: ScoredText) -> list[int]:
-        """The tokens of prompt and completion. A control token spelled in them stays text, as in a prompt."""
+        """Return the tokens of prompt and completion. A control token spelled in them stays text, as in a prompt."""
         if not text.messages:
             return self._tokenizer(text.prompt + text.completion, split_special_tokens=True)["input_ids"]
         if not self._tokenizer.chat_template:
@@ -99,7 +99,7 @@ Models: TypeAlias = "Mapping[str, ActorProxy[RewardModel]]"
 
 
 def create(reward: Reward, options: Callable[[str], Mapping[str, object]]) -> Models:
-    """Start the actor of every reward model; they end only with this process.
+    """Start the actor of every reward model. The actors end when this process ends.
 
     `options` returns the Ray options for a scorer's name, such as its placement.
     """
@@ -130,6 +130,6 @@ async def connect(actor: ActorProxy[RewardModel], config: ModelScorer) -> CallBa
         except RayTaskError as error:
             return (failure_of(error.cause),) * len(texts)
         except RayError as error:
-            return (failure_of(Retryable(f"the reward model {config.path} is not there: {error}")),) * len(texts)
+            return (failure_of(Retryable(f"the reward model {config.path} is not available: {error}")),) * len(texts)
 
     return call

@@ -30,16 +30,16 @@ if TYPE_CHECKING:
 MODEL_BATCHES = 2
 """Concurrent batches of a reward model: while one is scored, the next is already sent."""
 
-NAMED = "; a row with the column data_source has that source"
+NAMED = "; the source of a row is its column data_source, if it has one"
 
 ScorerGuard: TypeAlias = Guard[[ScoredText, Row], Outcome]
-"""The bounds around one scorer."""
+"""The bounds on the calls of one scorer."""
 
 log = logging.getLogger(__name__)
 
 
 class Rewards:
-    """Scores trajectories once `start` has loaded the scorers; `models` are the handles of `reward_model.create`."""
+    """Scores trajectories after `start` has loaded the scorers. `models` are the actors of `reward_model.create`."""
 
     def __init__(self, config: choices.Reward, models: Models = MappingProxyType({})) -> None:
         self._scorers = config.scorers
@@ -52,16 +52,16 @@ class Rewards:
         self._services: dict[str, Service] = {}
 
     async def start(self, sources: set[str], *, every: bool = False) -> None:
-        """Load every scorer, and log how each is called. `every`: no prompt of the run has another source.
+        """Load every scorer, and log how each is called. With `every`, these are all sources of prompts.
 
-        Raises `TaskError` if one cannot be loaded, if a data source has none, or if one is for none of all sources.
+        Raises `TaskError` if a scorer cannot be loaded, and as `match` does.
         """
         self.match(sources, every=every)
         for name, scorer in self._scorers.items():
             self._guards[name] = await self._build(name, scorer)
 
     async def score(self, prompt: Prompt, text: ScoredText) -> Reward:
-        """Return the weighted sum of all scores that apply; 0 without scorers, when an environment gives all rewards.
+        """Return the weighted sum of all scores that apply. Without scorers it is 0: an environment gives the rewards.
 
         Raises `RewardFailed` if a scorer fails, or if none applies.
         """
@@ -69,7 +69,7 @@ class Rewards:
         if not names:
             return Reward()
         if len(names) == 1:
-            # The common case, without a separate asyncio task.
+            # The most common case needs no separate asyncio task.
             outcomes = [await self._guards[names[0]].score(text, prompt.columns)]
         else:
             outcomes = await asyncio.gather(*(self._guards[name].score(text, prompt.columns) for name in names))
@@ -103,7 +103,7 @@ class Rewards:
             await service.close()
 
     def scorers_of(self, source: str) -> list[str]:
-        """The scorers of a data source. Raises `TaskError` if there are scorers but none for this source."""
+        """Return the scorers of a data source. Raises `TaskError` if there are scorers, but none for this source."""
         if source not in self._selected:
             self._selected[source] = [
                 name for name, scorer in self._scorers.items() if not scorer.sources or source in scorer.sources
@@ -113,7 +113,7 @@ class Rewards:
         return self._selected[source]
 
     def match(self, sources: Collection[str], *, every: bool) -> None:
-        """Raise `TaskError` if a source has no scorer, or, if these are `every` source, a scorer has none of them."""
+        """Raise `TaskError` if a source has no scorer, or, with `every`, if a scorer is for none of the sources."""
         for source in sorted(sources):
             self.scorers_of(source)
         for name, scorer in self._scorers.items() if every else ():
@@ -126,13 +126,13 @@ class Rewards:
     # --- combining -------------------------------------------------------------------------------------------
 
     def _weights(self, names: list[str]) -> list[float]:
-        """Return the weight of each scorer: 0 for functions if a model's score has precedence."""
+        """Return the weight of each scorer, which is 0 for functions if the scores of models have precedence."""
         scorers = [self._scorers[name] for name in names]
         models_only = self._combine_as == "model_first" and any(map(_is_model, scorers))
         return [scorer.weight if _is_model(scorer) or not models_only else 0.0 for scorer in scorers]
 
     def _combine(self, scored: list[tuple[str, Reward]]) -> Reward:
-        """Return the weighted sum; with several scorers each one's total is a component."""
+        """Return the weighted sum of rewards. With several scorers, the total of each scorer is a component."""
         if not self._several and self._scorers[scored[0][0]].weight == 1.0:
             return scored[0][1]
         weights = self._weights([name for name, _ in scored])
@@ -178,32 +178,32 @@ class Rewards:
         return Guard(name, scorer, Batcher(call, size, places) if size > 1 else _call_single(call))
 
     async def _function(self, name: str, scorer: choices.FunctionScorer) -> tuple[CallBatch, int, int]:
-        """Load a function: (the call, trajectories per call, concurrent calls)."""
-        how, in_actor = detect(scorer)
-        log.info("%s is %s", name, describe(scorer, how, in_actor=in_actor))
-        size = scorer.batch_size if how.style == "batched" else 1
+        """Load a function; return (its call, trajectories per call, concurrent calls)."""
+        reward_signature, in_actor = detect(scorer)
+        log.info("%s is %s", name, describe(scorer, reward_signature, in_actor=in_actor))
+        size = scorer.batch_size if reward_signature.style == "batched" else 1
         if in_actor:
             reward = signature.load(scorer.function, scorer.arguments)
             call = _in_time(partial(signature.call_async, reward), scorer.timeout_s)
             return call, size, scorer.concurrency
-        started = self._pools[name] = await pool.start(scorer, how.is_async)
-        return started.call, size, scorer.concurrency if how.is_async else scorer.processes
+        started = self._pools[name] = await pool.start(scorer, reward_signature.is_async)
+        return started.call, size, scorer.concurrency if reward_signature.is_async else scorer.processes
 
 
 def detect(scorer: choices.FunctionScorer) -> tuple[signature.Signature, bool]:
     """Return a function's signature, and True if it runs in the actor. Raises `TaskError` if it cannot be called."""
     function = plugins.load(scorer.function, "reward.function")
-    how = signature.detect_signature(function, scorer.function, scorer.arguments)
+    reward_signature = signature.detect_signature(function, scorer.function, scorer.arguments)
     is_ours = getattr(function, "__module__", "").startswith("streamppo.")
-    in_actor = scorer.where == "actor" or (scorer.where == "auto" and is_ours and how.is_async)
-    if in_actor and not how.is_async:
+    in_actor = scorer.where == "actor" or (scorer.where == "auto" and is_ours and reward_signature.is_async)
+    if in_actor and not reward_signature.is_async:
         raise TaskError(f'reward.function {scorer.function!r} is sync: it would block the actor (where = "actor")')
-    return how, in_actor
+    return reward_signature, in_actor
 
 
-def describe(scorer: choices.FunctionScorer, how: signature.Signature, *, in_actor: bool) -> str:
+def describe(scorer: choices.FunctionScorer, reward_signature: signature.Signature, *, in_actor: bool) -> str:
     """Describe the result of `detect` for the log."""
-    kind = f"{'async' if how.is_async else 'sync'}, {how.style} signature"
+    kind = f"{'async' if reward_signature.is_async else 'sync'}, {reward_signature.style} signature"
     return f"{scorer.function} ({kind}), in {'the actor' if in_actor else 'processes of its own'}"
 
 
@@ -229,13 +229,13 @@ def _in_time(call: CallBatch, timeout_s: float) -> CallBatch:
 
 
 def _call_single(call: CallBatch) -> CallOne:
-    async def call_one(text: ScoredText, columns: Row) -> Outcome:
+    async def call_single(text: ScoredText, columns: Row) -> Outcome:
         return (await call((text,), (columns,)))[0]
 
-    return call_one
+    return call_single
 
 
 def _weighted_sum(weights: list[float], columns: list[tuple[float, ...]]) -> tuple[float, ...]:
-    """The weighted sum of the columns that are not empty, which have equal lengths."""
+    """Return the weighted sum of the columns that are not empty, which have equal lengths."""
     pairs = [(weight, column) for weight, column in zip(weights, columns, strict=True) if column]
     return tuple(sum(weight * column[i] for weight, column in pairs) for i in range(len(pairs[0][1]))) if pairs else ()

@@ -21,7 +21,7 @@ class Service:
         self._client = Client(config.key_env, config.concurrency)
 
     async def call(self, texts: Texts, columns: Columns) -> tuple[Outcome, ...]:
-        """Score one trajectory, the only one of `texts`."""
+        """Score the trajectory in `texts`, which has only one."""
         try:
             match self._config:
                 case ServiceScorer(url=url):

@@ -5,7 +5,7 @@
                  one of `completions` and `completion_ids`
     verl         compute_score(data_source, solution_str, ground_truth, extra_info) -> float | dict
 
-Each may be `def` or `async def`, the `__call__` of a class, or an object with one, such as TRL's factories return.
+Each may be a `def`, an `async def`, a class with `__call__`, or an object with `__call__`, as TRL's factories return.
 """
 
 import inspect
@@ -24,7 +24,7 @@ Columns: TypeAlias = tuple[Row, ...]
 Style: TypeAlias = Literal["trajectory", "batched", "verl"]
 BATCHED = frozenset({"prompts", "completions", "completion_ids"})
 BATCH_MARKS = frozenset({"completions", "completion_ids"})
-"""Parameters of `BATCHED` that are no names of columns: each of them shows the style."""
+"""Parameters that identify the batched style. `prompts` does not, because a column may have that name."""
 TRL_ONLY = {
     "trainer_state": "here is no Trainer: give it a default",
     "log_extra": "return a Reward with its numbers as components, and give it a default",
@@ -38,67 +38,71 @@ VERL = frozenset({"data_source", "solution_str", "ground_truth", "extra_info"})
 class Signature(NamedTuple):
     """How a reward is called.
 
-    `own`: parameters of its style that it has. `asks`: columns that it names. `needs`: columns without a default, and
-    the answer of verl's `ground_truth`. With `takes_all` it gets every column except names of `bound` arguments and of
-    its `own` parameters.
+    `style_parameters` are parameters of its style, and `named_columns` are its other parameters, which get columns.
+    `required_columns` are those without a default, and the answer if verl's `ground_truth` lacks one. With `takes_all`
+    it gets every column except those named like a `bound` argument or a style parameter.
     """
 
     style: Style
     is_async: bool
-    own: frozenset[str]
-    asks: frozenset[str]
-    needs: frozenset[str]
+    style_parameters: frozenset[str]
+    named_columns: frozenset[str]
+    required_columns: frozenset[str]
     takes_all: bool
     bound: frozenset[str] = frozenset()
 
-    def columns(self, given: Row) -> dict[str, object]:
+    def columns(self, row: Row) -> dict[str, object]:
         """Select the reward's columns. Raises `TaskError` if a needed one is missing."""
-        if not self.needs <= given.keys():
-            missing, more = self.needs - given.keys(), ""
+        if not self.required_columns <= row.keys():
+            missing, more = self.required_columns - row.keys(), ""
             if "prompt" in missing:
                 more += "; the prompt is `trajectory.prompt`, or TRL's `prompts`"
             if "answer" in missing and self.style == "verl":
                 more += "; its `ground_truth` is the row's answer: name that column as task.answer"
             if advice := TRL_ONLY.get(min(missing)):
                 more += f"; TRL's trainer gives {min(missing)}, and {advice}"
-            columns = ", ".join(sorted(given)) or "none"
-            raise TaskError(f"the reward asks for the column {min(missing)!r}; columns are {columns}{more}")
+            names = ", ".join(sorted(row)) or "none"
+            raise TaskError(f"the reward asks for the column {min(missing)!r}; columns are {names}{more}")
         if self.takes_all:
-            return {name: value for name, value in given.items() if name not in self.bound | self.own}
-        return {name: given[name] for name in self.asks if name in given}
+            return {name: value for name, value in row.items() if name not in self.bound | self.style_parameters}
+        return {name: row[name] for name in self.named_columns if name in row}
 
 
 def detect_signature(reward: object, name: str, arguments: Mapping[str, object]) -> Signature:
-    """The signature of a function, or of a class's `__call__`. Raises `TaskError` if it is none of the three."""
+    """Return the signature of a function, or of a class's `__call__`. Raises `TaskError` if it is none of the three."""
     function = _callable_of(reward, name)
     if inspect.isclass(reward):
         plugins.check_arguments(reward, arguments, f"reward.function {name!r}")
     parameters = list(plugins.parameters_of(function, f"reward.function {name!r}").values())[inspect.isclass(reward) :]
-    # A partial's keywords are arguments too: columns of the same names do not replace them.
+    # The keywords of a partial are arguments too, which columns of the same names do not replace.
     preset = frozenset(function.keywords) if isinstance(function, partial) else frozenset[str]()
     bound = preset if inspect.isclass(reward) else preset | arguments.keys()
     named = {p.name: p for p in parameters if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)}
     is_async = inspect.iscoroutinefunction(function)
     takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters)
-    style, own_names = _style(named, name)
-    _check_bound(bound - preset, named, own_names, f"reward.function {name!r}", takes_all=takes_all)
-    column_parameters = {key: p for key, p in named.items() if key not in own_names and key not in bound}
-    needs = frozenset(key for key, p in column_parameters.items() if p.default is p.empty)
-    # verl passes no columns: a parameter keeps its default, also beside a column of its name.
-    asks = needs if style == "verl" else frozenset(column_parameters)
+    style, style_names = _style(named, name)
+    _check_bound(bound - preset, named, style_names, f"reward.function {name!r}", takes_all=takes_all)
+    column_parameters = {key: p for key, p in named.items() if key not in style_names and key not in bound}
+    required_columns = frozenset(key for key, p in column_parameters.items() if p.default is p.empty)
+    # verl passes no columns, so a parameter keeps its default, even if a column has its name.
+    named_columns = required_columns if style == "verl" else frozenset(column_parameters)
     if style == "batched" and takes_all:
-        own_names = BATCHED
+        style_names = BATCHED
     if style == "verl" and named["ground_truth"].default is inspect.Parameter.empty:
-        needs |= {"answer"}
+        required_columns |= {"answer"}
     # verl passes no further columns, so its `**kwargs` gets none here either.
-    return Signature(style, is_async, frozenset(own_names), asks, needs, takes_all and style != "verl", bound)
+    return Signature(
+        style, is_async, frozenset(style_names), named_columns, required_columns, takes_all and style != "verl", bound
+    )
 
 
-def _check_bound(bound: Iterable[str], named: Iterable[str], own: Set[str], asked_by: str, *, takes_all: bool) -> None:
-    """Raise `TaskError` for arguments that a function lacks, or that hold the scored trajectory."""
-    plugins.check_names(bound, set(named) - own, asked_by, takes_all=takes_all)
-    if taken := own & set(bound):
-        raise TaskError(f"{asked_by}: {min(taken)!r} is not an argument: it is the scored trajectory")
+def _check_bound(
+    bound: Iterable[str], named: Iterable[str], style_parameters: Set[str], subject: str, *, takes_all: bool
+) -> None:
+    """Raise `TaskError` for arguments that a function lacks, or through which it gets the scored trajectory."""
+    plugins.check_names(bound, set(named) - style_parameters, subject, takes_all=takes_all)
+    if conflicts := style_parameters & set(bound):
+        raise TaskError(f"{subject}: {min(conflicts)!r} is not an argument: it is the scored trajectory")
 
 
 def _callable_of(reward: object, name: str) -> Callable[..., object]:
@@ -116,7 +120,7 @@ def _style(named: Mapping[str, inspect.Parameter], name: str) -> tuple[Style, Se
     first = next(iter(named.values()), None)
     if first is not None and (first.name == "trajectory" or first.annotation in (ScoredText, "ScoredText")):
         return "trajectory", {first.name}
-    beside = (f"; TRL's trainer gives {given}, and {advice}" for given, advice in TRL_ONLY.items() if given in named)
+    beside = (f"; TRL's trainer gives {key}, and {advice}" for key, advice in TRL_ONLY.items() if key in named)
     raise TaskError(
         f"reward.function {name!r} takes ({', '.join(named)}); it must be one of "
         "score(trajectory, **columns), score(prompts, completions, **columns) and "
@@ -125,7 +129,7 @@ def _style(named: Mapping[str, inspect.Parameter], name: str) -> tuple[Style, Se
 
 
 class LoadedReward(NamedTuple):
-    """A loaded reward, to be called on texts and their rows."""
+    """A loaded reward, which is called with texts and their rows."""
 
     signature: Signature
     function: Callable[..., object]
@@ -154,10 +158,10 @@ def call(reward: LoadedReward, texts: Texts, columns: Columns) -> tuple[Outcome,
         value = _invoke(reward, texts, columns)
         if inspect.iscoroutine(value):
             value.close()
-            reason = "returned a coroutine, and is no `async def`: make the function around it one, which awaits it"
+            reason = "returned a coroutine, but is no `async def`: call it in an `async def` that awaits it"
             return (Outcome(reason=reason),) * len(texts)
         return _outcomes(reward.signature.style, value, texts)
-    # The inspection of its values may raise too.
+    # Inspecting the returned values may raise too.
     except user_traceback.USER_ERRORS as error:
         return (failure_of(error),) * len(texts)
 
@@ -168,7 +172,7 @@ async def call_async(reward: LoadedReward, texts: Texts, columns: Columns) -> tu
         value = _invoke(reward, texts, columns)
         assert inspect.isawaitable(value)
         return _outcomes(reward.signature.style, await value, texts)
-    # As in `call`.
+    # Inspecting the returned values may raise too.
     except user_traceback.USER_ERRORS as error:
         if user_traceback.is_cancellation(error):
             raise
@@ -190,7 +194,7 @@ def _invoke(reward: LoadedReward, texts: Texts, columns: Columns) -> object:
 
 
 def _style_arguments(signature: Signature, values: Row) -> dict[str, object]:
-    return {name: value for name, value in values.items() if name in signature.own}
+    return {name: value for name, value in values.items() if name in signature.style_parameters}
 
 
 def _column_lists(rows: list[dict[str, object]]) -> dict[str, list[object]]:
@@ -215,7 +219,7 @@ def _chat(messages: Iterable[Message]) -> list[dict[str, object]]:
 
 
 def _verl(text: ScoredText, row: Row) -> dict[str, object]:
-    """Return verl's keyword arguments; its reward managers add two entries to the row's `extra_info`.
+    """Return verl's keyword arguments. verl's reward managers add two entries to the row's `extra_info`.
 
     `num_turns` counts the prompt, the policy's turns and the observations between them.
     """

@@ -8,11 +8,11 @@ import re
 from fractions import Fraction
 
 MARKED = re.compile(r"####\s*(.+)")
-WHOLE, EXPONENT = r"(?:\d{1,3}(?:,\d{3})+|\d+)", r"[eE][-+]?\d{1,3}"
-DECIMAL = rf"((?:{WHOLE}(?:\.\d*)?|\.\d+)(?:{EXPONENT})?)"
-FOUND = rf"(?:{WHOLE}(?:\.\d+)?|\.\d+)(?:{EXPONENT}(?!\d))?"
-NUMBER = re.compile(rf"(?:-\\?\$?|\\?\$?-?){FOUND}(?: ?/ ?{FOUND})?")
-"""A number inside a text, which does not end in a full stop; VALUE is one that is the whole text."""
+INTEGER, EXPONENT = r"(?:\d{1,3}(?:,\d{3})+|\d+)", r"[eE][-+]?\d{1,3}"
+DECIMAL = rf"((?:{INTEGER}(?:\.\d*)?|\.\d+)(?:{EXPONENT})?)"
+INNER_DECIMAL = rf"(?:{INTEGER}(?:\.\d+)?|\.\d+)(?:{EXPONENT}(?!\d))?"
+NUMBER = re.compile(rf"(?:-\\?\$?|\\?\$?-?){INNER_DECIMAL}(?: ?/ ?{INNER_DECIMAL})?")
+"""Matches a number inside a text, without a full stop at its end. `VALUE` matches a text that is only a number."""
 MINUS = str.maketrans(dict.fromkeys("\N{MINUS SIGN}\N{SMALL HYPHEN-MINUS}\N{FULLWIDTH HYPHEN-MINUS}", "-"))
 GROUPS = re.compile("(?<=\\d)[\N{NO-BREAK SPACE}\N{NARROW NO-BREAK SPACE}\N{THIN SPACE}](?=\\d{3}(?!\\d))")
 """A space between the thousands of a number."""
@@ -34,7 +34,7 @@ def extract_boxed(text: str) -> str | None:
 
 
 def extract_marked(text: str) -> str | None:
-    """Return the rest of the line after the last ####, as in GSM8K's own answers; None if there is none."""
+    """Return the text after the last ####, up to the end of its line, as in GSM8K's answers; None if there is none."""
     matches = MARKED.findall(text)
     return matches[-1].strip() if matches else None
 
@@ -71,10 +71,10 @@ def number(text: str) -> Fraction | None:
     return -value if "-" in (sign, inner_sign) else value
 
 
-def same_number(given: str, wanted: str) -> bool:
-    """True if both texts are numbers and exactly equal."""
-    value = number(given)
-    return value is not None and value == number(wanted)
+def same_number(claim: str, expected: str) -> bool:
+    """Return True if both texts are numbers and exactly equal."""
+    value = number(claim)
+    return value is not None and value == number(expected)
 
 
 def _fraction(decimal: str) -> Fraction:

@@ -2,7 +2,7 @@
 
 A program has its own users, processes, network (without an interface), shared memory and files. It can read /usr and
 our Python with its packages. /tmp and /dev/shm are writable, empty, small, and deleted after it. It sees no home
-folder, no run, and no other processes.
+folder, no folder of a run, and no other processes.
 """
 
 import asyncio
@@ -21,15 +21,15 @@ from streamppo.tasks.scorers import capture
 from streamppo.tasks.scorers.capture import Ran, RunLimits
 
 NOBODY = "65534"
-NEEDS = (0, 8, 0)
+MIN_VERSION = (0, 8, 0)
 """The first version of bubblewrap with bounded tmpfs and without nested user namespaces."""
 KERNEL = (
     "probably the machine or its container allows no user namespaces (sysctl user.max_user_namespaces, "
     "kernel.apparmor_restrict_unprivileged_userns; for containers see docs/security.md)"
 )
 ALTERNATIVE = (
-    'Where that cannot be, `arguments = { sandbox = "..." }` names another: a remote service (docs/security.md), or '
-    '"streamppo.tasks.scorers.sandbox:Local", which is not a wall.'
+    'Otherwise name another sandbox, `arguments = { sandbox = "..." }`: a remote service (docs/security.md), or '
+    '"streamppo.tasks.scorers.sandbox:Local", which does not protect the machine.'
 )
 
 
@@ -64,11 +64,11 @@ def run(
     inherits: tuple[int, ...] = (),
     address_mib: int | None = None,
 ) -> Ran:
-    """Run a Python program that sees `files` too and inherits descriptors, as `Sandbox.run` does.
+    """Run a Python program as `Sandbox.run` does; it can also read `files`, and has the descriptors `inherits`.
 
-    `address_mib` bounds the addresses of each process; without it they are bounded as the memory is.
+    `address_mib` bounds the address space of each process; by default the limit is that on memory.
     """
-    # An unlinked file, which bubblewrap copies into the sandbox.
+    # bubblewrap copies the program into the sandbox from an unlinked file.
     with tempfile.TemporaryFile() as source, capture.StartSignal() as started:
         source.write(program.encode(errors="replace"))
         source.seek(0)
@@ -83,15 +83,15 @@ def run(
 
 @functools.cache
 def problem(alternative: str = ALTERNATIVE) -> str:
-    """The reason why bubblewrap does not work here, with the remedy and `alternative`; "" if it works."""
+    """Return the reason why bubblewrap does not work here, with the remedy and `alternative`; "" if it works."""
     path = shutil.which("bwrap")
     if path is None:
         install = "`apt-get install bubblewrap` or `dnf install bubblewrap` installs it"
         return f"programs of the policy run in bubblewrap, and there is no `bwrap` here: {install}. {alternative}"
     version = subprocess.run([path, "--version"], capture_output=True, text=True, check=False).stdout.strip()
-    if tuple(map(int, re.findall(r"\d+", version))) < NEEDS:
-        needs = ".".join(map(str, NEEDS))
-        return f"programs of the policy run in bubblewrap {needs} or newer; this is {version}. {alternative}"
+    if tuple(map(int, re.findall(r"\d+", version))) < MIN_VERSION:
+        minimum = ".".join(map(str, MIN_VERSION))
+        return f"programs of the policy run in bubblewrap {minimum} or newer; this is {version}. {alternative}"
     if os.geteuid() == 0 and shutil.which("setpriv") is None:
         return f"root needs `setpriv` (package util-linux) to run programs of the policy as nobody. {alternative}"
     command = [*_sandbox_command(2**20), "--", sys.executable, "-I", "-c", ""]
@@ -107,14 +107,14 @@ def _launcher() -> str:
 
 
 def _sandbox_command(disk_bytes: int, files: Sequence[str] = ()) -> list[str]:
-    """Return the bubblewrap command without one program's file and command; `files` keep their paths."""
+    """Return the part of the bubblewrap command that all programs share; `files` keep their paths in the sandbox."""
     bwrap = shutil.which("bwrap") or "bwrap"
     unshared = ["user", "ipc", "pid", "net", "uts", "cgroup-try"]
     size = ["--size", str(disk_bytes)]
     return [
         *_as_nobody(bwrap, files),
         bwrap,
-        *(f"--unshare-{what}" for what in unshared),
+        *(f"--unshare-{namespace}" for namespace in unshared),
         *("--disable-userns", "--uid", NOBODY, "--gid", NOBODY, "--hostname", "sandbox", "--cap-drop", "ALL"),
         *("--die-with-parent", "--new-session"),
         *("--proc", "/proc", "--dev", "/dev", *size, "--tmpfs", "/dev/shm", "--remount-ro", "/dev"),
@@ -124,14 +124,14 @@ def _sandbox_command(disk_bytes: int, files: Sequence[str] = ()) -> list[str]:
 
 
 def _as_nobody(bwrap: str, files: Sequence[str]) -> list[str]:
-    """The command prefix that drops root, to whom the kernel's limit on processes does not apply.
+    """Return the command prefix that drops root's rights, because the kernel does not limit root's processes.
 
     The user nobody cannot read a Python in root's home. So an outer bubblewrap, started as root, mounts it in readable
     folders.
     """
     if os.geteuid() != 0:
         return []
-    # The inner bubblewrap builds the program's mounts in /tmp.
+    # The inner bubblewrap mounts the program's files in /tmp.
     places = ["--bind", "/proc", "/proc", "--dev", "/dev", "--perms", "0755", "--dir", "/tmp"]
     outer = [bwrap, *_system_mounts(files), *places, "--die-with-parent"]
     setpriv = shutil.which("setpriv") or "setpriv"
@@ -139,7 +139,7 @@ def _as_nobody(bwrap: str, files: Sequence[str]) -> list[str]:
 
 
 def _system_mounts(files: Sequence[str]) -> list[str]:
-    """The arguments that mount the system's programs, our Python and `files` read-only."""
+    """Return the arguments that mount the system's programs, our Python and `files` read-only."""
     mounts = ["--ro-bind", "/usr", "/usr"]
     for name in ("bin", "sbin", "lib", "lib32", "lib64"):
         path = Path("/", name)
@@ -150,7 +150,7 @@ def _system_mounts(files: Sequence[str]) -> list[str]:
     paths = [f"/etc/{name}" for name in ("ld.so.cache", "alternatives")]
     paths += [path for path in python_files() if not Path(path).is_relative_to("/usr")]
     paths += files
-    # The user nobody could not read parents made by bubblewrap itself.
+    # bubblewrap itself would make parent folders that the user nobody cannot read.
     parents = dict.fromkeys(str(parent) for path in paths for parent in [*Path(path).parents][-2::-1])
     mounts += [word for parent in parents for word in ("--perms", "0755", "--dir", parent)]
     return [*mounts, *(word for path in paths for word in ("--ro-bind-try", path, path))]

@@ -1,4 +1,4 @@
-"""Runs one command to its end or a limit, and reads its output. It opens no path in the command's control."""
+"""Runs one command to its end or a limit, and reads its output. It opens no path that the command controls."""
 
 import contextlib
 import functools
@@ -18,11 +18,11 @@ from streamppo.tasks.scorers.launcher import FILE_BYTES
 
 LAUNCHER = Path(__file__).with_name("launcher.py")
 START_S = 5.0
-"""Time limit for a sandbox's start; it does not count for the program."""
+"""Time limit for the start of a sandbox, which does not count as the program's time."""
 CHECK_S = 0.02
 """Time between two checks of the memory of all processes of a program."""
 SHARED_KIB = 16 * 2**10
-"""Above this sum of shared memory, pages shared by several processes are counted once."""
+"""If the processes' shared memory adds up to more, pages that several processes share are counted once."""
 
 
 class RunLimits(NamedTuple):
@@ -49,7 +49,7 @@ class CommandContext(NamedTuple):
 
 
 class StartSignal:
-    """A pipe for the launcher's signal that the program begins; an earlier end is the sandbox's failure."""
+    """A pipe on which the launcher signals that the program begins. If the command ends before, the sandbox failed."""
 
     def __enter__(self) -> "StartSignal":
         self._reader, self.writer = os.pipe()
@@ -73,8 +73,12 @@ class StartSignal:
 
 
 def run(command: list[str], stdin: str, limits: RunLimits, started: StartSignal, context: CommandContext) -> Ran:
-    """Run a command that ends in the launcher. Raises `TaskError`, or `Retryable` if late, if no program began."""
-    # Unlinked files: descendants of the program may hold a pipe open, and could replace a path.
+    """Run a command whose last part is the launcher.
+
+    Raises `Retryable` if the program did not begin in time, and `TaskError` if the sandbox ended before.
+    """
+    # Descendants of the program could hold a pipe open, so these are files. They could replace a path, so these have
+    # none.
     with (
         cgroup.group(limits.memory_mib) as group,
         tempfile.TemporaryFile() as stdin_file,
@@ -98,7 +102,7 @@ def run(command: list[str], stdin: str, limits: RunLimits, started: StartSignal,
             if group and not note and group.has_killed():
                 note = _memory_note(limits)
         finally:
-            # The program's children are in its group, even after the program itself has ended.
+            # The program's children are in its process group, even after the program itself has ended.
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
             if group:
@@ -117,7 +121,10 @@ def _text(file: IO[bytes]) -> str:
 
 
 def _wait(process: subprocess.Popen[bytes], limits: RunLimits, started: StartSignal) -> tuple[int | None, str]:
-    """Wait: (exit code, note for the user). None: the time limit; -9 with a note: the memory of all processes."""
+    """Wait for the end; return (exit code, note for the user).
+
+    The code is None at the time limit. It is -9, with a note, if all processes together exceed the memory limit.
+    """
     end, begun = time.monotonic() + START_S, False
     while (left_s := end - time.monotonic()) > 0:
         if _has_ended(process, min(left_s, CHECK_S)):
@@ -150,7 +157,7 @@ def _has_ended(process: subprocess.Popen[bytes], timeout_s: float) -> bool:
 
 
 def memory_bytes(pid: int) -> int:
-    """The memory of a process and its descendants in bytes; 0 without Linux's /proc.
+    """Return the memory of a process and its descendants in bytes; 0 without Linux's /proc.
 
     It is their anonymous and swapped memory, their shared memory, counted once, and the capacity of their sockets.
     """
@@ -174,14 +181,14 @@ def memory_bytes(pid: int) -> int:
 
 
 def _kib(path: Path) -> dict[str, int]:
-    # The program names its processes: a name may be no text, or look like an amount of memory.
+    # The file has the process's name, which the program chooses: it may be no text, or look like an amount of memory.
     rows = (line.split() for line in path.read_bytes().split(b"\n"))
     amounts = (row for row in rows if row[2:] == [b"kB"] and row[1].isdigit())
     return {name.decode().rstrip(":"): int(kib) for name, kib, _ in amounts}
 
 
 def _shares(pid: int) -> int:
-    """Return a process's share of shared memory in KiB: a page of n processes counts 1/n in each."""
+    """Return a process's share of shared memory in KiB: a page that n processes share counts 1/n in each."""
     with contextlib.suppress(OSError, ValueError, KeyError):
         try:
             return _kib(Path(f"/proc/{pid}/smaps_rollup"))["Pss_Shmem"]

@@ -1,4 +1,4 @@
-"""A cgroup (version 2) for each program, if this process may make one: the kernel bounds memory and processes.
+"""Makes a cgroup (version 2) for each program, if possible: the kernel then bounds its memory and processes.
 
     .../user@1000.service/app.slice            writable, and delegates `memory` and `pids`: groups are made here
     .../app.slice/run-4711.scope               this process
@@ -21,44 +21,44 @@ from uuid import uuid4
 
 from streamppo import durable
 
-OWN_GROUP, MOUNTS = Path("/proc/self/cgroup"), Path("/proc/self/mountinfo")
+PROCESS_GROUP, MOUNTS = Path("/proc/self/cgroup"), Path("/proc/self/mountinfo")
 CONTROLLERS = frozenset({"memory", "pids"})
 NAME = "streamppo"
 SPARE_MIB = 256
 """Memory that the kernel counts and capture.py does not: files in /tmp and /dev/shm, page tables, file caches."""
 TASKS = 512
-"""Processes and threads of a group: numpy alone starts a thread for each core in `Local`."""
+"""Maximum processes and threads of a group. In `Local`, numpy alone starts a thread for each core."""
 ENTER = '{ echo 0 > "$0"; } 2>/dev/null; exec "$@"'
-"""A shell command: a process enters the group itself, before it starts another."""
+"""A shell command that moves its process into the group and then executes the command in its arguments."""
 REMOVED_S = 1.0
 """Time for killed processes to leave their group."""
 
 
 class ControlGroup:
-    """The group in `folder`."""
+    """The cgroup whose folder is `folder`."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
 
     @property
     def enter(self) -> list[str]:
-        """The command prefix that runs a command in the group. The command runs outside if it cannot enter."""
+        """The command prefix that runs a command in the group, or outside if it cannot enter the group."""
         return ["/bin/sh", "-c", ENTER, str(self.folder / "cgroup.procs")]
 
     def has_killed(self) -> bool:
-        """True if the kernel has ended the group for its memory."""
+        """Return True if the kernel has killed the group because of its memory."""
         with suppress(OSError, ValueError):
             counts = dict(line.split() for line in (self.folder / "memory.events").read_text().splitlines())
             return counts.get("oom_kill", "0") != "0"
         return False
 
     def kill(self) -> None:
-        """Kill every process in it."""
+        """Kill every process in the group."""
         with suppress(OSError):
             (self.folder / "cgroup.kill").write_text("1")
 
     def remove(self) -> None:
-        """Remove it once it is empty; one that stays is removed by a later process."""
+        """Remove the group when it is empty. If it is not empty in time, a later process removes it."""
         end = time.monotonic() + REMOVED_S
         while time.monotonic() < end:
             try:
@@ -85,15 +85,15 @@ def group(memory_mib: int) -> Generator[ControlGroup | None]:
 def parent_group() -> Path | None:
     """Find the nearest cgroup around this process in which groups with limits can be made; None without one."""
     with suppress(OSError):
-        for level in levels(durable.read_kernel(OWN_GROUP), durable.read_kernel(MOUNTS)):
+        for level in levels(durable.read_kernel(PROCESS_GROUP), durable.read_kernel(MOUNTS)):
             if _delegates(level) and _is_usable(level):
                 return level
     return None
 
 
-def levels(own: str, mounts: str) -> Iterator[Path]:
-    """Yield the cgroups around a process, the nearest first, by the lines of its cgroup and of its mounts (proc(5))."""
-    path = next((line.removeprefix("0::") for line in own.splitlines() if line.startswith("0::")), "..")
+def levels(cgroup_lines: str, mounts: str) -> Iterator[Path]:
+    """Yield the cgroups around a process, the nearest first, from its /proc files cgroup and mountinfo (proc(5))."""
+    path = next((line.removeprefix("0::") for line in cgroup_lines.splitlines() if line.startswith("0::")), "..")
     for line in mounts.splitlines():
         before, _, after = line.partition(" - ")
         root, point = map(durable.mount_point, before.split()[3:5])
@@ -113,7 +113,7 @@ def _delegates(level: Path) -> bool:
 
 
 def _is_usable(level: Path) -> bool:
-    """Make a group as a test, and remove the groups of dead processes."""
+    """Return True if a process can enter a new group. Removes the groups of dead processes too."""
     for old in level.glob(f"{NAME}-*-*"):
         with suppress(OSError):
             if not Path("/proc", old.name.split("-")[1]).exists():
@@ -122,7 +122,9 @@ def _is_usable(level: Path) -> bool:
     if test_group is None:
         return False
     try:
-        ran = subprocess.run([*test_group.enter, "cat", str(OWN_GROUP)], capture_output=True, text=True, check=False)
+        ran = subprocess.run(
+            [*test_group.enter, "cat", str(PROCESS_GROUP)], capture_output=True, text=True, check=False
+        )
     finally:
         test_group.remove()
     return test_group.folder.name in ran.stdout
@@ -137,7 +139,7 @@ def _make(level: Path, memory_mib: int) -> ControlGroup | None:
     try:
         for name, value in limits(memory_mib).items():
             (folder / name).write_text(value)
-        # There is none without swap.
+        # A machine without swap lacks this file.
         with suppress(OSError):
             (folder / "memory.swap.max").write_text("0")
     except OSError:
@@ -148,7 +150,7 @@ def _make(level: Path, memory_mib: int) -> ControlGroup | None:
 
 
 def limits(memory_mib: int) -> dict[str, str]:
-    """Return the contents of a group's files. Beyond `high` processes are slowed down, at `max` killed."""
+    """Return the contents of a group's files. The kernel slows processes above memory.high, and kills at memory.max."""
     high = (memory_mib + SPARE_MIB) * 2**20
     return {
         "memory.high": f"{high}",

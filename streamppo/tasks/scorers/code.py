@@ -18,16 +18,16 @@ PYTHON = re.compile(r"(?:(?:python|py)[\d.]*)?", re.IGNORECASE)
 DEFAULT = "streamppo.tasks.scorers.bubblewrap:Bubblewrap"
 TEXTS = [Path(__file__).with_name(f"{name}.py").read_text() for name in ("plain_data", "exceptions", "isolated_tests")]
 TEST_PROGRAM = re.sub(r"^from streamppo.*\n", "", "".join(TEXTS), flags=re.MULTILINE)
-"""The source of both sides of a code test, for sandboxes without our package."""
+"""The program for both sides of a code test, as one source, because sandboxes lack our package."""
 DONE = '"done"'
 REMEMBERED = 1024
-"""Rows whose tests' first operations are cached."""
+"""Number of rows for whose tests the first operations are cached."""
 QUOTED = 300
-"""Characters of an output quoted in an explanation."""
+"""Number of characters of an output that an explanation quotes."""
 
 Test: TypeAlias = str | dict[str, str]
 Operations: TypeAlias = str
-"""A JSON list for the two sides alone: it contains the program's values, of any depth."""
+"""A JSON list that only checker and program decode, because it may contain the program's values of any depth."""
 
 
 class Verdict(TypedDict, total=False):
@@ -44,18 +44,18 @@ class Verdict(TypedDict, total=False):
 class Exchange:
     """One code test: its needed operations, and the program's answers so far."""
 
-    def __init__(self, code: str, wanted: Operations) -> None:
+    def __init__(self, code: str, operations: Operations) -> None:
         self.code = code
-        self.wanted = wanted
+        self.operations = operations
         self.answers: list[str] = []
         self.reason: str | None = None
-        """The cause of its failure, "" if it passed, None while it is running."""
+        """The reason for its failure, "" if it passed, None while it is running."""
         self._short = ""
         self._certain = -1
         self._before: list[str] = []
 
     def take_answers(self, ran: Ran, limits: RunLimits) -> None:
-        """Store the program's answers; it may have ended before the last."""
+        """Store the program's answers; the program may have ended before the last answer."""
         self._before = self.answers
         lines = [line for line in ran.stdout.split("\n") if line]
         self._short = "" if lines[-1:] == [DONE] else _failure_of(ran, limits) or "it ended before its test"
@@ -66,8 +66,8 @@ class Exchange:
     def take_verdict(self, verdict: Verdict) -> None:
         """Apply the checker's verdict.
 
-        Each round must know at least one operation more. Raises `TaskError` for a test whose operations change in every
-        run.
+        Each round must confirm at least one more operation. Raises `TaskError` for a test whose operations change in
+        every run.
         """
         if "ask" not in verdict:
             self.reason = verdict.get("failed", "")
@@ -76,7 +76,7 @@ class Exchange:
         if self._short:
             self.reason = self._short
         elif certain > before:
-            self.wanted, self._certain = verdict["ask"], certain
+            self.operations, self._certain = verdict["ask"], certain
         elif self.answers[:before] != self._before[:before]:
             self.reason = "the program's answers change in every run"
         else:
@@ -121,13 +121,13 @@ class CodeTests:
         """Describe the sandbox of these arguments. Raises `TaskError` if it does not work here."""
         name = str(arguments.get("sandbox", DEFAULT))
         _sandbox(name)
-        return f"programs run in {name}{', which is not a wall' if name.endswith('sandbox:Local') else ''}"
+        return f"programs run in {name}{', which does not isolate them' if name.endswith('sandbox:Local') else ''}"
 
     def __call__(self, trajectory: ScoredText, tests: object) -> Reward:
         """Run the tests. Raises `TaskError` for a row without usable tests."""
-        listed = read_tests(tests)
+        test_list = read_tests(tests)
         program = extract_program(trajectory.completion)
-        reasons = asyncio.run(self._failures(program, listed))
+        reasons = asyncio.run(self._failures(program, test_list))
         passed = reasons.count("") / len(reasons)
         explanation = "\n".join(f"test {number}: {reason}" for number, reason in enumerate(reasons, 1) if reason)
         explanation = explanation.encode(errors="backslashreplace").decode()
@@ -135,7 +135,7 @@ class CodeTests:
         return Reward(score=score, components={"passed": passed}, explanation=explanation)
 
     async def _failures(self, program: str, tests: list[Test]) -> list[str]:
-        """The reason of failure for every test; "" if it passes."""
+        """Return the reason for every test's failure; "" for a test that passes."""
         end = time.monotonic() + self._all_timeout_s
         codes = [test for test in tests if isinstance(test, str)]
         of_codes = iter(await self._test_codes(program, codes, end) if codes else [])
@@ -163,7 +163,7 @@ class CodeTests:
                 if limits is None:
                     exchange.reason = self._timeout_reason()
                     continue
-                task = {"program": program, "operations": exchange.wanted}
+                task = {"program": program, "operations": exchange.operations}
                 ran = await self._sandbox.run(TEST_PROGRAM, json.dumps(task), limits)
                 exchange.take_answers(ran, limits)
             waiting = [exchange for exchange in waiting if exchange.reason is None]
@@ -173,7 +173,7 @@ class CodeTests:
         return [exchange.reason or "" for exchange in exchanges]
 
     async def _first_of(self, codes: list[str], end: float) -> list[Operations]:
-        """The operations that tests need before any answer, which are the same for every program."""
+        """Return the operations that tests need before any answer, which are the same for every program."""
         key = json.dumps(codes)
         if key in self._first:
             return self._first[key]
@@ -186,9 +186,9 @@ class CodeTests:
         return first
 
     async def _check(self, exchanges: list[Exchange], end: float) -> list[Verdict]:
-        """Run tests on the present answers, each with its time limit. Raises `TaskError` for an unusable test."""
+        """Run each test with a time limit on the answers so far. Raises `TaskError` for an unusable test."""
         tests = [
-            {"code": exchange.code, "operations": exchange.wanted, "answers": exchange.answers}
+            {"code": exchange.code, "operations": exchange.operations, "answers": exchange.answers}
             for exchange in exchanges
         ]
         each_s = self._limits.timeout_s
@@ -196,14 +196,14 @@ class CodeTests:
         if all_s <= 0:
             return [{"failed": self._timeout_reason(), "lost": True} for _ in exchanges]
         task = {"tests": tests, "timeout_s": each_s, "all_timeout_s": all_s}
-        # One second more, so that the checker can report its own time limit.
+        # The checker gets one second more, so that it can report its own time limit.
         limits = self._limits._replace(timeout_s=all_s + 1.0)
         ran = await self._sandbox.run(TEST_PROGRAM, json.dumps(task), limits)
         verdicts = _verdicts(ran.stdout)[: len(tests)]
         for exchange, verdict in zip(exchanges, verdicts, strict=False):
             if "unusable" in verdict:
-                raise TaskError(f"the test {exchange.code[:QUOTED]!r} is of no use: {verdict['unusable']}")
-        reason = f"its test could not be run on what the program gave: {_failure_of(ran, limits) or 'too much of it'}"
+                raise TaskError(f"the test {exchange.code[:QUOTED]!r} is unusable: {verdict['unusable']}")
+        reason = f"its test could not be run on its answers: {_failure_of(ran, limits) or 'they are too long'}"
         lost: Verdict = {"failed": reason, "lost": True}
         return [*verdicts, *[lost] * (len(tests) - len(verdicts))]
 
@@ -216,7 +216,7 @@ class CodeTests:
 
 
 def extract_program(completion: str) -> str:
-    """Return the last fenced block marked as Python or unmarked; without one, the whole completion."""
+    """Return the last fenced block that is marked as Python or unmarked; the whole completion if there is none."""
     blocks = [block for language, block in FENCED.findall(completion) if PYTHON.fullmatch(language)]
     return blocks[-1] if blocks else completion
 
@@ -234,7 +234,7 @@ def _sandbox(name: str) -> Sandbox:
 
 
 def read_tests(tests: object) -> list[Test]:
-    """Return the tests of a row, which may be JSON. Raises `TaskError` for anything but a nonempty list of tests."""
+    """Return the tests of a row, which may be JSON. Raises `TaskError` for anything except a nonempty list of tests."""
     if isinstance(tests, str):
         try:
             return read_tests(json.loads(tests) or None)
@@ -253,7 +253,7 @@ def read_tests(tests: object) -> list[Test]:
 
 def _failure_of(ran: Ran, limits: RunLimits) -> str:
     if ran.exit_code is None:
-        return f"no end after {limits.timeout_s:.3g} s"
+        return f"did not end within {limits.timeout_s:.3g} s"
     return f"exit code {ran.exit_code}: {ran.stderr.strip()[-QUOTED:]}" if ran.exit_code else ""
 
 

@@ -1,8 +1,8 @@
-"""The program's exceptions inside a test: the test fails unless its own code accepts every one of them.
+"""Records the program's exceptions inside a test, which fails unless its code accepts every one of them.
 
     iteration, `hasattr`, `Mapping.get`, a thread    swallow an exception: the test continues, and has failed
     `except`, `with`, functions named ...raises...   code of the test: exceptions that they catch are accepted
-    `except StopIteration`                           ends an iteration of the test: accepts none of the program's
+    `except StopIteration`                           may end an iteration of the test, so it accepts no exception
 
 An exception is raised in the checker as Python's class with the program's message, so that `except ValueError` and
 `pytest.raises` work. Each one is recorded, and any that is not accepted by the end fails the test.
@@ -16,13 +16,13 @@ from typing import Protocol
 
 ITERATION = (StopIteration, StopAsyncIteration, GeneratorExit)
 QUOTED = 300
-"""Characters of a message that are sent."""
+"""Number of characters of a message that are sent."""
 ACCEPT, WATCH = "__accept__", "__watch__"
 """Names in a rewritten test. Names of this form are not mangled in classes."""
 
 
 class Refused(TypeError):
-    """The program returned something that a test cannot use. No code of a test accepts it."""
+    """The program returned something that a test cannot use. A test cannot accept it."""
 
 
 class Manager(Protocol):
@@ -43,7 +43,7 @@ class Exceptions:
 
     def record(self, error: BaseException) -> BaseException:
         """Record an exception, which fails the test unless it is accepted; return it."""
-        if isinstance(error, Refused) or not _expected():
+        if isinstance(error, Refused) or not _called_by_raises():
             self.unaccepted.append(error)
         return error
 
@@ -69,10 +69,10 @@ class Exceptions:
             def __exit__(
                 self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
             ) -> bool | None:
-                taken = type(manager).__exit__(manager, kind, error, trace)
-                if taken and error is not None:
+                is_caught = type(manager).__exit__(manager, kind, error, trace)
+                if is_caught and error is not None:
                     accept(error, raises="raises" in type(manager).__name__.lower())
-                return taken
+                return is_caught
 
         if not (hasattr(type(manager), "__enter__") and hasattr(type(manager), "__exit__")):
             raise TypeError(f"{type(manager).__name__!r} object does not support the context manager protocol")
@@ -94,7 +94,7 @@ class _ReportCatches(ast.NodeTransformer):
         return node
 
 
-def rewritten(tree: ast.Module) -> ast.Module:
+def rewrite(tree: ast.Module) -> ast.Module:
     """Make every `except` and `with` of a test report the exceptions that it catches."""
     return ast.fix_missing_locations(_ReportCatches().visit(tree))
 
@@ -115,8 +115,8 @@ def python_error(kind: str, text: str, arguments: list[object] | None) -> Except
     return RuntimeError(text)
 
 
-def _expected() -> bool:
-    """True if the program was called by a library's function like `assertRaises` or `pytest.raises`."""
+def _called_by_raises() -> bool:
+    """Return True if a function like `assertRaises` or `pytest.raises` called the program."""
     frame = sys._getframe(1)  # pyright: ignore[reportPrivateUsage]
     while frame is not None:
         if frame.f_code.co_filename != "test" and "raises" in frame.f_code.co_name.lower():
@@ -126,7 +126,7 @@ def _expected() -> bool:
 
 
 def describe(error: BaseException) -> str:
-    """An exception's class and message."""
+    """Return an exception's class and message."""
     return f"{type(error).__name__}: {str(error)[:QUOTED]}"
 
 

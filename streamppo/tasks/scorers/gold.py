@@ -1,4 +1,4 @@
-"""Gold answers of rows: an answer that no completion can match is an error of the row, not a score of 0."""
+"""Reads the gold answers of rows. An answer that no completion can match is an error of the row, not a score of 0."""
 
 import math
 from decimal import Decimal
@@ -9,11 +9,11 @@ from streamppo.errors import TaskError
 from streamppo.tasks.scorers import answers
 
 QUOTED = 80
-"""Characters of an answer quoted in an error."""
+"""Number of characters of an answer that an error quotes."""
 
 
 def text(answer: object) -> str:
-    """Return a gold answer as text. Raises `TaskError` for anything but finite numbers and nonempty texts."""
+    """Return a gold answer as text. Raises `TaskError` for anything except finite numbers and nonempty texts."""
     if isinstance(answer, str) and answer.strip():
         return answer
     is_number = isinstance(answer, int | float | Decimal | Fraction) and not isinstance(answer, bool)
@@ -23,7 +23,7 @@ def text(answer: object) -> str:
     # Python converts integers of at most 4300 digits, and floats have a smaller range.
     except (ValueError, OverflowError) as error:
         raise TaskError(f"the row's answer is a number that cannot be read: {error}") from error
-    raise TaskError(f"the row's answer is {_quoted(answer)}, which is neither a text nor a finite number")
+    raise TaskError(f"the row's answer is {answer!r:.{QUOTED}}, which is neither a text nor a finite number")
 
 
 def completion(answer: object) -> str:
@@ -41,11 +41,7 @@ def number(answer: object) -> Fraction:
     value = answers.number(answers.extract_boxed(inner) or inner)
     if value is None:
         raise TaskError(
-            f"the row's answer is {_quoted(answer)}, which is not a number: "
+            f"the row's answer is {answer!r:.{QUOTED}}, which is not a number: "
             r'write the number alone, after "####", or in "\boxed{}"'
         )
     return value
-
-
-def _quoted(answer: object) -> str:
-    return repr(answer)[:QUOTED]

@@ -7,8 +7,8 @@ The processes never communicate directly: the scorer passes the checker's operat
 back, until every test has ended. So the program sees only inputs. In the checker its answers are plain values of
 Python's types, so that no class of the program can take part in a comparison.
 
-It runs in sandboxes without our package: its source is sent after that of plain_data.py and exceptions.py, its only
-imports of ours.
+Sandboxes lack our package. So the source of this file is sent to them, after the sources of plain_data.py and
+exceptions.py, the only modules of ours that it imports.
 """
 
 import ast
@@ -24,7 +24,7 @@ import types
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TextIO, TypeAlias, cast
 
-from streamppo.tasks.scorers.exceptions import QUOTED, Exceptions, Refused, describe, line_of, python_error, rewritten
+from streamppo.tasks.scorers.exceptions import QUOTED, Exceptions, Refused, describe, line_of, python_error, rewrite
 from streamppo.tasks.scorers.plain_data import Data, NotData, as_list, data_alone, decode, encode
 
 Operation: TypeAlias = dict[str, Data]
@@ -119,22 +119,22 @@ def _encode_error(error: Exception) -> dict[str, Data]:
 
 
 class Trace:
-    """The operations of one test: the first ones have answers; later ones are assumed to fulfil the test."""
+    """The operations of one test. The first have the program's answers; later ones are assumed to fulfil the test."""
 
     def __init__(self, operations: list[Operation], answers: list[dict[str, Data]]) -> None:
         self._known = list(zip(operations, answers, strict=False))
-        self.asked: list[Operation] = []
+        self.operations: list[Operation] = []
         self.guesses = False
         self.certain = 0
-        """Number of leading operations with known answers."""
+        """Number of operations at the beginning whose answers are known."""
         self.exceptions = Exceptions()
 
     def ask(self, operation: Operation, arguments: tuple[object, ...] = ()) -> object:
         """Return the operation's value. Raises what the program raised."""
-        place = len(self.asked)
+        place = len(self.operations)
         if place >= OPERATIONS:
             raise Stopped
-        self.asked.append(operation)
+        self.operations.append(operation)
         if self.guesses or place >= len(self._known) or self._known[place][0] != operation:
             self.guesses = True
             return RemoteObject(self, place)
@@ -193,9 +193,9 @@ class RemoteObject:
         return self._trace.ask({"do": "attribute", "of": self.reference(), "name": name})
 
     def __call__(self, *arguments: object, **named: object) -> object:
-        written = [encode(argument, _encode_for_program) for argument in arguments]
+        encoded = [encode(argument, _encode_for_program) for argument in arguments]
         by_name = {key: encode(argument, _encode_for_program) for key, argument in named.items()}
-        call: Operation = {"do": "call", "of": self.reference(), "arguments": written, "named": by_name}
+        call: Operation = {"do": "call", "of": self.reference(), "arguments": encoded, "named": by_name}
         return self._trace.ask(call, arguments)
 
     def __iter__(self) -> Iterator[object]:
@@ -203,7 +203,7 @@ class RemoteObject:
             return iter(())
         items = self._trace.ask({"do": "items", "of": self.reference()})
         if isinstance(items, RemoteObject) and not self._trace.guesses:
-            raise self._trace.refusal("the program's iterator gives objects; tests look at data")
+            raise self._trace.refusal("the program's iterator yields objects; tests compare only data")
         return iter(items) if isinstance(items, Iterable) else iter(())
 
     def reference(self) -> Data:
@@ -216,7 +216,7 @@ class RemoteObject:
         """Return a stand-in for an unknown result."""
         if not self._trace.guesses:
             raise self._trace.refusal(
-                "an object of the program takes part in no comparison or arithmetic; tests look at data"
+                "an object of the program cannot be compared or computed with; tests compare only data"
             )
         return RemoteObject(self._trace, None)
 
@@ -225,9 +225,9 @@ class RemoteObject:
         return True
 
     def __len__(self) -> int:
-        # `list` tries to get a length and continues without it.
+        # `list` asks for a length, and continues without it after a TypeError.
         if not self._trace.guesses:
-            raise TypeError("an object of the program has no length in a test; tests look at data")
+            raise TypeError("an object of the program has no length in a test; tests compare only data")
         return 0
 
     __hash__ = None  # pyright: ignore[reportAssignmentType]
@@ -235,7 +235,7 @@ class RemoteObject:
 
 BINARY = ["add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul", "and", "or", "xor", "lshift", "rshift"]
 OPERATORS = ["eq", "ne", "lt", "le", "gt", "ge", "getitem", "contains", "neg", "pos", "abs", "round", "invert", *BINARY]
-for _name in (*OPERATORS, *(f"r{one}" for one in BINARY)):
+for _name in (*OPERATORS, *(f"r{operator}" for operator in BINARY)):
     setattr(RemoteObject, f"__{_name}__", RemoteObject.stand_in)
 
 
@@ -249,7 +249,7 @@ def _encode_for_program(value: object) -> Data:
 
 
 def _apply_change(argument: object, new: object) -> None:
-    """Apply the program's change of its copy to the argument."""
+    """Change the argument as the program has changed its copy."""
     match argument, new:
         case (list(), list()) | (bytearray(), bytearray()):
             argument[:] = new
@@ -273,7 +273,7 @@ def verdict(code: str, operations: list[Operation], answers: list[dict[str, Data
     try:
         names = _stand_ins(tree, trace) | trace.exceptions.names()
         tree = _without_asserts(tree) if first_time and trace.guesses else tree
-        exec(compile(rewritten(tree), "test", "exec"), names)
+        exec(compile(rewrite(tree), "test", "exec"), names)
     except Unusable as error:
         return {"unusable": str(error)}
     except Stopped:
@@ -282,7 +282,7 @@ def verdict(code: str, operations: list[Operation], answers: list[dict[str, Data
     except BaseException as error:
         reason = describe(error) + ("" if error.args else line_of(code, error))
     if trace.guesses:
-        return {"ask": json.dumps(trace.asked), "certain": trace.certain}
+        return {"ask": json.dumps(trace.operations), "certain": trace.certain}
     reason = reason or "".join(f"the program raised {describe(error)}" for error in trace.exceptions.unaccepted[:1])
     return {"failed": reason} if reason else {"passed": True}
 
@@ -305,17 +305,17 @@ def run_test(test: dict[str, Data]) -> dict[str, Data]:
     try:
         operations = json.loads(str(test["operations"]))
         answers = [json.loads(str(line)) for line in as_list(test["answers"])]
-    # The program may have forged them.
+    # The program may have forged its answers.
     except (ValueError, RecursionError) as error:
         return {"failed": f"the program's answers cannot be read: {type(error).__name__}"}
     return verdict(code, operations, answers)
 
 
 def _stand_ins(tree: ast.Module, trace: Trace) -> dict[str, object]:
-    """Stand-ins for the program's names in a test.
+    """Return stand-ins for the program's names in a test.
 
-    Names of Python's builtins are not the program's, except if the test names nothing else and calls exactly one of
-    them: then that one is tested. Modules of the standard library and numpy are the checker's.
+    A name of a Python builtin means the builtin. But if a test uses no other names and calls exactly one builtin, the
+    program's function of that name is tested. Modules of the standard library and numpy are imported in the checker.
     """
     loads = [node.id for node in ast.walk(tree) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)]
     based = [n.value.id for n in ast.walk(tree) if isinstance(n, ast.Attribute) and isinstance(n.value, ast.Name)]
@@ -364,7 +364,7 @@ def _run_in_fork(run: Callable[[], dict[str, Data]], timeout_s: float) -> dict[s
             break
         output += more
     else:
-        output = json.dumps({"failed": f"its test has no end after {timeout_s:.3g} s"}).encode()
+        output = json.dumps({"failed": f"its test did not end within {timeout_s:.3g} s"}).encode()
     os.kill(child, signal.SIGKILL)
     os.waitpid(child, 0)
     os.close(reader)
@@ -380,7 +380,7 @@ def _write_line(out: TextIO, line: Data) -> None:
 
 
 def main() -> None:
-    """Read one side's task as JSON from stdin; write answers to the original stdout; discard all other prints."""
+    """Read the task of checker or program as JSON from stdin; write answers to stdout; discard all other output."""
     task = json.load(sys.stdin)
     out = os.fdopen(os.dup(1), "w")
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)

@@ -1,7 +1,7 @@
 """Runs program.py of the current folder under limits: walled|require|try PARENT_PID MEMORY_MIB CPU_S READY.
 
 `walled`: this process is already inside a sandbox. A byte is written to the descriptor READY when all limits are set
-and the program begins. Imports nothing of ours.
+and the program begins. This file imports no other module of ours.
 """
 
 import contextlib
@@ -18,7 +18,7 @@ PR_SET_PDEATHSIG, PR_SET_SECCOMP, PR_SET_NO_NEW_PRIVS = 1, 22, 38
 FILE_BYTES = 16 * 2**20
 PROCESSES = 64
 FILES = 256
-"""Maximum descriptors of one process: each may be a socket full of data."""
+"""Maximum number of descriptors of one process: each may be a socket full of data."""
 ENOSYS = 38
 UNACCOUNTED_CALLS = {
     "x86_64": (0xC000003E, [29, 64, 68, 240, 248, 249, 250, 298, 319, 321, 323, 425, 447]),
@@ -30,7 +30,7 @@ io_uring_setup, memfd_secret (x86-64's order)."""
 
 
 def main(around: str, parent: int, memory_mib: int, cpu_s: int, ready: int) -> None:
-    """Drop the network, die with the parent, limit memory, CPU time, file size and processes; then run the program."""
+    """Leave the network, end with the parent, limit memory, CPU time, file size and processes; then run the program."""
     has_no_network = around == "walled" or _leave_network()
     if not has_no_network and around == "require":
         sys.exit("the kernel allows no network namespace, and require_no_network is set")
@@ -77,7 +77,7 @@ def refuse_unaccounted_calls() -> bool:
 def unaccounted_calls_filter(machine: str) -> bytes:
     """Return the BPF program that refuses `UNACCOUNTED_CALLS`, and every system call of another architecture.
 
-    It has 8 bytes for each instruction; it is empty for an unknown machine.
+    The program has 8 bytes for each instruction. It is empty for an unknown machine.
     """
     arch, numbers = UNACCOUNTED_CALLS.get(machine, (0, []))
     if not numbers:
@@ -86,7 +86,7 @@ def unaccounted_calls_filter(machine: str) -> bytes:
     load, equal, at_least, ret = 0x20, 0x15, 0x35, 0x06
     allow, refuse = (ret, 0, 0, 0x7FFF0000), (ret, 0, 0, 0x00050000 | ENOSYS)
     count = len(numbers)
-    # Numbers from 2**30 are the x32 variants of the same calls.
+    # Numbers from 2**30 are x32 variants of the same calls, and are refused too.
     program = [(load, 0, 0, 4), (equal, 0, count + 3, arch), (load, 0, 0, 0), (at_least, count + 1, 0, 0x40000000)]
     program += [(equal, count - place, 0, number) for place, number in enumerate(numbers)]
     return b"".join(struct.pack("HBBI", *instruction) for instruction in [*program, allow, refuse])

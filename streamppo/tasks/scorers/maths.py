@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 Expressions: TypeAlias = "list[Basic | MatrixBase | str]"
 """An answer parsed by math-verify: its formulas and its text."""
 REMEMBERED = 1024
-"""Rows whose parsed answers are cached for all completions of their prompts."""
+"""Number of rows whose parsed answers are cached for all completions of their prompts."""
 
 
 async def gsm8k(trajectory: ScoredText, answer: str | float) -> float:
@@ -44,7 +44,7 @@ async def gsm8k(trajectory: ScoredText, answer: str | float) -> float:
 
 
 async def numeric(trajectory: ScoredText, answer: str | float) -> float:
-    r"""Compare the number in the completion's last \boxed{}, else its last number. `answer` is as in `gsm8k`."""
+    r"""Compare the number in the completion's last \boxed{}, else its last number. `answer` is read as in `gsm8k`."""
     expected = gold.number(answer)
     claim = extract_boxed(trajectory.completion) or last_number(trajectory.completion)
     return float(claim is not None and number(claim) == expected)
@@ -58,14 +58,14 @@ class Math:
     """
 
     def __init__(self, boxed_only: bool = True) -> None:
-        # Its import takes 0.5 s: only if it is used, and once in the template, before processes are forked.
+        # The import takes 0.5 s. Here it is done only if needed, and once in the template, before processes are forked.
         import math_verify
 
         # It warns that its timeouts are off. They would use SIGALRM; our timeout kills the process.
         logging.getLogger("math_verify").setLevel(logging.ERROR)
         self._library = math_verify
         self._boxed_only = boxed_only
-        self._wanted = lru_cache(maxsize=REMEMBERED)(self._parse_bare)
+        self._parse_cached = lru_cache(maxsize=REMEMBERED)(self._parse_bare)
 
     def __call__(self, trajectory: ScoredText, answer: str | float) -> float:
         """Return 1.0 for an equal answer, else 0.0."""
@@ -82,7 +82,7 @@ class Math:
         """Read a row's answer: its text, and its formulas. Raises `TaskError` if math-verify cannot read it."""
         text = gold.text(answer)
         inner = extract_boxed(text) or text
-        expressions = self._wanted(inner)
+        expressions = self._parse_cached(inner)
         if not expressions:
             raise TaskError(f"math-verify cannot read the row's answer {answer!r}")
         return inner, expressions
@@ -92,5 +92,5 @@ class Math:
         return self._parse(f"\\boxed{{{latex}}}")
 
     def _parse(self, text: str) -> Expressions:
-        # Its signature lacks the None that its documentation allows.
+        # The signature of `parse` lacks the None that its documentation allows.
         return self._library.parse(text, parsing_timeout=None)  # pyright: ignore[reportArgumentType]

@@ -1,4 +1,4 @@
-"""Converts values to JSON and back, by exact type, between processes without mutual trust. Imports nothing of ours."""
+"""Converts values to JSON and back, by exact type, between processes without mutual trust. Imports no code of ours."""
 
 import builtins
 import importlib
@@ -45,39 +45,43 @@ def _ndarray(kind: str, shape: list[int], items: bytes) -> Any:
 
 
 LIBRARY: dict[str, tuple[str, Callable[[Any], list[Any]], Callable[..., object]]] = {
-    "Decimal": ("decimal", lambda one: [str(one)], lambda text: _attribute("decimal", "Decimal")(str(text))),
+    "Decimal": ("decimal", lambda value: [str(value)], lambda text: _attribute("decimal", "Decimal")(str(text))),
     "Fraction": (
         "fractions",
-        lambda one: [one.numerator, one.denominator],
-        lambda *both: _attribute("fractions", "Fraction")(*both[:2]),
+        lambda value: [value.numerator, value.denominator],
+        lambda *parts: _attribute("fractions", "Fraction")(*parts[:2]),
     ),
     "timedelta": (
         "datetime",
-        lambda one: [one.days, one.seconds, one.microseconds],
-        lambda *three: _attribute("datetime", "timedelta")(*three[:3]),
+        lambda value: [value.days, value.seconds, value.microseconds],
+        lambda *parts: _attribute("datetime", "timedelta")(*parts[:3]),
     ),
     **{
         name: (
             "datetime",
-            lambda one: [one.isoformat()],
+            lambda value: [value.isoformat()],
             lambda text, name=name: _attribute("datetime", name).fromisoformat(text),
         )
         for name in ("datetime", "date", "time")
     },
-    "Counter": ("collections", lambda one: [dict(one)], lambda one: _attribute("collections", "Counter")(dict(one))),
+    "Counter": (
+        "collections",
+        lambda value: [dict(value)],
+        lambda value: _attribute("collections", "Counter")(dict(value)),
+    ),
     "OrderedDict": (
         "collections",
-        lambda one: [dict(one)],
-        lambda one: _attribute("collections", "OrderedDict")(dict(one)),
+        lambda value: [dict(value)],
+        lambda value: _attribute("collections", "OrderedDict")(dict(value)),
     ),
     "deque": (
         "collections",
-        lambda one: [list(one), one.maxlen],
-        lambda items, most: _attribute("collections", "deque")(list(items), most),
+        lambda value: [list(value), value.maxlen],
+        lambda items, maxlen: _attribute("collections", "deque")(list(items), maxlen),
     ),
     "array": (
         "array",
-        lambda one: [one.typecode, one.tobytes()],
+        lambda value: [value.typecode, value.tobytes()],
         lambda code, items: _attribute("array", "array")(str(code), bytes(items)),
     ),
     "ndarray": ("numpy", _parts, _ndarray),
@@ -94,8 +98,8 @@ def encode(value: object, other: Callable[[object], Data]) -> Data:
         case str():
             return str.__str__(value)
         case numbers.Integral():
-            whole = int(value)
-            return whole if abs(whole) < SMALL else {"int": hex(whole)}
+            integer = int(value)
+            return integer if abs(integer) < SMALL else {"int": hex(integer)}
         case float():
             return {"float": float(value).hex()}
         case complex():
@@ -104,8 +108,8 @@ def encode(value: object, other: Callable[[object], Data]) -> Data:
             return {"bytes" if isinstance(value, bytes) else "bytearray": value.hex()}
         case range():
             return {"range": [value.start, value.stop, value.step]}
-        case _ if (written := _written_by_library(value, other)) is not None:
-            return written
+        case _ if (encoded := _encode_library_value(value, other)) is not None:
+            return encoded
         case dict():
             return {"dict": [[encode(key, other), encode(item, other)] for key, item in value.items()]}
         case list() | tuple() | set() | frozenset():
@@ -142,7 +146,7 @@ def decode(data: Data, answers: Callable[[int], object]) -> object:
     return PLAIN[kind](inside)
 
 
-def _written_by_library(value: object, other: Callable[[object], Data]) -> Data:
+def _encode_library_value(value: object, other: Callable[[object], Data]) -> Data:
     """Encode a value of a library class; None for other values. Imports no library for the check."""
     fields = getattr(type(value), "_fields", None)
     if isinstance(value, tuple) and isinstance(fields, tuple):
@@ -156,7 +160,7 @@ def _written_by_library(value: object, other: Callable[[object], Data]) -> Data:
 
 
 def data_alone(_: object) -> NoReturn:
-    """Raise `NotData`: the callback of `encode` and `decode` if only data is allowed."""
+    """Raise `NotData`: the callback for `encode` and `decode` where only data is allowed."""
     raise NotData
 
 

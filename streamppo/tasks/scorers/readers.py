@@ -19,25 +19,9 @@ from streamppo.tasks.scorers.maths import Math
 Reader: TypeAlias = Callable[[Row], object]
 
 
-def _number(row: Row) -> object:
-    return gold.number(row.get("answer"))
-
-
-def _text(row: Row) -> object:
-    return gold.text(row.get("answer"))
-
-
-def _formula(row: Row) -> object:
-    return _math().read_answer(row.get("answer"))
-
-
 @cache
 def _math() -> Math:
     return Math()
-
-
-def _tests(row: Row) -> object:
-    return code.read_tests(row.get("tests"))
 
 
 def _problem(row: Row) -> object:
@@ -49,11 +33,11 @@ def _problem(row: Row) -> object:
 
 
 READERS: Mapping[str, Reader] = {
-    "streamppo.tasks.scorers.maths:gsm8k": _number,
-    "streamppo.tasks.scorers.maths:numeric": _number,
-    "streamppo.tasks.scorers.maths:Math": _formula,
-    "streamppo.tasks.scorers.code:CodeTests": _tests,
-    "streamppo.tasks.library.arithmetic:score": _text,
+    "streamppo.tasks.scorers.maths:gsm8k": lambda row: gold.number(row.get("answer")),
+    "streamppo.tasks.scorers.maths:numeric": lambda row: gold.number(row.get("answer")),
+    "streamppo.tasks.scorers.maths:Math": lambda row: _math().read_answer(row.get("answer")),
+    "streamppo.tasks.scorers.code:CodeTests": lambda row: code.read_tests(row.get("tests")),
+    "streamppo.tasks.library.arithmetic:score": lambda row: gold.text(row.get("answer")),
     "streamppo.tasks.library.gym:score": _problem,
 }
 """The reader of each scorer; rows of other scorers have an unknown form."""

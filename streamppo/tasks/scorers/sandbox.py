@@ -1,4 +1,4 @@
-"""Sandboxes for programs of the policy: the protocol, and a plain local process, which isolates least.
+"""Sandboxes for programs of the policy: the protocol, and a local process with limits but without isolation.
 
 The default is in bubblewrap.py; docs/security.md compares them.
 """
@@ -35,7 +35,7 @@ class Sandbox(Protocol):
 def scratch_folder() -> Generator[str]:
     """Make a temporary folder for a program, and remove it afterwards, whatever the program left in it.
 
-    A thousand nested folders end Python's own removal by recursion; a child that escaped may add files during it.
+    Python's removal fails at a thousand nested folders, or if a child that has escaped adds files meanwhile.
     """
     folder = tempfile.mkdtemp(prefix="streamppo-")
     try:
@@ -59,7 +59,7 @@ class Local:
 
     def __init__(self, require_no_network: bool = False) -> None:
         log.warning(
-            "the sandbox Local is not a wall: programs of the policy can read and change all that this user can"
+            "the sandbox Local does not isolate: programs of the policy can read and change all that this user can"
         )
         self._around = "require" if require_no_network else "try"
 

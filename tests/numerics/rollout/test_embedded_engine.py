@@ -510,7 +510,9 @@ def test_a_token_outside_the_vocabulary_fails_its_own_request_alone(token: int) 
         *refused, done = await asyncio.gather(
             *(running.generate(prompt, Sampling(4)) for prompt in (bad, bad, good)), return_exceptions=True
         )
-        assert all(isinstance(one, ModelError) and "not one of the model's 37" in str(one) for one in refused)
+        assert all(
+            isinstance(one, ModelError) and "outside the model's vocabulary of 37 tokens" in str(one) for one in refused
+        )
         assert isinstance(done, Completion)
 
     asyncio.run(scenario())

@@ -264,7 +264,7 @@ def test_places_up_to_the_last_that_a_model_has_are_those_of_transformers(make: 
 def test_windows_that_are_shorter_than_rows_are_refused_for_sglang_and_computed_by_the_embedded_engine() -> None:
     sliding = Qwen2Config(**PLACES, use_sliding_window=True, sliding_window=8, max_window_layers=1)
     assert positions.window(sliding) == 8
-    assert "qwen2 look back on 8 tokens, and in SGLang on all of up to 20" in positions.refusal(sliding, 20)
+    assert "qwen2 attend to 8 tokens, but in SGLang to all of up to 20" in positions.refusal(sliding, 20)
     assert not positions.refusal(sliding, 8)
     assert [decoder.is_fused(sliding, room) for room in (1, 8, 9)] == [True, True, False]
     assert [decoder.row_limit(sliding, room) for room in (1, 8, 9)] == [8, 8, PLACES["max_position_embeddings"]]

@@ -167,7 +167,7 @@ def test_templates_of_which_none_is_the_default_are_no_plain_text(
     words = case.bring(tmp_path, model="model")
     assert main(words) == MISTAKE
     said = " ".join(capsys.readouterr().err.split())
-    assert "row 1: the tokenizer has no chat template but those named 'rag': copy the one for these prompts to" in said
+    assert "row 1: the tokenizer has only the named chat templates 'rag': copy the one for these prompts to" in said
     (folder / "rag.jinja").rename(tmp_path / "model" / "chat_template.jinja")
     config, _ = begun(capsys, words)
     assert source(config).chat

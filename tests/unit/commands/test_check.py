@@ -216,7 +216,7 @@ WRONG = {
     ],
     "line 2: not JSON": ["task={kind='data', data='broken.jsonl'}"],
     "latin.jsonl, line 1: not JSON: 'utf-8'": ["task={kind='data', data='latin.jsonl'}"],
-    "learns from answers that are texts: that of the prompt '1+1=' is 2": [
+    "learns only from answers that are texts: the answer of the prompt '1+1=' is 2": [
         "task={kind='data', data='numbers.jsonl', held_out=0}"
     ],
     "model/journal.sqlite: missing": ["algorithm.critic.pretrain=model"],
@@ -238,7 +238,7 @@ WRONG = {
         "model.attention=sdpa",
         "rollout.engine.kind=sglang",
     ],
-    "bin: a push of this model would bring model.embed_tokens.weight": [
+    "bin: a push of this model has model.embed_tokens.weight": [
         "model.path=bin",
         "rollout.engine.kind=sglang",
     ],

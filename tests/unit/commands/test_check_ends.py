@@ -94,7 +94,7 @@ def test_a_model_that_nothing_ends_is_noted_and_an_end_that_is_no_token_is_an_er
         ("embedded", Qwen2Config(**SMALL, **WINDOW), None),
         ("embedded", Qwen2Config(**SMALL, **WINDOW | {"sliding_window": 4096}), None),
         ("sglang", Qwen2Config(**SMALL, **WINDOW | {"sliding_window": 4096}), None),
-        ("sglang", Qwen2Config(**SMALL, **WINDOW), "in SGLang on"),
+        ("sglang", Qwen2Config(**SMALL, **WINDOW), "in SGLang to"),
         ("sglang", LlamaConfig(**SMALL, rope_scaling={"rope_type": "dynamic", "factor": 2.0}), "'dynamic'"),
         ("embedded", LlamaConfig(**SMALL, rope_scaling={"rope_type": "dynamic", "factor": 2.0}), None),
         ("sglang", Qwen2Config(**SMALL, use_sliding_window=False, sliding_window=8), None),

@@ -108,7 +108,7 @@ def test_repeated_rows_left_out_columns_and_doubtful_files_are_noted(check: Chec
     code, output = check([], OURS, "task={kind='data', data='data', held_out=0.2}")
     assert code == 0, output
     assert "task note data: 10 of 20 rows repeat the prompt of an earlier row\n" in output
-    assert "task note data: not read as of the split 'train' in " in output
+    assert "task note data: not read, although named like the split 'train' in " in output
 
 
 def test_a_column_that_the_reward_does_not_get_is_named(check: Check) -> None:

@@ -220,7 +220,7 @@ def test_a_sandbox_of_the_users_runs_the_program(play: Callable[..., list[Episod
     [
         ("raises", "the agent's sandbox: sandbox_elsewhere.py:"),
         ("late", "the agent took longer than 1 s (environment.timeout_s)"),
-        ("nothing", "the agent's sandbox returned None, and no `Ran`"),
+        ("nothing", "the agent's sandbox returned None, not a `Ran`"),
     ],
 )
 def test_a_sandbox_of_the_users_that_fails_has_its_sentence(
@@ -238,9 +238,9 @@ def test_a_sandbox_of_the_users_that_fails_has_its_sentence(
     ("command", "sandbox", "said"),
     [
         (f'["python", "{FILE}"]', f'{{ kind = "bubblewrap", files = ["{SUPPORT}"] }}', ""),
-        (f'["python", "{FILE}"]', '"bubblewrap"', "walled_program.py', which its sandbox does not see: add it"),
-        ('["no-such-program"]', '"bubblewrap"', "begins with 'no-such-program', not a program in its sandbox"),
-        (f'["{FILE}"]', '"bubblewrap"', "walled_program.py', not a program in its sandbox: add it"),
+        (f'["python", "{FILE}"]', '"bubblewrap"', "walled_program.py', which its sandbox lacks: add it"),
+        ('["no-such-program"]', '"bubblewrap"', "begins with 'no-such-program', which its sandbox lacks"),
+        (f'["{FILE}"]', '"bubblewrap"', "walled_program.py', which its sandbox lacks: add it"),
         ('["python"]', '{ kind = "bubblewrap", files = ["nowhere"] }', "nowhere', which is not a file or folder here"),
         ('["python"]', '{ kind = "class", name = "nowhere:Box" }', "environment.sandbox 'nowhere:Box'"),
         ('["python"]', f'{{ kind = "class", name = "{SANDBOX}:Elsewhere", arguments = {{ a = 1 }} }}', "argument 'a'"),

@@ -11,7 +11,7 @@ from scripted import TEMPLATE, Scripted
 from streamppo.config.task import Environment
 from streamppo.errors import RunError
 from streamppo.rollout import random_numbers
-from streamppo.rollout.continuation import Continuation, Recorded
+from streamppo.rollout.continuation import Continuation, RecordedCompletion
 from streamppo.rollout.engine import Completion, Cuts, Sampling
 from streamppo.rollout.episode import NO_STOP, Episode, Player
 from streamppo.tasks.environments import Done, Observation
@@ -65,8 +65,8 @@ async def make() -> Counts:
     return Counts()
 
 
-def recorded(episode: Episode) -> Recorded:
-    return Recorded(episode.prompt_tokens, episode.tokens, episode.mask)
+def recorded(episode: Episode) -> RecordedCompletion:
+    return RecordedCompletion(episode.prompt_tokens, episode.tokens, episode.mask)
 
 
 class Drawing:
@@ -81,7 +81,7 @@ class Drawing:
 def test_turns_are_the_runs_of_sampled_tokens() -> None:
     nothing = np.zeros(0, np.int32)
     for mask, turns in ((b"\1\1\0\1", [(0, 2), (3, 4)]), (b"\1", [(0, 1)]), (b"\1\0\0", [(0, 1)]), (b"", [])):
-        assert Recorded(nothing, nothing, flags(mask)).turns == turns
+        assert RecordedCompletion(nothing, nothing, flags(mask)).turns == turns
 
 
 @pytest.mark.parametrize("at", [0, 1, 5, 15])

@@ -243,13 +243,13 @@ def test_turns_and_tokens_are_bounded_and_a_cut_off_turn_ends_the_trajectory(tok
         ("swallow", r"step took more than 0\.05 s"),
         ("untold", r"step: test_episode\.py:\d+: Untold: <str\(\) raised RuntimeError>"),
         ("unshown", r"not <repr\(\) raised RuntimeError>"),
-        ("unshown number", r"step gave <repr\(\) raised RuntimeError>, with a value that is not a finite number"),
-        ("nothing", "says messages or a text that is not empty, not None"),
-        ("no number", r"step gave Reward\(score=None.*, with a value that is not a finite number"),
+        ("unshown number", r"step returned <repr\(\) raised RuntimeError>, with a value that is not a finite number"),
+        ("nothing", "return messages, or a text that is not empty, not None"),
+        ("no number", r"step returned Reward\(score=None.*, with a value that is not a finite number"),
         ("no component", "with a value that is not a finite number"),
         ("no components", "whose components are not numbers by name"),
-        ("nan", r"step gave Reward\(score=nan.*, with a value that is not a finite number"),
-        ("number", r"says messages or a text that is not empty, not \[Message\(role='tool', content=4\)\]"),
+        ("nan", r"step returned Reward\(score=nan.*, with a value that is not a finite number"),
+        ("number", r"return messages, or a text that is not empty, not \[Message\(role='tool', content=4\)\]"),
     ],
 )
 def test_an_environment_that_fails_says_why(tokenizer: Tokenizer, said: str, reason: str) -> None:

@@ -93,7 +93,7 @@ def puller() -> Iterator[Callable[..., MachinePuller]]:
     life, made = uuid4().hex, list[MachinePuller]()
 
     def make(name: str, ledger: Any, receiver: Any = None, *, block_bytes: int = BLOCK) -> MachinePuller:
-        made.append(MachinePuller(name, ledger, receiver or Bytes(), life=life, block_bytes=block_bytes))
+        made.append(MachinePuller(name, ledger, receiver or Bytes(), namespace=life, block_bytes=block_bytes))
         return made[-1]
 
     yield make
@@ -222,7 +222,7 @@ from streamppo.rollout.machine_weights import Leader, MachinePuller
 
 async def main():
     ledger = Ledger(push(0, values(0)))
-    await MachinePuller("first", ledger, Bytes(), life=sys.argv[3], block_bytes=BLOCK).newer(-1)
+    await MachinePuller("first", ledger, Bytes(), namespace=sys.argv[3], block_bytes=BLOCK).newer(-1)
     print("leads", flush=True)
     await asyncio.sleep(60)
 
@@ -245,7 +245,7 @@ def test_after_a_dead_leader_another_actor_leads_and_what_it_gave_stays(
         assert child.stdout is not None
         assert await asyncio.to_thread(child.stdout.readline) == "leads\n"
         ledger = Ledger(push(0, values(0)))
-        one = MachinePuller("second", ledger, Bytes(), life=life, block_bytes=BLOCK)  # pyright: ignore[reportArgumentType]
+        one = MachinePuller("second", ledger, Bytes(), namespace=life, block_bytes=BLOCK)  # pyright: ignore[reportArgumentType]
         await one.newer(-1)
         assert one._leading is None and same(one.replica.tensors, values(0))
         kept = dict(one.replica.tensors)
@@ -336,7 +336,7 @@ def test_a_leader_waits_for_room(
 
     monkeypatch.setattr(shared_memory.shutil, "disk_usage", usage)
     asyncio.run(asyncio.wait_for(story(), WAIT_S))
-    assert caplog.text.count("waits for older versions to end") == 2
+    assert caplog.text.count("waits until older versions are freed") == 2
 
 
 def test_a_leader_that_cannot_pull_gives_the_name_to_another(puller: Callable[..., MachinePuller]) -> None:

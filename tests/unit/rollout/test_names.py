@@ -66,10 +66,10 @@ def test_a_model_whose_files_have_other_names_or_shapes_is_refused_by_the_tensor
     path = tmp_path / "model.safetensors"
     files = load_file(path)
     save_file({name: one for name, one in files.items() if name != victim} | {f"{victim}_": files[victim]}, path)
-    with pytest.raises(ModelError, match=rf"bring {victim} .*no tensor of that name"):
+    with pytest.raises(ModelError, match=rf"has {victim} .*no tensor of that name"):
         Architecture(made.config).check_names(str(tmp_path))
     save_file(files | {victim: files[victim][:-1]}, path)
-    with pytest.raises(ModelError, match=rf"bring {victim} \(.*, and its files have \("):
+    with pytest.raises(ModelError, match=rf"has {victim} \(.*, but its files have \("):
         Architecture(made.config).check_names(str(tmp_path))
 
 
@@ -136,7 +136,7 @@ def test_a_model_on_the_hub_is_checked_by_the_first_bytes_of_its_files(shard: st
     for path in hub.glob("*.safetensors"):
         files = load_file(path)
         save_file({f"{name}_" if name == victim else name: one for name, one in files.items()}, path)
-    with pytest.raises(ModelError, match=rf"bring {victim} .*no tensor of that name"):
+    with pytest.raises(ModelError, match=rf"has {victim} .*no tensor of that name"):
         Architecture(made.config).check_names("org/model")
 
 

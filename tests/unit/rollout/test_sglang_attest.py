@@ -116,7 +116,7 @@ def test_experts_under_names_that_the_engine_skips_are_an_error_by_name(
 ) -> None:
     link = Checked(architecture.as_saved(first), means)
     with pytest.raises(
-        WeightsError, match=rf"has not taken \S+experts.w13_weight \(compared by {means}, [46] are wrong"
+        WeightsError, match=rf"has not loaded \S+experts.w13_weight \(compared by {means}, [46] are wrong"
     ):
         run(loaded(link, first))
 
@@ -135,7 +135,7 @@ def test_a_tensor_that_a_later_push_loses_is_an_error_by_name(
         await swap(link, attestation, saved)
         link.lost = lost
         await swap(link, attestation, {name: tensor + (name != lost) for name, tensor in saved.items()})
-        with pytest.raises(WeightsError, match=rf"has not taken {lost} .*1 are wrong"):
+        with pytest.raises(WeightsError, match=rf"has not loaded {lost} .*1 are wrong"):
             await swap(link, attestation, {name: tensor + 2 for name, tensor in saved.items()})
 
     run(case())
@@ -167,7 +167,7 @@ def test_a_tensor_that_moved_to_other_bytes_than_were_pushed_is_an_error_where_i
         link.load({**last, damaged: last[damaged] + 1})
         await attestation.check(last)
 
-    with pytest.raises(WeightsError, match=r"has not taken \S*layers\.0\.\S*k_proj"):
+    with pytest.raises(WeightsError, match=r"has not loaded \S*layers\.0\.\S*k_proj"):
         run(case("model.layers.0.self_attn.k_proj.weight"))
     # Of a tensor in an unknown layout, only whether it has moved can be seen.
     run(case(strange))
@@ -195,7 +195,7 @@ def test_nothing_is_hashed_for_an_engine_whose_checksum_is_another_function(
         await swap(link, attestation, {name: tensor + 1 for name, tensor in saved.items()})
         assert hashed == []
         link.lost = "lm_head.weight"
-        with pytest.raises(WeightsError, match=r"has not taken lm_head\.weight"):
+        with pytest.raises(WeightsError, match=r"has not loaded lm_head\.weight"):
             await swap(link, attestation, {name: tensor + 2 for name, tensor in saved.items()})
 
     run(case())
@@ -248,7 +248,7 @@ def test_without_checksums_every_tensor_is_read_back_and_a_lost_one_is_named(los
         attestation = await loaded(link, of_version(0))
         assert (attestation.method, link.asked) == ("values", len(DENSE))
         link.lost = lost
-        with pytest.raises(WeightsError, match=f"has not taken {lost} .compared by values, 1 are wrong"):
+        with pytest.raises(WeightsError, match=f"has not loaded {lost} .compared by values, 1 are wrong"):
             await swap(link, attestation, of_version(1))
 
     run(case())

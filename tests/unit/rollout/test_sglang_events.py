@@ -161,7 +161,7 @@ def test_the_lines_of_sglang_are_logged_once_and_whole_if_it_writes_more_than_er
     shown: bool, log_lines: list[str], tmp_path: Path
 ) -> None:
     with (tmp_path / "log").open("ab", buffering=0) as written, (tmp_path / "log").open("rb") as file:
-        output = ProcessOutput(file, shown=shown)
+        output = ProcessOutput(file, logs_lines=shown)
         output.show()
         for part in (b"Load weight begin\nCapture cuda gra", b"ph end\n", b"", b"ValueError: no head\n"):
             written.write(part)

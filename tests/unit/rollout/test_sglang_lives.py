@@ -41,7 +41,7 @@ def test_a_push_that_was_swallowed_is_noticed_and_ends_that_life() -> None:
         fake = Fake()
         engine = await opened(fake)
         fake.swallows = True
-        with pytest.raises(WeightsError, match=r"version 6: SGLang has not taken .*by log-probs"):
+        with pytest.raises(WeightsError, match=r"version 6: SGLang has not loaded .*by log-probs"):
             await engine.update_weights(6, pushed(2.0))
         fake.swallows = False
         assert (await engine.generate(PROMPT, Sampling(1))).versions.tolist() == [5]
@@ -94,7 +94,7 @@ def test_a_prompt_over_which_it_always_dies_is_given_up() -> None:
         fake = Fake()
         engine = await opened(fake)
         fake.deadly = True
-        with pytest.raises(ModelError, match="died or hung up 3 times over one prompt of 2 tokens"):
+        with pytest.raises(ModelError, match="died or disconnected 3 times during one prompt of 2 tokens"):
             await engine.generate(PROMPT, Sampling(1))
         fake.deadly = False
         assert (await engine.generate(PROMPT, Sampling(1))).tokens.tolist() == [7]
@@ -213,7 +213,7 @@ def test_an_sglang_that_dies_over_its_first_weights_is_told_and_not_waited_for()
 
     async def case() -> None:
         fake = Dies()
-        with pytest.raises(ModelError, match="died while it took version 5: killed by a test"):
+        with pytest.raises(ModelError, match="died while it loaded version 5: killed by a test"):
             await opened(fake)
         assert fake.stopped == 1
 
@@ -242,7 +242,7 @@ def test_a_first_load_that_never_ends_is_given_up_after_the_start_time_and_named
     async def case() -> None:
         fake = Hangs()
         setup = SessionSetup(fake.start, fake.connect, "keep", CONFIG.vocab_size, start_s=0.1)
-        with pytest.raises(ModelError, match=r"has not taken version 5 within rollout.engine.start_s \(0.1 s\)"):
+        with pytest.raises(ModelError, match=r"has not loaded version 5 within rollout.engine.start_s \(0.1 s\)"):
             await start(setup, CONFIG, version=5, tensors=pushed(1.0), eos_ids={1}, max_total_tokens=32)
         assert fake.stopped == 1
 

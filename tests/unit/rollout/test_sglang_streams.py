@@ -286,7 +286,7 @@ def test_an_sglang_that_keeps_more_tokens_back_than_it_was_asked_to_is_found_out
         await fake.step(130)
         await swapped(fake, engine, 6)
         assert len(handed) == 1
-        with pytest.raises(ModelError, match=r"SGLang has sampled tokens with versions .* handed over as of"):
+        with pytest.raises(ModelError, match=r"SGLang reports versions .* handed over with versions"):
             await swapped(fake, engine, 7)
             await fake.ended(task)
         await engine.stop()

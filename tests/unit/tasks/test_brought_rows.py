@@ -125,7 +125,7 @@ def test_a_part_that_is_no_text_is_refused(tmp_path: Path, parts: list[Any], why
 @pytest.mark.parametrize("column", ["image", "images", "videos", "audio"])
 def test_rows_with_pictures_are_refused_where_the_prompt_has_a_place_for_them(tmp_path: Path, column: str) -> None:
     seen = {"prompt": "Find x in <image> or <video> or <audio>.", column: [{"path": "a.png"}], "answer": "3"}
-    with pytest.raises(TaskError, match=f"places for what is in the column {column!r}, and the policy reads only text"):
+    with pytest.raises(TaskError, match=f"placeholders for the column {column!r}, and the policy reads only text"):
         read(tmp_path, [seen])
     built = read(tmp_path, [{**seen, "prompt": "Find x."}, {**seen, column: []}])
     assert len(built.training) == 2
@@ -210,7 +210,9 @@ def test_a_scorer_that_is_for_no_prompt_is_refused_with_the_sources_that_there_a
     rewards.match({"math", "other"}, every=True)
     with pytest.raises(TaskError, match="'format' would never be called: its sources are 'gsm8k', 'math'") as refused:
         rewards.match({"openai/gsm8k"}, every=True)
-    assert "those of the prompts are 'openai/gsm8k'; a row with the column data_source" in str(refused.value)
+    assert "those of the prompts are 'openai/gsm8k'; the source of a row is its column data_source" in str(
+        refused.value
+    )
 
 
 def test_a_folder_of_saved_splits_is_read_without_the_caches_beside_them(tmp_path: Path) -> None:

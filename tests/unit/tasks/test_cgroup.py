@@ -64,7 +64,7 @@ def test_a_group_is_made_where_both_controllers_are_handed_on_and_nowhere_else(
 
 
 def where(point: str, own: str, aside: Path, monkeypatch: pytest.MonkeyPatch) -> Path | None:
-    for name, text in (("OWN_GROUP", f"0::{own}\n"), ("MOUNTS", OTHERS + MOUNT.format(root="/", point=point))):
+    for name, text in (("PROCESS_GROUP", f"0::{own}\n"), ("MOUNTS", OTHERS + MOUNT.format(root="/", point=point))):
         (aside / name).write_text(text)
         monkeypatch.setattr(cgroup, name, aside / name)
     return cgroup.parent_group.__wrapped__()
@@ -75,7 +75,7 @@ def test_without_a_cgroup_of_version_2_there_is_none(
     lacks: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tree(tmp_path, {"": "memory pids"})
-    monkeypatch.setattr(cgroup, "OWN_GROUP", tmp_path / "own")
+    monkeypatch.setattr(cgroup, "PROCESS_GROUP", tmp_path / "own")
     monkeypatch.setattr(cgroup, "MOUNTS", tmp_path / "mounts")
     if lacks != "/proc/self/cgroup":
         (tmp_path / "own").write_text("4:memory:/x\n" if lacks == "version 2" else "0::/\n")

@@ -380,7 +380,7 @@ def test_of_several_templates_the_one_that_transformers_takes_is_taken_or_none(
     if rendered is not None:
         assert tokenizer.render(prompt) == rendered
         return
-    with pytest.raises(TaskError, match="no chat template but those named 'rag', 'tool_use': copy the one"):
+    with pytest.raises(TaskError, match="only the named chat templates 'rag', 'tool_use': copy the one"):
         tokenizer.render(prompt)
 
 
@@ -417,7 +417,7 @@ def test_arguments_that_are_no_json_object_stay_text(tmp_path: Path, given: str,
 def test_a_message_that_crosses_no_process_is_refused_with_its_row(
     tmp_path: Path, arguments: object, content: str
 ) -> None:
-    with pytest.raises(TaskError, match=r"row 1: no message that a chat template gets"):
+    with pytest.raises(TaskError, match=r"row 1: not a message for a chat template"):
         with_call(tmp_path, arguments, content)
 
 
@@ -509,7 +509,7 @@ def test_tools_that_a_template_does_not_write_are_found(family: str, writes: boo
     ("row", "message"),
     [
         ({"prompt": [{"role": "user", "content": None}]}, "a message has the texts `role` and `content`"),
-        ({"prompt": [{"role": "user", "content": "x", "tool_calls": "add"}]}, "no message that a chat template gets"),
+        ({"prompt": [{"role": "user", "content": "x", "tool_calls": "add"}]}, "not a message for a chat template"),
         ({"prompt": [{"role": "user", "content": "x"}], "tools": "a calculator"}, 'tools = ""'),
         ({"prompt": [{"role": "user", "content": "x"}], "chat_template_kwargs": [1]}, "arguments by name"),
         (

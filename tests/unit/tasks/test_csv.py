@@ -62,7 +62,7 @@ def test_what_python_writes_is_read_as_it_was(tmp_path_factory: pytest.TempPathF
     [
         (b"prompt,answer\nx\n", "line 2: 1 values for 2 columns"),
         (b"prompt,answer\nx,y,z\n", "line 2: 3 values for 2 columns"),
-        (b"prompt,prompt\nx,y\n", "the first line names 'prompt' twice"),
+        (b"prompt,prompt\nx,y\n", "the first line must name the columns, and it has 'prompt' twice"),
         (b'prompt,answer\n"x,y\nz,1\n', "line 3: not CSV: unexpected end of data"),
         (b'prompt,answer\n"x"y,1\n', "line 2: not CSV: ',' expected after"),
         (b"prompt,answer\nx,1\n\xff,2\n", "line 3: not UTF-8: .*; save the file as UTF-8"),

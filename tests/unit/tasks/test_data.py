@@ -170,7 +170,7 @@ def saved(folder: Path, count: int) -> str:
 def test_what_has_no_splits_is_not_evaluated_on_its_training_rows(tmp_path: Path) -> None:
     file = jsonl(tmp_path / "rows.jsonl", numbered("a", 4))
     for data in (file, saved(tmp_path / "saved", 4)):
-        with pytest.raises(TaskError, match=r"is its own split.*would evaluate on what is trained on"):
+        with pytest.raises(TaskError, match=r"has no splits.*would evaluate on the training rows"):
             task.build(one_source(data=data, evaluation_split="test"), 1)
     other = jsonl(tmp_path / "test.jsonl", numbered("b", 1))
     built = task.build(one_source(data=file, evaluation=other, evaluation_split="test"), 1)

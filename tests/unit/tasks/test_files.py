@@ -60,7 +60,7 @@ def test_a_file_that_may_be_meant_otherwise_is_not_read_and_is_said(tmp_path: Pa
     assert found(made(tmp_path, "train.jsonl")) == ({"train.jsonl"}, {name})
     built = task.build(one_source(data=str(tmp_path), held_out=0.0), 1)
     assert len(built.training) == 1
-    assert built.notes() == [f"data: not read as of the split 'train' in {tmp_path}: {name}"]
+    assert built.notes() == [f"data: not read, although named like the split 'train' in {tmp_path}: {name}"]
 
 
 @pytest.mark.parametrize("name", OF_NONE)
@@ -73,7 +73,7 @@ def test_a_hidden_file_and_one_of_another_name_are_not_of_the_split(tmp_path: Pa
 )
 def test_data_of_the_split_in_a_form_that_is_not_read_are_refused_by_name(tmp_path: Path, name: str) -> None:
     with pytest.raises(
-        TaskError, match=f"{name} of the split 'train' would be left out: make jsonl, csv or parquet of it"
+        TaskError, match=f"{name} of the split 'train' cannot be read: convert it to jsonl, csv or parquet"
     ):
         files.find(made(tmp_path, name, "train.jsonl"), "train")
     made(tmp_path, "test.jsonl")
@@ -83,7 +83,7 @@ def test_data_of_the_split_in_a_form_that_is_not_read_are_refused_by_name(tmp_pa
 @pytest.mark.parametrize("names", [("train.csv", "train.jsonl"), ("train/a.jsonl", "train/a.jsonl.gz")])
 def test_two_files_that_differ_in_their_endings_alone_are_refused(tmp_path: Path, names: tuple[str, str]) -> None:
     first, second = map(re.escape, names)
-    with pytest.raises(TaskError, match=f"{first} and {second} differ in their endings alone.*move one away"):
+    with pytest.raises(TaskError, match=f"{first} and {second} differ only in their endings.*move one away"):
         files.find(made(tmp_path, *names), "train")
 
 
@@ -101,7 +101,7 @@ def test_a_jsonl_that_is_compressed_is_read_alone_and_in_a_folder(tmp_path: Path
 @pytest.mark.parametrize("content", [b"no gzip", gzip.compress(ROW.encode())[:-4]], ids=["text", "part"])
 def test_a_compressed_file_that_is_damaged_is_named(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "train.jsonl.gz").write_bytes(content)
-    with pytest.raises(TaskError, match=r"train.jsonl.gz: not a gzip file, or a part of one"):
+    with pytest.raises(TaskError, match=r"train.jsonl.gz: not a complete gzip file"):
         task.build(one_source(data=str(tmp_path)), 1)
 
 

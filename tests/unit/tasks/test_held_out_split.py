@@ -123,7 +123,7 @@ def test_evaluation_on_the_training_rows_is_refused(tmp_path: Path) -> None:
         one_source(data=str(tmp_path), evaluation_split="train"),
         one_source(data=str(tmp_path), evaluation=str(tmp_path)),
     ):
-        with pytest.raises(TaskError, match="is trained on, and evaluation on it is one of memory"):
+        with pytest.raises(TaskError, match="has the training rows, whose accuracy measures memory"):
             task.build(config, 1)
 
 
@@ -133,7 +133,7 @@ def test_evaluation_prompts_that_are_trained_on_are_counted(tmp_path: Path) -> N
     built = task.build(one_source(data=data, evaluation=other), 1)
     assert len(built.held_out(None)) == 3
     assert built.notes() == [
-        "data: 1 of 3 evaluation prompts is in the training rows too: their accuracy is that of memory"
+        "data: 1 of 3 evaluation prompts is in the training rows too: their accuracy measures memory"
     ]
 
 

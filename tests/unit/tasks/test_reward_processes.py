@@ -146,7 +146,7 @@ def test_calls_that_run_when_the_template_dies_begin_again() -> None:
 def test_a_call_that_kills_its_template_fails_alone() -> None:
     async def story() -> None:
         async with started(faulty("beside", timeout_s=60.0)) as rewards:
-            with pytest.raises(RewardFailed, match="the template process died with it 3 times"):
+            with pytest.raises(RewardFailed, match="the template process died during each of 3 tries"):
                 await total(rewards, "kills its template")
             assert await total(rewards, "process") > 0
 

@@ -488,7 +488,7 @@ def test_a_function_around_an_async_one_fails_with_what_to_do() -> None:
 
     found = detect_signature(around, "around", {})
     (outcome,) = call(LoadedReward(found, around), (text("3"),), ({"answer": "3"},))
-    assert outcome.reason.startswith("returned a coroutine, and is no `async def`: make the function around it one")
+    assert outcome.reason.startswith("returned a coroutine, but is no `async def`: call it in an `async def`")
 
 
 class AlwaysOne:
@@ -532,7 +532,7 @@ def test_an_import_of_a_neighbour_that_fails_says_how_it_succeeds(
     (tmp_path / name).write_text(f"{line}\ndef score(trajectory):\n    return 1.0\n")
     with pytest.raises(TaskError) as raised:
         plugins.load(f"{tmp_path / name}:score", "reward.function")
-    advised = f"name it as a module, {module}:score, with" if module else "it is beside r.py, and is found with"
+    advised = f"name it as a module, {module}:score, with" if module else "it is beside r.py, and can be imported with"
     assert str(raised.value).endswith(f": {advised} PYTHONPATH={tmp_path / folder}")
     monkeypatch.syspath_prepend(tmp_path / folder)
     known = set(sys.modules)
@@ -551,8 +551,8 @@ def test_the_three_signatures_are_told_apart() -> None:
     found = {f: detect_signature(f, f.__name__, {}) for f in (one, annotated, trl, compute_score)}
     assert [s.style for s in found.values()] == ["trajectory", "trajectory", "batched", "verl"]
     assert [s.is_async for s in found.values()] == [False, True, False, False]
-    assert (found[one].asks, found[one].needs) == ({"answer", "level"}, {"answer"})
-    assert found[trl].needs == {"answer"}
+    assert (found[one].named_columns, found[one].required_columns) == ({"answer", "level"}, {"answer"})
+    assert found[trl].required_columns == {"answer"}
     row = {"answer": "3", "level": 2, "other": 1}
     assert found[one].columns(row) == {"answer": "3", "level": 2}
     assert found[annotated].columns(row) == row

@@ -415,7 +415,7 @@ def test_a_right_program_passes_a_test_that_is_in_another_process(program: str, 
 @walled
 @pytest.mark.parametrize("test", ["assert f(lambda x: x)", "assert f("])
 def test_a_test_that_no_program_could_pass_is_an_error(test: str) -> None:
-    with pytest.raises(TaskError, match="is of no use"):
+    with pytest.raises(TaskError, match="is unusable: "):
         scored("def f(x): return True", [test])
 
 
@@ -444,14 +444,14 @@ def test_check_says_which_sandbox_a_run_would_get(
 
     assert found() == [("ok", "programs run in streamppo.tasks.scorers.bubblewrap:Bubblewrap")]
     local = "streamppo.tasks.scorers.sandbox:Local"
-    assert found(sandbox=local) == [("ok", f"programs run in {local}, which is not a wall")]
+    assert found(sandbox=local) == [("ok", f"programs run in {local}, which does not isolate them")]
     monkeypatch.setattr(bubblewrap, "problem", lambda *_: "bubblewrap does not work here")
     assert found() == [("error", "bubblewrap does not work here")]
 
 
 def test_local_is_taken_only_by_name_and_warns(caplog: pytest.LogCaptureFixture) -> None:
     CodeTests(sandbox="streamppo.tasks.scorers.sandbox:Local")
-    assert "the sandbox Local is not a wall" in caplog.text
+    assert "the sandbox Local does not isolate" in caplog.text
 
 
 @walled

@@ -339,7 +339,7 @@ def test_a_program_that_runs_on_is_killed_with_all_that_it_has_started() -> None
     own = ["sleep", f"987.{os.getpid()}"]
     program = f"import subprocess\nsubprocess.Popen({own})\nwhile True: pass"
     begin = time.perf_counter()
-    assert run_tests(program, [""], test_timeout_s=0.5).explanation == "test 1: no end after 0.5 s"
+    assert run_tests(program, [""], test_timeout_s=0.5).explanation == "test 1: did not end within 0.5 s"
     assert time.perf_counter() - begin < 30.0
     assert within_a_minute(lambda: not [p for p in psutil.process_iter(["cmdline"]) if p.info["cmdline"] == own])
 

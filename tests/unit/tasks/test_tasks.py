@@ -115,11 +115,11 @@ def test_columns_can_have_other_names_and_evaluation_another_file(tmp_path: Path
     [
         ("a.jsonl", '{"prompt": "x"}\n', r"row 1: no column 'answer'; columns are prompt"),
         ("a.jsonl", '{"prompt": "x", "answer": "y"}\n{"pro', "line 2: not JSON"),
-        ("a.jsonl", "[1]\n", "must be an object, this is a list; each line of the file is one JSON object"),
+        ("a.jsonl", "[1]\n", "must be an object, this is a list; each line of the file must be one JSON object"),
         (
             "a.jsonl",
             '[\n {"prompt": "x", "answer": "y"}\n]\n',
-            "not JSON: .*; each line of the file is one JSON object",
+            "not JSON: .*; each line of the file must be one JSON object",
         ),
         ("a.jsonl", '{"prompt": "", "answer": "y"}\n', "not empty, not"),
         ("a.jsonl", "", "no rows"),

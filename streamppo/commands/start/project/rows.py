@@ -86,7 +86,7 @@ def read(data: str, reward: FunctionScorer, columns: tuple[str, str], view: Prom
     first = rows[:EXAMINED]
     prompt = _prompt_column(data, first, columns[0])
     answer = _answer_column(data, first, columns[1], prompt)
-    _refuse_gaps(data, rows, reward, signature.needs - {"answer"} if answer else signature.needs)
+    _refuse_gaps(data, rows, reward, signature.required_columns - {"answer"} if answer else signature.required_columns)
     messages = isinstance(_at(rows[0], prompt), list)
     templated = not messages and all(view.spells(Prompt(text=str(_at(row, prompt)), columns={})) for row in rows)
     source = Source(
@@ -106,10 +106,10 @@ def read(data: str, reward: FunctionScorer, columns: tuple[str, str], view: Prom
     return DataRows(data, total, prompt, answer, messages, lengths, answers, templated)
 
 
-def _refuse_gaps(data: str, rows: Sequence[Row], reward: FunctionScorer, needs: Set[str]) -> None:
+def _refuse_gaps(data: str, rows: Sequence[Row], reward: FunctionScorer, required_columns: Set[str]) -> None:
     """Raise `ConfigError` for the first row without a column that `reward` needs; a null is no answer."""
     for place, row in enumerate(rows, 1):
-        missing = {name for name in needs if name not in row or (name == "answer" and row[name] is None)}
+        missing = {name for name in required_columns if name not in row or (name == "answer" and row[name] is None)}
         if missing:
             has = ", ".join(name for name, value in row.items() if value is not None)
             raise ConfigError(

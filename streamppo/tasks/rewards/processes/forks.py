@@ -15,17 +15,17 @@ from streamppo.tasks.rewards.processes.shared_page import SharedPage
 from streamppo.tasks.rewards.processes.template import TemplateDied, TemplateProcess
 
 DEATHS = 5
-"""Deaths of the template without a score in between; one more is an error."""
+"""Maximum number of deaths of the template without a score in between."""
 
 log = logging.getLogger(__name__)
 
 
 class Forks:
-    """Forks processes, and follows each to its end. A dead template is replaced at the next fork."""
+    """Forks processes, and waits for the end of each. A dead template is replaced at the next fork."""
 
     def __init__(self, config: FunctionScorer, template: TemplateProcess) -> None:
         self.template_deaths = 0
-        """Consecutive deaths: a score resets it to 0."""
+        """Number of deaths since the last score."""
         self._config = config
         self._template = template
         self._forking = asyncio.Lock()

@@ -6,8 +6,8 @@ waits for    a process: sync rewards have one call in each, async ones all calls
 unblocks     by killing: a stuck process is replaced by a fork of the template within milliseconds
 
     sync         free -> one call -> free | ended -> replaced before its next call
-    async        shared -> held: one step of one call has run for long; only that call stays in the process until its
-                 time is over, and all other calls restart at once, together, in a new one
+    async        shared -> held: one step of a call has run too long; only this call stays in the process until its
+                 time is over, and all other calls restart at once, together, in a new process
 
 A call's `timeout_s` covers all processes in which it runs. A busy event loop is not held: its steps continue.
 """
@@ -28,15 +28,15 @@ from streamppo.tasks.rewards.processes.wire import UNSENDABLE, Call
 from streamppo.tasks.rewards.signature import Columns, Texts
 
 HELD_SHARE, HELD_MIN_S, HELD_MAX_S = 0.1, 0.25, 2.0
-"""An async reward's step holds its process beyond this share of the call's time limit, within bounds."""
+"""A step of an async reward holds its process after this share of the call's time limit, between these bounds."""
 CHECKS = 4
-"""Checks of a process in that time."""
+"""Number of checks of a process during that time."""
 HELD_AT_ONCE = 16
-"""Maximum number of held processes; one more holding step also blocks the other calls of its process."""
+"""Maximum number of held processes. One more holding step also blocks the other calls of its process."""
 ALONE = 16
-"""Maximum number of calls in separate processes, after the end of a shared one by an unknown call."""
+"""Maximum number of calls that run in separate processes because one of them may have ended their shared process."""
 LIVES = 3
-"""Tries of a call when the template dies during it."""
+"""Number of tries of a call if the template dies during each."""
 
 log = logging.getLogger(__name__)
 
@@ -78,7 +78,7 @@ class Pool(ABC):
                 return await self.run(texts, columns, self._config.timeout_s)
             except Orphaned:
                 continue
-        return (Outcome(reason=f"the template process died with it {LIVES} times", whole=True),) * len(texts)
+        return (Outcome(reason=f"the template process died during each of {LIVES} tries", whole=True),) * len(texts)
 
     async def close(self) -> None:
         """End every process."""
@@ -181,17 +181,18 @@ class _SharedProcess(Pool):
             return self._process
 
     async def _watch(self, process: Process) -> None:
-        """Detect a call that holds the process, and move all other calls away."""
-        seen, since_s = process.page.read(), time.monotonic()
+        """Detect a call that holds the process, and move all other calls to a new process."""
+        previous, since_s = process.page.read(), time.monotonic()
         while not process.ended:
             await asyncio.sleep(self._held_s / CHECKS)
             step = process.page.read()
-            if step != seen:
-                seen, since_s = step, time.monotonic()
+            if step != previous:
+                previous, since_s = step, time.monotonic()
                 continue
             held = time.monotonic() - since_s > self._held_s and self._num_held < HELD_AT_ONCE
             if held and step.call not in process.calls:
-                # The holding call has ended for the actor, or the step belongs to no call: end the process.
+                # The actor no longer waits for the holding call, or the step belongs to no call, so the process is
+                # ended.
                 if step.call:
                     process.leave_to(step.call)
                 return self._forks.end(process)
@@ -202,7 +203,7 @@ class _SharedProcess(Pool):
         if not self._warned:
             self._warned = True
             log.warning(
-                "%s: a call runs for more than %g s without awaiting: %d others of its process restart in another",
+                "%s: a call runs for more than %g s without awaiting: %d other calls of its process restart in another",
                 self._config.function,
                 self._held_s,
                 len(process.calls) - 1,

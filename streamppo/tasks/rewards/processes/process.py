@@ -11,7 +11,7 @@ Answers = asyncio.Future[tuple[Outcome, ...]]
 
 
 class CallLost(Exception):
-    """The process ended, or was abandoned, during this call. `innocent`: another call is the known cause."""
+    """The process ended, or was abandoned, during this call. `innocent`: another call is known to be the cause."""
 
     def __init__(self, *, innocent: bool) -> None:
         super().__init__()
@@ -19,11 +19,11 @@ class CallLost(Exception):
 
 
 class Orphaned(Exception):
-    """The process ended because its template did."""
+    """The process ended because its template ended."""
 
 
 class Process:
-    """One forked process, and its unfinished calls, by number."""
+    """A forked process, and its unfinished calls by number."""
 
     def __init__(self, pid: int, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, page: SharedPage) -> None:
         self.pid = pid
@@ -33,15 +33,15 @@ class Process:
         self.page = page
         self.calls: dict[int, Answers] = {}
         self.ended = False
-        """It gets no more calls."""
+        """True if the process gets no more calls."""
         self.killed = False
         self.held = False
-        """One call holds its event loop; it gets no other calls."""
+        """True if one call holds the event loop; the process gets no other calls."""
 
     async def ask(self, call: Call, *, grace_s: float) -> tuple[Outcome, ...] | None:
         """Send a call and wait for its answer; None if there is none `grace_s` after the call's time limit.
 
-        The process is then held, unless steps of other calls ran meanwhile.
+        Without an answer the process counts as held, unless it ran steps meanwhile.
 
         Raises `CallLost` and `Orphaned`, and one of `UNSENDABLE`.
         """
@@ -53,19 +53,20 @@ class Process:
             await asyncio.wait((answer,), timeout=call.timeout_s)
             if answer.done():
                 return answer.result()
-            seen = self.page.read()
+            step = self.page.read()
             if grace_s:
                 await asyncio.wait((answer,), timeout=grace_s)
             if answer.done():
                 return answer.result()
-            # Without a step the process is held: the call's timeout alone is a step. Steps of other calls do not count.
-            self.held |= self.page.read() == seen and seen.call in (0, call.number)
+            # A free event loop would have run the call's timeout, which is a step. If another call's step is running,
+            # this call does not hold it.
+            self.held |= self.page.read() == step and step.call in (0, call.number)
             return None
         finally:
             del self.calls[call.number]
 
     async def listen(self) -> None:
-        """Pass answers to the waiting calls until the process is gone."""
+        """Pass answers to the waiting calls until the process ends."""
         try:
             while True:
                 answer = await receive_async(self.reader, ScoringAnswer)
@@ -76,7 +77,7 @@ class Process:
             return
 
     def leave_to(self, culprit: int) -> None:
-        """Fail every call but `culprit` with an innocent `CallLost`."""
+        """Fail every call except `culprit` with an innocent `CallLost`."""
         self.held = True
         for number, waiting in self.calls.items():
             if number != culprit and not waiting.done():

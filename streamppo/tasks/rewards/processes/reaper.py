@@ -2,7 +2,7 @@
 
     actor -> reaper -> template -> processes -> their children: forks, process pools, programs
 
-Orphaned descendants become its children (PR_SET_CHILD_SUBREAPER), whatever their session and group; SIGKILL also ends
+Orphaned descendants of any session and group become the reaper's children (PR_SET_CHILD_SUBREAPER). SIGKILL also ends
 stopped processes. A stopped reaper is continued when its actor ends. This needs Linux; elsewhere the template is the
 actor's child and ends when its socket closes.
 """
@@ -22,17 +22,17 @@ PR_SET_CHILD_SUBREAPER = 36
 CHECK_MS = 500
 """Time between two checks for actor and template, if the kernel offers no pidfd."""
 ROUND_S, ROUNDS = 0.01, 500
-"""Time between two rounds of kills, and the number of rounds: processes may fork while they are killed."""
+"""Time between two rounds of kills, and the maximum number of rounds: processes may fork while they are killed."""
 
 
 def adopt_orphans() -> None:
-    """Become the parent of every orphaned descendant, so that it can be found. Linux only."""
+    """Become the parent of every orphaned descendant, which then can be found. Works only on Linux."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
 
 
 def fork_template() -> None:
-    """Fork the template: it returns; this process becomes its reaper and never returns."""
+    """Fork the template. The function returns in the template; this process becomes its reaper and never returns."""
     if sys.platform != "linux":
         return
     actor, reaper = os.getppid(), os.getpid()
@@ -54,7 +54,7 @@ def fork_template() -> None:
 
 
 def _wait(actor: int, template: int) -> None:
-    """Wait for the end of either, or for SIGTERM."""
+    """Wait until the actor or the template ends, or SIGTERM arrives."""
     for number in (signal.SIGINT, signal.SIGHUP, signal.SIGCHLD):
         # With SIGCHLD ignored, the kernel collects ended orphans.
         signal.signal(number, signal.SIG_IGN)
@@ -63,7 +63,7 @@ def _wait(actor: int, template: int) -> None:
     watched = list[int]()
     with suppress(OSError):
         watched += [os.pidfd_open(pid) for pid in (actor, template)]
-    # Only the template may hold the socket and the output: their end signals its end.
+    # Only the template may keep the socket and the output open, because their end signals its end.
     for name in os.listdir("/proc/self/fd"):
         if int(name) not in watched:
             with suppress(OSError):
@@ -76,7 +76,7 @@ def _wait(actor: int, template: int) -> None:
 
 
 def _exists(pid: int) -> bool:
-    """True for a live or not yet collected process."""
+    """Return True for a running process, or an ended one that is not collected."""
     try:
         os.kill(pid, 0)
     except ProcessLookupError:
@@ -85,7 +85,7 @@ def _exists(pid: int) -> bool:
 
 
 def end_descendants() -> None:
-    """Kill and collect all descendants of this process, the parent of its orphans, until none is left."""
+    """Kill and collect all descendants of this process, which adopts orphans, until none is left."""
     for _ in range(ROUNDS):
         pids = _descendants(os.getpid())
         if not pids:
@@ -100,7 +100,7 @@ def end_descendants() -> None:
 
 
 def _descendants(pid: int) -> list[int]:
-    """The descendants of `pid`."""
+    """Return the pids of all descendants of `pid`."""
     if sys.platform != "linux":
         import psutil
 

@@ -18,12 +18,12 @@ from streamppo.tasks.coroutines import observe_steps
 FORMAT = struct.Struct("<QQ")
 TICK_S = 0.05
 CALL: ContextVar[int] = ContextVar("CALL", default=0)
-"""Number of a task's call; tasks that it starts inherit it."""
+"""Number of the call to which a task belongs; tasks that it starts inherit it."""
 T = TypeVar("T")
 
 
 class Step(NamedTuple):
-    """Number of steps so far, and the running step's `call`: 0 between two steps and in a step of no call."""
+    """Number of steps so far, and the call of the running step: 0 between steps and in a step of no call."""
 
     steps: int = 0
     call: int = 0

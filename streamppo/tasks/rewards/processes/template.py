@@ -1,7 +1,7 @@
 """The actor's side of the template process, which has imported the reward and forks on demand (see worker.py).
 
-multiprocessing's forkserver forks as fast (15 ms; 33,000 calls/s), but survives a kill -9 of its parent, with every
-stuck child and its descendants.
+multiprocessing's forkserver is as fast (15 ms per fork; 33,000 calls/s). But it survives a kill -9 of its parent, and
+so do its stuck children and their descendants.
 
 The output of the processes is forwarded with a bound, because user code may print any amount. Each line gets the prefix
 `reward FUNCTION: `, so that it cannot imitate one of our log lines.
@@ -25,7 +25,7 @@ from streamppo.tasks.rewards.processes.wire import LoadReward, Order, ProcessSta
 from streamppo.terminal import harmless
 
 LOAD_S = 300.0
-"""Time limit of the import."""
+"""Time limit for the import of the reward."""
 CLOSE_S = 2.0
 """Time for a template to end by itself."""
 WINDOW_S = 60.0
@@ -65,7 +65,7 @@ class TemplateDied(Exception):
 
 
 class TemplateProcess:
-    """A running template process; it takes one order at a time. Methods raise `TemplateDied` if it has died."""
+    """A running template process, which takes one order at a time. Methods raise `TemplateDied` if it has died."""
 
     def __init__(
         self,
@@ -134,7 +134,7 @@ class TemplateProcess:
 
 
 def forward_output(source: int, function: str) -> None:
-    """Forward `source` to the present standard output until every writer is gone, in a thread that closes it."""
+    """Forward `source` to standard output in a thread, until every writer has closed it; then close it."""
     try:
         target = os.dup(1)
     except OSError:
@@ -154,21 +154,21 @@ def _copy_lines(source: int, target: int, function: str) -> None:
             if passed <= WINDOW_BYTES < passed + len(chunk):
                 log.warning("%s prints more than %d KiB a minute: the rest is dropped", function, WINDOW_BYTES // 2**10)
             passed += len(chunk)
-            *whole, line = (line + forwarded).split(b"\n")
+            *lines, line = (line + forwarded).split(b"\n")
             while len(line) > LINE_BYTES:
-                whole, line = [*whole, line[:LINE_BYTES]], line[LINE_BYTES:]
-            _write(write, b"".join(_sanitise(whole_line, head) for whole_line in whole))
+                lines, line = [*lines, line[:LINE_BYTES]], line[LINE_BYTES:]
+            _write(write, b"".join(_sanitise(complete_line, head) for complete_line in lines))
         if line:
             _write(write, _sanitise(line, head))
 
 
 def _sanitise(line: bytes, head: bytes) -> bytes:
-    """Add the prefix to a line and make it harmless."""
+    """Return a line with the prefix and without control characters."""
     return head + harmless(line.removesuffix(b"\r").decode(errors="replace")).encode() + b"\n"
 
 
 def _write(target: FileIO, chunk: bytes) -> None:
-    """Write all of `chunk`; stop if standard output is gone."""
+    """Write all of `chunk`; stop if standard output is closed."""
     try:
         while chunk:
             chunk = chunk[target.write(chunk) :]

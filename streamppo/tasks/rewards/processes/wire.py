@@ -54,9 +54,9 @@ class Call(WireStruct, frozen=True):
     texts: Texts
     columns: Columns
     timeout_s: float
-    """Its remaining time."""
+    """The call's remaining time."""
     limit_s: float
-    """Its time limit over all processes in which it runs."""
+    """The call's time limit over all processes in which it runs."""
 
 
 class ScoringAnswer(WireStruct, frozen=True):
@@ -78,7 +78,7 @@ def send(channel: socket.socket, value: WireStruct) -> None:
 
 
 def receive(channel: socket.socket, kind: type[T]) -> T:
-    """Read one frame. Raises `EOFError` when the other side is gone."""
+    """Read one frame. Raises `EOFError` if the other side has closed it."""
     (length,) = LENGTH.unpack(read_exactly(channel, LENGTH.size))
     return msgspec.msgpack.decode(read_exactly(channel, length), type=kind, ext_hook=columns.unpack)
 
@@ -93,7 +93,7 @@ def receive_order(channel: socket.socket) -> tuple[Order, list[int]]:
 
 
 def read_exactly(channel: socket.socket, count: int) -> bytes:
-    """Read `count` bytes. Raises `EOFError` when the other side is gone."""
+    """Read `count` bytes. Raises `EOFError` if the other side has closed it."""
     parts = bytearray()
     while len(parts) < count:
         part = channel.recv(count - len(parts))
@@ -104,9 +104,9 @@ def read_exactly(channel: socket.socket, count: int) -> bytes:
 
 
 class Outbox:
-    """Writes all frames of one turn of the event loop together: one write costs as much as the rest of a call.
+    """Writes all frames of one turn of the event loop together, because one write costs as much as the rest of a call.
 
-    An answer not yet written when another call holds or ends the process is lost; its call counts as running.
+    If another call holds or ends the process before the write, the frames are lost, and their calls count as running.
     """
 
     def __init__(self, writer: asyncio.StreamWriter) -> None:
@@ -125,6 +125,6 @@ class Outbox:
 
 
 async def receive_async(reader: asyncio.StreamReader, kind: type[T]) -> T:
-    """Read one frame. Raises `asyncio.IncompleteReadError` when the other side is gone."""
+    """Read one frame. Raises `asyncio.IncompleteReadError` if the other side has closed it."""
     (length,) = LENGTH.unpack(await reader.readexactly(LENGTH.size))
     return msgspec.msgpack.decode(await reader.readexactly(length), type=kind, ext_hook=columns.unpack)

@@ -43,8 +43,8 @@ from streamppo.tasks.rewards.processes.wire import (
 from streamppo.tasks.rewards.signature import LoadedReward
 
 ENDING_S = 5.0
-"""A process that does not end within this time after closing its socket is killed."""
-LOOK_S = 0.001
+"""A process is killed if it does not end within this time after its socket has closed."""
+CHECK_S = 0.001
 
 
 def main(fd: int) -> None:
@@ -81,7 +81,7 @@ def _obey(channel: socket.socket, reward: LoadedReward, setup: LoadReward, proce
     template, pid = os.getpid(), os.fork()
     if pid == 0:
         channel.close()
-        _live(socket.socket(fileno=fds[0]), SharedPage(fds[1]), reward, setup.memory_mib, template=template)
+        _run_fork(socket.socket(fileno=fds[0]), SharedPage(fds[1]), reward, setup.memory_mib, template=template)
     for fd in fds:
         os.close(fd)
     processes.add(pid)
@@ -94,7 +94,7 @@ def _collect(pid: int, processes: set[int]) -> int:
     while (ended := os.waitpid(pid, os.WNOHANG))[0] == 0:
         if time.monotonic() > deadline:
             _kill(pid)
-        time.sleep(LOOK_S)
+        time.sleep(CHECK_S)
     _, status = ended
     processes.discard(pid)
     with contextlib.suppress(ProcessLookupError):
@@ -109,7 +109,7 @@ def _kill(pid: int) -> None:
             end(pid, signal.SIGKILL)
 
 
-def _live(
+def _run_fork(
     channel: socket.socket, page: SharedPage, reward: LoadedReward, memory_mib: int, *, template: int
 ) -> NoReturn:
     """Run a forked process: serve calls until the actor closes the socket."""
@@ -119,7 +119,7 @@ def _live(
         die_with_parent()
         if os.getppid() != template:
             os._exit(1)
-        _seed_anew()
+        _seed()
         _limit_memory(memory_mib)
         if reward.signature.is_async:
             asyncio.run(_serve_async(channel, page, reward))
@@ -135,8 +135,8 @@ def _live(
         os._exit(code)
 
 
-def _seed_anew() -> None:
-    """Draw new random states: those of numpy and torch are the template's. Python draws its own after a fork."""
+def _seed() -> None:
+    """Seed numpy and torch, whose random states a fork copies from the template. Python seeds itself after a fork."""
     if "numpy.random" in sys.modules:
         sys.modules["numpy.random"].seed()
     if "torch" in sys.modules:
