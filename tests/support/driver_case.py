@@ -172,6 +172,12 @@ class Case:
     def tick(self, doing: str = "a test") -> None:
         self.stages._tick(doing)
 
+    def wait(self, seconds: float, doing: str = "a test") -> None:
+        """Let time pass in a driver that runs."""
+        for _ in range(round(seconds / watch.TICK_S)):
+            self.ray.now += watch.TICK_S
+            self.tick(doing)
+
     def names(self) -> list[str]:
         return [handle.name for handle in self.rollouts.handles]
 

@@ -2,7 +2,8 @@
 
 A silent actor is alive for Ray and sends no heartbeat: it is stopped, or in a function that never returns. Rollout
 actors and ranks send the queue a heartbeat every `BEAT_S`, concurrently with their work: neither a long swap nor a long
-collective delays it.
+collective delays it. After a stop of the queue or of the driver, perhaps with all other processes, actors get time to
+call again before they count as silent.
 """
 
 import time
@@ -34,17 +35,27 @@ class Heartbeats:
         self._calls = calls
         self._on_silence = on_silence
         self._limit_s = limit_s
-        self._checked = time.monotonic()
+        self._checked = self._called = time.monotonic()
+        self._is_asked = False
 
     def check(self, actors: Sequence[str]) -> None:
-        """Ask the queue which of `actors`, named, are silent; at most four times within `limit_s`."""
-        if time.monotonic() - self._checked < self._limit_s / 4:
+        """Ask the queue which of `actors`, named, are silent; at most four times within `limit_s`.
+
+        Call it often: the driver was stopped if it was not called for a quarter of `limit_s`.
+        """
+        present = time.monotonic()
+        if present - self._called > self._limit_s / 4:
+            self._checked = present
+        self._called = present
+        # A stopped queue answers all calls at once when it continues: the newest ones would not be late.
+        if self._is_asked or present - self._checked < self._limit_s / 4:
             return
-        asked_s = self._checked = time.monotonic()
+        self._checked, self._is_asked = present, True
 
         def report_silent(silent: list[str]) -> None:
+            self._is_asked = False
             # A queue that answers late was itself stopped, and has not read the heartbeats of that time.
-            if time.monotonic() - asked_s < self._limit_s / 4:
+            if time.monotonic() - present < self._limit_s / 4:
                 for name in silent:
                     self._on_silence(name, f"silent for more than {self._limit_s:g} s")
 

@@ -5,7 +5,8 @@
               -> failed               RunError
               -> forgotten            its actor was dismissed
 
-`on_tick` is called at least every `TICK_S` while the driver waits.
+`on_tick` is called at least every `TICK_S` while the driver waits. A longer time without it is one in which this
+process was stopped (Ctrl-Z, SIGSTOP of a scheduler): nobody else is blamed for it.
 """
 
 import time
@@ -22,6 +23,8 @@ from streamppo.errors import RunError
 
 TICK_S = 0.5
 """The longest wait of the driver between two calls of `on_tick`."""
+LOOK_S = 5.0
+"""The most seconds of a stall between two of its checks; they are `TICK_S` apart in a driver that runs."""
 T = TypeVar("T")
 
 
@@ -56,7 +59,7 @@ class WatchedCalls:
         self._on_death = on_death
         self._on_tick = on_tick
         self._watched: dict[ObjectRef[Any], WatchedCall] = {}
-        self._progress = time.monotonic()
+        self.reset_stall()
 
     def wait(self, refs: Sequence[ObjectRef[T]], doing: str) -> list[T]:
         """Return the values of `refs`, calls to queue or learner, and handle every watched call meanwhile.
@@ -101,11 +104,14 @@ class WatchedCalls:
 
     def reset_stall(self) -> None:
         """Restart the stall timer: there was progress."""
-        self._progress = time.monotonic()
+        self._stalled_s, self._checked = 0.0, time.monotonic()
 
     def check_stall(self, limit_s: float, doing: str, explain: Callable[[], str]) -> None:
         """Raise `RunError`, with what `explain` returns, if nothing has progressed for `limit_s`."""
-        if time.monotonic() - self._progress >= limit_s:
+        present = time.monotonic()
+        self._stalled_s += min(present - self._checked, LOOK_S)
+        self._checked = present
+        if self._stalled_s >= limit_s:
             raise RunError(f"nothing has progressed for {limit_s:g} s: the driver waits for {doing}; {explain()}")
 
     def _look(self, doing: str, pending: Sequence[ObjectRef[Any]]) -> list[ObjectRef[Any]]:

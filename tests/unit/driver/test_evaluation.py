@@ -62,13 +62,11 @@ def test_held_out_prompts_that_are_answered_are_progress(driver_case: Make) -> N
     run = driver_case(2, "evaluation.prompts=3").with_model()
     done = ask(run, 5)
     assert run.watched("evaluate") == [f"rollout-{who}.evaluate({part}, 3, 5)" for part, who in enumerate((0, 1, 0))]
-    run.ray.now += 200
+    run.wait(290, "evaluation")
     run.answer("rollout-0.evaluate(0, 3, 5)", report("rollout-0"))
-    run.ray.now += 200
-    run.tick("evaluation")
-    run.ray.now += 200
+    run.wait(290, "evaluation")
     with pytest.raises(RunError, match="progressed for 300 s: the driver waits for evaluation"):
-        run.tick("evaluation")
+        run.wait(20, "evaluation")
     assert done == []
 
 

@@ -58,8 +58,23 @@ def test_actors_and_ranks_that_were_replaced_already_are_nobodys_loss(driver_cas
 def test_the_silence_of_a_queue_that_was_stopped_itself_is_that_of_nobody(driver_case: Make) -> None:
     run = driver_case(2, "watchdog.heartbeat_s=40").with_model()
     assert after(run, 10) == [WITH_RANK]
-    run.ray.now += 60
+    run.answer(WITH_RANK, [])
+    assert after(run, 10) == [WITH_RANK]
+    for _ in range(7):
+        assert after(run, 9) == [WITH_RANK], "one call waits: of several the newest would be in time"
     run.answer(WITH_RANK, ["rollout-0", "rollout-1", id_of("learner-0.0")])
     assert run.names() == ["rollout-0", "rollout-1"]
     assert run.record.restarts == []
     assert after(run, 0) == [WITH_RANK], "it is asked again"
+
+
+@pytest.mark.parametrize("stopped_s", [11, 40, 3600])
+def test_after_a_stop_of_the_driver_and_all_others_actors_get_time_to_call_again(
+    driver_case: Make, stopped_s: float
+) -> None:
+    """As by Ctrl-Z and fg: the queue has no heartbeats of that time, and would call every actor silent."""
+    run = driver_case(2, "watchdog.heartbeat_s=40").with_model()
+    assert after(run, 9) == []
+    assert after(run, stopped_s) == []
+    assert after(run, 9) == []
+    assert after(run, 1) == [WITH_RANK]

@@ -7,7 +7,7 @@ import pytest
 from driver_case import Case, FakeRay
 from ray.exceptions import RayTaskError
 
-from streamppo.driver.watch.watch import RunStage, WatchedCalls
+from streamppo.driver.watch.watch import TICK_S, RunStage, WatchedCalls
 from streamppo.errors import JournalError, LearnerLost, RunError
 
 
@@ -97,42 +97,49 @@ def test_a_stall_is_counted_from_the_last_answer_that_was_waited_for(calls: Any,
     fake.now += 50
     fake.values["a.first()"] = 1
     calls.wait(["a.first()"], "one")
-    fake.now += 9
-    calls.check_stall(10, "update 1", str)
+    for seconds in (4, 5):
+        fake.now += seconds
+        calls.check_stall(10, "update 1", str)
     fake.now += 1
     with pytest.raises(RunError, match=r"^nothing has progressed for 10 s: the driver waits for update 1; why$"):
         calls.check_stall(10, "update 1", lambda: "why")
+
+
+@pytest.mark.parametrize("stopped_s", [10, 400, 1e5])
+def test_a_stop_of_the_driver_is_no_stall_of_others(calls: Any, fake: FakeRay, stopped_s: float) -> None:
+    """As by Ctrl-Z, or by a scheduler that suspends a job for another one."""
+    for _ in range(3):
+        fake.now += stopped_s
+        calls.check_stall(300, "update 1", str)
+    with pytest.raises(RunError, match="nothing has progressed for 300 s"):
+        for _ in range(600):
+            fake.now += TICK_S
+            calls.check_stall(300, "update 1", str)
 
 
 def test_an_engine_may_take_as_long_to_start_as_its_configuration_says(driver_case: Callable[..., Case]) -> None:
     run = driver_case(2, "rollout.engine={kind='sglang', start_s=500}").with_model()
     for handle in run.rollouts.handles:
         handle.at_work = False
-    run.ray.now += 700
-    run.tick("update 1")
+    run.wait(700, "update 1")
     run.rollouts.generating = False
     with pytest.raises(RunError, match="progressed for 300 s"):
         run.tick("update 1")
     run.rollouts.generating = True
-    run.ray.now += 200
     with pytest.raises(RunError, match=r"progressed for 800 s.*have not started: rollout-0, rollout-1"):
-        run.tick("update 1")
+        run.wait(200, "update 1")
     run.rollouts._start(run.rollouts.handles[0])
     run.load_all()
     run.tick("update 1")
-    run.ray.now += 400
     with pytest.raises(RunError, match=r"progressed for 300 s.*the queue gives no answer.*not started: rollout-1$"):
-        run.tick("update 1")
+        run.wait(400, "update 1")
 
 
 def test_a_model_may_take_as_long_to_load_as_the_configuration_says(driver_case: Callable[..., Case]) -> None:
     run = driver_case(2, "watchdog.stall_s=20", "watchdog.load_s=500").with_model()
-    run.ray.now += 30
     with pytest.raises(RunError, match="progressed for 20 s"):
-        run.tick("update 1")
+        run.wait(30, "update 1")
     run.stages._loaded_ranks = {}
-    run.ray.now += 480
-    run.tick("loading the model")
-    run.ray.now += 10
+    run.wait(490, "loading the model")
     with pytest.raises(RunError, match="progressed for 520 s"):
-        run.tick("loading the model")
+        run.wait(20, "loading the model")
