@@ -4,6 +4,7 @@ SQLite checks only the structure of a file, so every row also has a checksum. Th
 """
 
 import logging
+import os
 import sqlite3
 import time
 from collections.abc import Generator
@@ -22,6 +23,8 @@ LOCKED_S = 120.0
 """Seconds that a writer waits for the write lock while another process, such as a backup or a shell, holds it."""
 LOG = "-wal"
 """The suffix of SQLite's log beside a file; it holds the transactions that are not in the file yet."""
+SAVED = ".saved"
+"""The suffix of a copy of a file that was replaced or deleted during a run."""
 T = TypeVar("T")
 ENCODER = msgspec.msgpack.Encoder()
 """An encoder whose buffer has room for a row; `msgspec.msgpack.encode` starts with less and reallocates repeatedly."""
@@ -52,6 +55,8 @@ class Database:
                 # With `full`, acknowledged transactions survive a power failure, not only a kill.
                 self._db.execute("pragma synchronous = full")
             self._verify_format(tables, number, read_only=read_only)
+            # SQLite has created its log by now.
+            self._places = {} if read_only else {place: place.stat() for place in (path, _log(path))}
 
     def close(self) -> None:
         """Close the file; a writer also moves the write-ahead log into it."""
@@ -78,8 +83,12 @@ class Database:
 
     @contextmanager
     def _transaction(self) -> Generator[sqlite3.Connection]:
-        """Run the block in a transaction: committed at its end, rolled back on an error. Raises as `_begin` does."""
+        """Run the block in a transaction: committed at its end, rolled back on an error.
+
+        Raises as `_begin` and `_verify_places` do.
+        """
         with self._errors_named():
+            self._verify_places()
             self._begin()
             try:
                 yield self._db
@@ -102,6 +111,27 @@ class Database:
                 log.info("%s: the queue waits for %s, which has locked it", self.path, _holder(self.path))
             else:
                 return
+
+    def _verify_places(self) -> None:
+        """Raise `JournalError` if the open file or its log is no longer at its path: nobody would find what is written.
+
+        Until then all content is in a file that has a name: in the moved one, else in a copy beside the path.
+        """
+        lost = next((place for place, opened in self._places.items() if not _is_at(place, opened)), None)
+        if lost is None:
+            return
+        if not self.path.parent.is_dir():
+            raise JournalError(f"{self.path}: missing: the run's folder was moved or deleted during the run")
+        if lost != self.path:
+            self._db.execute("pragma wal_checkpoint(full)")
+            raise JournalError(f"{lost}: was deleted or replaced during the run: all of it is in {self.path}")
+        saved = self.path.with_name(f"{self.path.name}{SAVED}")
+        saved.unlink(missing_ok=True)
+        self.back_up(saved)
+        raise JournalError(
+            f"{self.path}: was deleted or replaced during the run: all of it is in {saved.name}: rename that "
+            f"to {self.path.name}, delete {self.path.name}{LOG} and {self.path.name}-shm, and resume"
+        )
 
     def _rows(self, table: str, query: str, kind: type[T], *arguments: int) -> list[T]:
         with self._errors_named():
@@ -181,8 +211,19 @@ def checked_row(row: bytes) -> tuple[bytes, int]:
 
 def _read_only_address(path: Path) -> str:
     """The read-only URI of a file; `immutable` if there is no log, because SQLite would otherwise create one."""
-    final = "" if path.with_name(f"{path.name}{LOG}").exists() else "&immutable=1"
+    final = "" if _log(path).exists() else "&immutable=1"
     return f"{path.resolve().as_uri()}?mode=ro{final}"
+
+
+def _log(path: Path) -> Path:
+    return path.with_name(f"{path.name}{LOG}")
+
+
+def _is_at(path: Path, opened: os.stat_result) -> bool:
+    try:
+        return os.path.samestat(path.stat(), opened)
+    except FileNotFoundError:
+        return False
 
 
 def _holder(path: Path, locks: Path = Path("/proc/locks")) -> str:

@@ -263,8 +263,6 @@ class Journal(Database):
         with self._errors_named():
             with self._transaction() as db:
                 number = self._transactions()
-                if not self.path.exists():
-                    raise JournalError(f"{self.path}: missing: the run's folder was moved or deleted during the run")
                 if number != self._number and not fencing:
                     raise JournalError(f"{self.path}: another process writes here: this queue was marked dead")
                 if number == 0:
