@@ -6,11 +6,12 @@ RUN/replays/1.json    the recorded and the new numbers, for each version
 """
 
 import json
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from itertools import count
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeAlias, TypedDict
+from typing import TYPE_CHECKING, TypeAlias, TypedDict, TypeVar
 
 import ray
 from msgspec import structs
@@ -25,7 +26,7 @@ from streamppo.driver import threads
 from streamppo.driver.ray.actors import make_ranks
 from streamppo.driver.ray.cluster import command_ray, describe, here, started_ray
 from streamppo.driver.ray.placement import Placement
-from streamppo.errors import DIVERGENCE_CAUSES, Diverged, JournalError, RunError
+from streamppo.errors import DIVERGENCE_CAUSES, Diverged, JournalError, RunError, StreamppoError
 from streamppo.learner.checkpoint import history, manifest, remote
 from streamppo.learner.checkpoint.history import History
 from streamppo.queue import resume_checks
@@ -47,6 +48,10 @@ SHOWN_VERSIONS = 20
 """Versions of the printed table."""
 HORIZONS = {"entropy": 64, "proximal_kl": 8, "behavior_kl": 4, "ess": 4, "grad_norm": 2}
 """The last update at which a metric of a replay with changes moves as in a fork (benchmarks/learning/what_if.py)."""
+
+
+T = TypeVar("T")
+log = logging.getLogger(__name__)
 
 
 class ReplayedUpdate(TypedDict):
@@ -79,10 +84,15 @@ def replay(run: Path, to: int | None, changes: Sequence[str]) -> int:
         # The learning rate's schedule ends with the updates.
         last = min(last, max(config.updates for config in changed.values()))
     past = History(changed, history.digests(configs, recorded))
-    begin = oldest_start(run, past)
-    if begin and last < int(begin.name):
-        raise JournalError(f"{run}: versions before {int(begin.name)} cannot be replayed: their batches were not kept")
-    digests, reports = remake(run, past, begin, last)
+
+    def use(begin: Path | None) -> tuple[dict[int, str], list[UpdateReport]]:
+        if begin and last < int(begin.name):
+            raise JournalError(
+                f"{run}: versions before {int(begin.name)} cannot be replayed: their batches were not kept"
+            )
+        return remake(run, past, begin, last)
+
+    digests, reports = from_checkpoint(lambda: oldest_start(run, past), use)
     exact = all(config.learner.exact for config in configs.values())
     different = [] if changes else _compare(recorded, digests, exact=exact)
     if changes or not exact:
@@ -168,6 +178,20 @@ def _remake(
 
 def _export(ranks: "Sequence[ActorProxy[Rank]]", to: Path) -> None:
     ray.get([rank.export.remote(str(to)) for rank in ranks])
+
+
+def from_checkpoint(choose: Callable[[], Path | None], use: Callable[[Path | None], T]) -> T:
+    """Call `use` with the checkpoint of `choose` (None: version 0); again if a running run has deleted it meanwhile."""
+    while True:
+        begin = choose()
+        # A checkpoint may be only at the run's address.
+        is_here = begin is not None and begin.is_dir()
+        try:
+            return use(begin)
+        except (StreamppoError, OSError):
+            if begin is None or not is_here or begin.is_dir():
+                raise
+            log.info("%s: the run has deleted it meanwhile (checkpoint.keep): another one is taken", begin)
 
 
 def oldest_start(run: Path, past: History) -> Path | None:

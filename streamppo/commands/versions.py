@@ -1,6 +1,7 @@
 """A version of a run: its checkpoint, or a replay from an earlier checkpoint."""
 
 import logging
+import shutil
 from contextlib import closing
 from pathlib import Path
 from typing import NamedTuple
@@ -92,19 +93,24 @@ def make_checkpoint(past: Past, folder: Path) -> int:
 
     Raises `CheckpointError`, and as `remake` does.
     """
-    begin = newest_whole(past)
-    start = int(begin.name) if begin else 0
-    if begin and start == past.version:
-        _copy_checkpoint(begin, folder / begin.name)
-    else:
-        remake(past, begin, folder)
-    return start
+
+    def use(begin: Path | None) -> int:
+        start = int(begin.name) if begin else 0
+        if begin and start == past.version:
+            _copy_checkpoint(begin, folder / begin.name)
+        else:
+            remake(past, begin, folder)
+        return start
+
+    return replay.from_checkpoint(lambda: newest_whole(past), use)
 
 
 def _copy_checkpoint(source: Path, target: Path) -> None:
     files = manifest.read(source).files
     hashes = {name: sha256 for part in (files.shared, *files.ranks) for name, sha256 in part.items()}
     with durable.naming(target, RunError):
+        # A copy of a checkpoint that was deleted meanwhile.
+        shutil.rmtree(target, ignore_errors=True)
         durable.folder(target)
         for name, sha256 in hashes.items():
             rewind.link_or_copy(source / name, target / name, sha256)

@@ -31,7 +31,7 @@ from streamppo.commands.bisection import (
 from streamppo.commands.models import weights
 from streamppo.config import file as configfile
 from streamppo.config.sections import model_path
-from streamppo.errors import JournalError
+from streamppo.errors import CheckpointError, JournalError
 from streamppo.learner.checkpoint import history, manifest
 from streamppo.learner.checkpoint.history import History
 from streamppo.learner.model import hf_files
@@ -54,18 +54,26 @@ def _by_weights(run: Path, question: Question, test: UserTest) -> Answer:
     lines, past = lines_of(run), _past(run)
     examined: list[ExaminedVersion] = []
     checkpoints = [path for path in manifest.complete(run / "checkpoints") if manifest.is_of(path, past)]
-    for path in checkpoints:
+    for path in list(checkpoints):
         with tempfile.TemporaryDirectory() as folder:
             model = Path(folder) / "model"
-            _export_checkpoint(run, int(path.name), model)
+            if not _export_checkpoint(run, path, model):
+                checkpoints.remove(path)
+                continue
             examined.append(_examine(test, run, int(path.name), lines, model))
     holding = next((number for number, version in enumerate(examined) if version.holds), None)
     last = examined[holding].version if holding is not None else max(past.digests)
     before = checkpoints[: holding if holding is not None else len(checkpoints)]
-    begin = before[-1] if before else None
     end = last if holding is None else last - 1
-    remade = _replay(run, past, begin, end, lambda version, _, model: _examine(test, run, version, lines, model))
-    start = int(begin.name) if begin else 0
+
+    def use(begin: Path | None) -> tuple[list[ExaminedVersion], int]:
+        remade = _replay(run, past, begin, end, lambda version, _, model: _examine(test, run, version, lines, model))
+        return remade, int(begin.name) if begin else 0
+
+    def choose() -> Path | None:
+        return next((path for path in reversed(before) if path.is_dir()), None)
+
+    remade, start = replay.from_checkpoint(choose, use)
     between = [later - earlier for earlier, later in zip([0, *_versions(before)], _versions(before), strict=False)]
     # An earlier version between two checkpoints may be the first.
     certain = all(step == 1 for step in between)
@@ -90,16 +98,12 @@ def _changed(run: Path, question: Question, test: UserTest | None) -> Answer:
             return ExaminedVersion(version, question.holds(metrics[question.metric]), metrics[question.metric])
         return _examine(test, run, version, {version: metrics}, model)
 
-    begin = replay.oldest_start(run, past)
-    remade = _replay(
-        run,
-        structs.replace(past, configs=configs),
-        begin,
-        last,
-        examine,
-        model=test is not None and "model" in test.parameters,
-    )
-    start = int(begin.name) if begin else 0
+    def use(begin: Path | None) -> tuple[list[ExaminedVersion], int]:
+        model = test is not None and "model" in test.parameters
+        remade = _replay(run, structs.replace(past, configs=configs), begin, last, examine, model=model)
+        return remade, int(begin.name) if begin else 0
+
+    remade, start = replay.from_checkpoint(lambda: replay.oldest_start(run, past), use)
     return conclude(question, remade, len(remade), certain=start == 0, subjects="versions", begin=start)
 
 
@@ -153,10 +157,17 @@ def _examine(
     )
 
 
-def _export_checkpoint(run: Path, version: int, to: Path) -> None:
+def _export_checkpoint(run: Path, path: Path, to: Path) -> bool:
+    """Export the checkpoint at `path`; False if a running run has deleted it meanwhile."""
     config = configfile.load(run / configfile.CONFIG)
-    policy = weights.checkpoint_weights(config, run, version)
+    try:
+        policy = weights.checkpoint_weights(config, run, int(path.name))
+    except CheckpointError:
+        if path.is_dir():
+            raise
+        return False
     hf_files.export(policy.tensors, model_path(config, run), to, config.model.dtype)
+    return True
 
 
 def _versions(checkpoints: Sequence[Path]) -> list[int]:

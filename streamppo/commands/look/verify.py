@@ -150,7 +150,8 @@ class Records:
             try:
                 batch = self.archive.batch(version)
             except JournalError as error:
-                self._add_error(error)
+                if not self._is_forgotten(version):
+                    self._add_error(error)
                 continue
             if flaw := self._flaw(batch, version, places):
                 self._add(f"archive/{paths[0].name}", flaw)
@@ -163,6 +164,11 @@ class Records:
                 self._add(f"archive/{path.name}", "a batch that the journal does not have")
         if len(self._numbers) == self.newest and len(places) != self.consumed:
             self._add("journal.sqlite", f"counts {self.consumed} trajectories, and the archive has {len(places)}")
+
+    def _is_forgotten(self, version: int) -> bool:
+        """True if a running run has dropped the batch of `version` meanwhile (archive.keep)."""
+        with closing(Journal.open_run(self.run)) as journal:
+            return journal.versions()[version + 1].archived is None
 
     def _flaw(self, batch: Batch, version: int, places: Mapping[Identity, int]) -> str:
         size, rows = self.past.at(version).queue.batch_size, len(batch.trajectories)
@@ -282,6 +288,10 @@ class Records:
             try:
                 digests, reports = replay.remake(self.run, self.past, begin, last)
             except StreamppoError as error:
+                if begin is not None and not begin.is_dir():
+                    # A running run has deleted it meanwhile: others are drawn.
+                    left = [path for path in whole if path.is_dir()]
+                    return remade + self.check_updates(left, max(1, updates - len(remade)), chance)
                 self._add("archive", f"versions {start + 1} to {last} cannot be replayed: {error}")
                 continue
             remade += range(start + 1, last + 1)

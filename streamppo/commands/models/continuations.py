@@ -18,7 +18,7 @@ import transformers
 from msgspec import structs
 from torch import Tensor
 
-from streamppo.commands import standalone, trial, versions
+from streamppo.commands import replay, standalone, trial, versions
 from streamppo.commands.console import console, echo, log_to_stderr, table
 from streamppo.commands.models import archived, weights
 from streamppo.commands.models.archived import ArchivedCompletion
@@ -121,15 +121,15 @@ def _subject(past: versions.Past, config: Config, aside: Path) -> VersionWeights
     if not version:
         tensors = weights.model_weights(start, config.model.dtype)
         return VersionWeights(Weights(0, past.digests[0], tensors, {}), None, 0)
-    begin = versions.newest_whole(past)
-    number = int(begin.name) if begin else 0
-    if begin is not None and number == version:
-        path = begin
-    else:
-        folder = aside / f"{version}"
-        versions.remake(past, begin, folder)
-        path = folder / f"{version:08d}"
-    return VersionWeights(weights.weights_in(path, config, start, past.history), path, number)
+
+    def use(begin: Path | None) -> VersionWeights:
+        number, path = int(begin.name) if begin else 0, begin
+        if path is None or number != version:
+            versions.remake(past, begin, aside / f"{version}")
+            path = aside / f"{version}" / f"{version:08d}"
+        return VersionWeights(weights.weights_in(path, config, start, past.history), path, number)
+
+    return replay.from_checkpoint(lambda: versions.newest_whole(past), use)
 
 
 class _Continuations:
