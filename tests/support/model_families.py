@@ -8,9 +8,26 @@ import torch
 import transformers
 
 MOE = {"num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+LATENT = {
+    **{"num_key_value_heads": 4, "q_lora_rank": None, "kv_lora_rank": 8},
+    **{
+        "qk_nope_head_dim": 8,
+        "qk_rope_head_dim": 4,
+        "v_head_dim": 8,
+        "n_routed_experts": 4,
+        "moe_intermediate_size": 16,
+    },
+    **{"n_group": 1, "topk_group": 1, "num_experts_per_tok": 2, "first_k_dense_replace": 1, "head_dim": 4},
+}
+"""Multi-head latent attention: keys are wider than values."""
+SHARED = {"head_dim": 8, "num_kv_shared_layers": 1, "hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 17}
+"""The last layer takes keys and values of an earlier one."""
 FAMILIES: dict[str, dict[str, Any]] = {
+    "Afmoe": {"head_dim": 8, **MOE},
     "Cohere": {"logit_scale": 0.25},
     "Cohere2": {"logit_scale": 0.25},
+    "DeepseekV2": LATENT,
+    "DeepseekV3": LATENT,
     "Ernie4_5_Moe": {"moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": 16, "moe_layer_start_index": 0},
     "Exaone4": {},
     "FalconH1": {"lm_head_multiplier": 0.5, "mamba_d_ssm": 32, "mamba_n_heads": 4, "mamba_d_head": 8},
@@ -18,6 +35,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "GPTNeoX": {},
     "Gemma2": {"head_dim": 8, "final_logit_softcapping": 2.0, "attn_logit_softcapping": 1.0},
     "Gemma3Text": {"head_dim": 8, "final_logit_softcapping": 2.0},
+    "Gemma3nText": {**SHARED, "laurel_rank": 4},
+    "Gemma4Text": {**SHARED, "global_head_dim": 8, "layer_types": ["full_attention", "sliding_attention"]},
     "Glm4": {"head_dim": 8},
     "GptOss": {"head_dim": 8, **MOE},
     "Granite": {"logits_scaling": 8.0},
@@ -28,8 +47,10 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "Nemotron": {},
     "Olmo2": {},
     "Olmo3": {},
+    "Olmoe": MOE,
     "Phi": {},
     "Phi3": {},
+    "Phimoe": {"sliding_window": None, **MOE},
     "Qwen3": {"head_dim": 8},
     "Qwen3Moe": {"head_dim": 8, **MOE},
     "Qwen3Next": {

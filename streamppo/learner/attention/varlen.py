@@ -98,7 +98,7 @@ def attend(
     query_1HND: Tensor,
     key_1HKD: Tensor,
     value_1HKD: Tensor,
-    _: Tensor | None,
+    attention_mask: Tensor | None = None,
     *,
     scaling: float | None = None,
     sliding_window: int | None = None,

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from streamppo.errors import ModelError
 from streamppo.process import phase
+from streamppo.rollout import positions
 from streamppo.rollout.embedded import row_attention
 from streamppo.rollout.embedded.row_attention import AttentionPass, RowCache
 from streamppo.rollout.embedded.spans import Span, width
@@ -50,7 +51,7 @@ class ModelDecoder:
     ) -> None:
         self.device = torch.device(device)
         self.vocabulary: int = config.get_text_config().vocab_size
-        self._kind, self._dtype = config.model_type, dtype
+        self._kind, self._dtype, self._window = config.model_type, dtype, positions.window(config) or 0
         self._model = _without_weights(config, dtype, self.device)
         self._expected = {name: parameter.shape for name, parameter in self._model.named_parameters()}
         self._parameters = self._parameters_of(torch.promote_types(dtype, torch.float32) if float32_head else dtype)
@@ -181,8 +182,8 @@ class ModelDecoder:
 
     @torch.inference_mode()
     def _compare_with_model(self) -> None:
-        """Compare logits of a few tokens with those of the model's own attention. Raises `ModelError`."""
-        B, L = min(2, self.rows), sum(PROBED)
+        """Compare logits of a few tokens, and windows, with those of the model's own attention. Raises `ModelError`."""
+        windows, B, L = set[int](), min(2, self.rows), sum(PROBED)
         tokens_BL, ends = (
             torch.arange(B * L, device=self.device).view(B, L) % self.vocabulary,
             np.cumsum(PROBED).tolist(),
@@ -190,7 +191,7 @@ class ModelDecoder:
         with fit.quiet(), naming(self._kind):
             self._model.set_attn_implementation("eager")
             expected = torch.stack([self._own_logits(tokens_BL[:, :end]) for end in ends])
-            self._model.set_attn_implementation(row_attention.NAME)
+            self._model.set_attn_implementation(row_attention.register(windows.add))
         self.reserve(L)
         rows, full_B = torch.arange(B, device=self.device), torch.full((B,), 1, device=self.device)
         prompts, more, last = tokens_BL.split(PROBED, 1)
@@ -202,6 +203,13 @@ class ModelDecoder:
                 self.step(last[:, 0], full_B * ends[1], spans),
             ]
         )
+        row_attention.register()
+        # Some models make a mask with a window, or one without, for no layer.
+        if self._window in windows - self._cache.windows:
+            raise ModelError(
+                f"the embedded engine does not run {self._kind} models with a sliding window of {self._window} tokens, "
+                "which transformers does not pass to their attention: use another rollout.engine"
+            )
         gap = (logits - expected).abs().max().item()
         # `gap > ...` would be False for a NaN.
         if not gap <= torch.finfo(self._dtype).eps ** 0.5 * max(1.0, expected.abs().max().item()):

@@ -7,7 +7,7 @@ window, soft cap and sinks, as it calls flash-attn. The function here also gets 
 values to the layer's cache, and attends to the tokens of each row.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -23,10 +23,14 @@ LAYERS = ("full_attention", "sliding_attention")
 
 
 class RowCache:
-    """Keys and values of every layer, [rows, room, K, D] each. A layer's memory is made at its first use."""
+    """Keys and values of every layer, [rows, room, K, D] each. A layer's memory is made at its first use.
+
+    `windows` are the sliding windows of the layers so far; 0 stands for a layer without one.
+    """
 
     def __init__(self, rows: int) -> None:
         self.rows, self.room = rows, 0
+        self.windows = set[int]()
         self._layers: dict[int, tuple[Tensor, Tensor]] = {}
 
     @property
@@ -95,6 +99,7 @@ class AttentionPass:
         B = len(self._at_BP)
         query, key_BPKD, value_BPKD = query_BHPD[:B], key_BKPD[:B].transpose(1, 2), value_BKPD[:B].transpose(1, 2)
         keys, values = self._cache.layer(layer, key_BPKD, value_BPKD)
+        self._cache.windows.add(rule.window or 0)
         self._write(keys, key_BPKD)
         self._write(values, value_BPKD)
         parts = [(query, key_BPKD, value_BPKD)]
@@ -172,7 +177,7 @@ def attend(
     query_BHPD: Tensor,
     key_BKPD: Tensor,
     value_BKPD: Tensor,
-    _: Tensor | None,
+    attention_mask: None = None,
     *,
     attention_pass: AttentionPass,
     scaling: float | None = None,
@@ -187,10 +192,16 @@ def attend(
     return attention_pass.attend(module.layer_idx, query_BHPD, key_BKPD, value_BKPD, rule), None
 
 
-def register() -> str:
-    """Register this attention with transformers, which then makes no masks for it; return its name."""
+def register(note_window: Callable[[int], object] = lambda _: None) -> str:
+    """Register this attention with transformers, which then makes no masks for it; return its name.
+
+    For each mask that a model asks for, `note_window` is called with the mask's sliding window, or 0.
+    """
     from transformers import AttentionInterface, AttentionMaskInterface
 
+    def mask(*_: object, local_size: int | None = None, **_named: object) -> None:
+        note_window(local_size or 0)
+
     AttentionInterface.register(NAME, attend)
-    AttentionMaskInterface.register(NAME, lambda *_, **__: None)
+    AttentionMaskInterface.register(NAME, mask)
     return NAME
