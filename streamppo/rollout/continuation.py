@@ -71,7 +71,7 @@ class Continuation:
         return self._join(before, await self._engine.generate(np.concatenate([prompt, before]), remaining, cuts))
 
     def _join(self, before: Ints, remainder: Completion) -> Completion:
-        """Join the parts of a turn.
+        """Join the recorded tokens `before` of a turn and its sampled `remainder`.
 
         A stop string that begins in `before`, which the engine does not search, ends the turn.
         """

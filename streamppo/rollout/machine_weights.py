@@ -126,7 +126,7 @@ class MachinePuller(Puller):
         return self._leading is not None
 
     def _resign(self) -> None:
-        """Give up the name, so that the next leader pulls into new memory."""
+        """Stop leading, so that the next leader pulls into new memory."""
         if self._leading is not None:
             self._leading.leader.close()
             self._leading.task.cancel()
@@ -193,7 +193,7 @@ class Leader:
             return self._newest if is_there else None
 
     def close(self) -> None:
-        """Give up the name."""
+        """Close the socket, so that another actor can lead."""
         with suppress(OSError):
             # This ends the thread's `accept`, which `close` alone does not.
             self._listener.shutdown(socket.SHUT_RDWR)
@@ -206,7 +206,7 @@ class Leader:
             except OSError:
                 if self._listener.fileno() < 0:
                     return
-                # Too many open files, for example: some may be closed soon.
+                # There may be too many open files, for example, of which some may be closed soon.
                 time.sleep(AGAIN_S)
                 continue
             try:

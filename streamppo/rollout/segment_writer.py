@@ -60,7 +60,10 @@ class SegmentWriter:
         self._waiting = episode
 
     def cut_waiting(self, version: int) -> int | None:
-        """Hand over a segment that is due at `version`; return the oldest version left, None if no episode waits."""
+        """Hand over a segment that is due at `version`; return the oldest version of the other tokens.
+
+        Returns None if no episode waits.
+        """
         queue, episode = self._config.queue, self._waiting
         if episode is None or queue.segments is None or not queue.segments.just_in_time:
             return None

@@ -229,7 +229,7 @@ class Worker:
             # All prompts share one phase: reading the clock for each would cost as much as tokenizing it.
             self._prepare({ticket.identity.prompt for ticket in tickets})
         if tickets and self._config.queue.segments:
-            # The queue needs the cut version of every actor that has tickets.
+            # The queue must know up to which version every actor with tickets has cut segments.
             self._delivery_due.set()
         self._free_places -= len(tickets)
         # A retry with the same number gets the same tickets, so the number changes only after tickets have arrived.

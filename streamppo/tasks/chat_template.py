@@ -227,9 +227,9 @@ class ChatTemplate:
         return private
 
     def _timed(self, template: Template, tools: list[dict[str, Any]] | None) -> dict[str, Any]:
-        """Return the arguments of `template`; they replace the present time in the chat template by the run's time.
+        """Return the arguments of `template`, and those that make the chat template write the run's time.
 
-        A macro replaces it, because newer versions of transformers pass no functions to a template.
+        The time is a macro, because newer versions of transformers pass no functions to a template.
         """
         text = self._tokenizer.get_chat_template(template.arguments.get("chat_template"), tools) if self._clock else ""
         if NOW not in text:

@@ -226,7 +226,7 @@ def present_columns(row: Row, source: Source) -> Source:
 
 
 def _template(row: Row, where: str, source: Source, *, chats: bool) -> Template:
-    """Return the chat template's inputs besides the messages. For a plain text, those in the row are ignored."""
+    """Return the chat template's inputs besides the messages. For a plain text, the row's inputs are ignored."""
     base = Template(arguments=source.template, control_tokens=source.control_tokens)
     return chat.template(row, source.tools, base, where) if chats else base
 

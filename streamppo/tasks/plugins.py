@@ -31,8 +31,7 @@ DEVELOPMENT = {"test", "docs", "peers"}
 def export_path() -> None:
     """Put the current folder first on the import path of this process and of its child processes.
 
-    Raises `RunError` if a module in it has the name of one of Python or of a library in use: Ray would import it
-    instead.
+    Raises `RunError` if a module there has the name of a module of Python or of a library in use, which Ray imports.
     """
     folder = os.getcwd()
     if shadowing := _shadowing_modules(Path(folder)):

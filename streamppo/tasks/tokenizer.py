@@ -223,7 +223,7 @@ class Tokenizer:
         closed = min(_common_length(ids, self._rendered_ids(other)) for other in suffix.others)
         if end in ids[:closed]:
             return ids[ids.index(end) :]
-        # After its calls, a template may open the first answer in any case, but never before a second call.
+        # Some templates open an answer after calls in any case. The text before a second call has no such opening.
         second_call = [] if suffix.again is None else [_common_length(ids, self._rendered_ids(suffix.again))]
         return ids[min([closed, *second_call]) :]
 

@@ -24,7 +24,7 @@ class Outcome(WireStruct, frozen=True):
     reason: str = ""
     retryable: bool = False
     whole: bool = False
-    """The whole call raised, died or took too long: in a batch another trajectory may be the cause."""
+    """True if the whole call raised, died or took too long: in a batch, another trajectory may be the cause."""
 
 
 NO_OPINION = Outcome()

@@ -42,7 +42,7 @@ class Verdict(TypedDict, total=False):
 
 
 class Exchange:
-    """One code test: its needed operations, and the program's answers so far."""
+    """One code test: the operations that it needs, and the program's answers so far."""
 
     def __init__(self, code: str, operations: Operations) -> None:
         self.code = code

@@ -161,7 +161,7 @@ class _SharedProcess(Pool):
         return (too_late(self._config.timeout_s),) * len(texts)
 
     async def _run_alone(self, texts: Texts, columns: Columns, remaining_s: float) -> tuple[Outcome, ...]:
-        """Run a call that may have ended a shared process in its own process, where it cannot end other calls."""
+        """Run a call that may have ended a shared process alone in a process, where it cannot end other calls."""
         async with self._alone:
             process = await self._forks.fork()
             try:

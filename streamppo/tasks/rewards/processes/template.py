@@ -27,7 +27,7 @@ from streamppo.terminal import harmless
 LOAD_S = 300.0
 """Time limit for the import of the reward."""
 CLOSE_S = 2.0
-"""Time for a template to end by itself."""
+"""Time for a template to end by itself before it is terminated."""
 WINDOW_S = 60.0
 WINDOW_BYTES = 64 * 2**10
 """Bytes of output forwarded per window for all processes of a reward together; more is dropped."""

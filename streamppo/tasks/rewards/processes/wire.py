@@ -78,7 +78,7 @@ def send(channel: socket.socket, value: WireStruct) -> None:
 
 
 def receive(channel: socket.socket, kind: type[T]) -> T:
-    """Read one frame. Raises `EOFError` if the other side has closed it."""
+    """Read one frame. Raises `EOFError` if the other side has closed the channel."""
     (length,) = LENGTH.unpack(read_exactly(channel, LENGTH.size))
     return msgspec.msgpack.decode(read_exactly(channel, length), type=kind, ext_hook=columns.unpack)
 
@@ -93,7 +93,7 @@ def receive_order(channel: socket.socket) -> tuple[Order, list[int]]:
 
 
 def read_exactly(channel: socket.socket, count: int) -> bytes:
-    """Read `count` bytes. Raises `EOFError` if the other side has closed it."""
+    """Read `count` bytes. Raises `EOFError` if the other side has closed the channel."""
     parts = bytearray()
     while len(parts) < count:
         part = channel.recv(count - len(parts))
@@ -125,6 +125,6 @@ class Outbox:
 
 
 async def receive_async(reader: asyncio.StreamReader, kind: type[T]) -> T:
-    """Read one frame. Raises `asyncio.IncompleteReadError` if the other side has closed it."""
+    """Read one frame. Raises `asyncio.IncompleteReadError` if the other side has closed the channel."""
     (length,) = LENGTH.unpack(await reader.readexactly(LENGTH.size))
     return msgspec.msgpack.decode(await reader.readexactly(length), type=kind, ext_hook=columns.unpack)
