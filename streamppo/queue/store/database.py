@@ -24,7 +24,7 @@ LOCKED_S = 120.0
 LOG = "-wal"
 """The suffix of SQLite's log beside a file; it holds the transactions that are not in the file yet."""
 SAVED = ".saved"
-"""The suffix of a copy of a file that was replaced or deleted during a run."""
+"""The suffix of the copy that a run makes of its file if the file was replaced or deleted."""
 T = TypeVar("T")
 ENCODER = msgspec.msgpack.Encoder()
 """An encoder whose buffer has room for a row; `msgspec.msgpack.encode` starts with less and reallocates repeatedly."""
@@ -55,7 +55,7 @@ class Database:
                 # With `full`, acknowledged transactions survive a power failure, not only a kill.
                 self._db.execute("pragma synchronous = full")
             self._verify_format(tables, number, read_only=read_only)
-            # SQLite has created its log by now.
+            # Record the inodes only here, after SQLite has created its log.
             self._places = {} if read_only else {place: place.stat() for place in (path, _log(path))}
 
     def close(self) -> None:
@@ -113,9 +113,9 @@ class Database:
                 return
 
     def _verify_places(self) -> None:
-        """Raise `JournalError` if the open file or its log is no longer at its path: nobody would find what is written.
+        """Raise `JournalError` if the file or its log was moved, replaced or deleted, because writes would be lost.
 
-        Until then all content is in a file that has a name: in the moved one, else in a copy beside the path.
+        All content remains in the moved file, in the file if only its log is lost, or else in a copy beside the path.
         """
         lost = next((place for place, opened in self._places.items() if not _is_at(place, opened)), None)
         if lost is None:
