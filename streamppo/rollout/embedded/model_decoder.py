@@ -205,7 +205,7 @@ class ModelDecoder:
         )
         row_attention.register()
         # Some models make a mask with a window, or one without, for no layer.
-        if self._window in windows - self._cache.windows:
+        if self._window and self._window in windows - self._cache.windows:
             raise ModelError(
                 f"the embedded engine does not run {self._kind} models with a sliding window of {self._window} tokens, "
                 "which transformers does not pass to their attention: use another rollout.engine"

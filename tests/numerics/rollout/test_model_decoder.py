@@ -31,8 +31,8 @@ REFUSED = {
 RELEASE = ("Nemotron",)
 """Families whose attention may be replaced in newer releases of transformers."""
 NAMES = tuple(name for name in families.NAMES if name not in (*REFUSED, *RELEASE))
-QUICK = ("GPT2", "Gemma2", "GptOss", "Qwen3Moe")
-"""Positions that are learned, a cap and windows, sinks, experts; the others are slow."""
+QUICK = ("GPT2", "Gemma2", "GptOss", "Olmo3", "Qwen3Moe")
+"""Positions that are learned, a cap and windows, sinks, windows in all layers, experts; the others are slow."""
 EVERY = [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in NAMES]
 VOCABULARY = learner_case.SMALL["vocab_size"]
 WINDOW = 8
