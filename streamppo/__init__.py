@@ -5,14 +5,14 @@
     run = streamppo.run("configs/math.toml", ["learner.lr=3e-4"])       trains, and returns the run
     run = streamppo.open("runs/math")                                   opens a finished or running run
     run = streamppo.resume("runs/math", ["updates=2000"])               continues a run
-    run = streamppo.fork("runs/math", 100, ["learner.lr=1e-4"])         a new run that begins with one of its versions
-    streamppo.bisect("runs/math", "entropy", below=0.1).version         the first version at which a condition holds
-    streamppo.try_versions("runs/math", [20, 80], 7, at=2).difference   two versions that continue a completion
-    streamppo.verify("runs/math").faults                                differences between its records
-    file = streamppo.bundle("runs/math", 120)                           one update in a file
-    streamppo.replay(file).tokens["ratio"]                              the replayed update's numbers of each token
+        run = streamppo.fork("runs/math", 100, ["learner.lr=1e-4"])         starts a new run from the run's version 100
+        streamppo.bisect("runs/math", "entropy", below=0.1).version         the first version with an entropy below 0.1
+        streamppo.try_versions("runs/math", [20, 80], 7, at=2).difference   compares two versions on completion 7
+        streamppo.verify("runs/math").faults                                contradictions between the run's files
+        file = streamppo.bundle("runs/math", 120)                           writes update 120 to a file
+        streamppo.replay(file).tokens["ratio"]                              replays the update; the ratio of each token
 
-docs/python.md explains them. `import streamppo` imports no other module of the package.
+docs/python.md explains these functions. `import streamppo` imports no other module of the package.
 """
 
 from importlib import import_module
@@ -26,7 +26,7 @@ __all__ = ["Run", "bisect", "bundle", "fork", "open", "replay", "resume", "run",
 
 
 def __getattr__(name: str) -> object:
-    """Import the Python API at its first use: most processes of a run need none."""
+    """Import the Python API when it is first used. Most processes of a run do not use it."""
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(import_module("streamppo.api.runs"), name)

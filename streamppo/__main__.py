@@ -15,7 +15,8 @@ from streamppo.terminal import lines
 def main() -> NoReturn:
     """Run one command and end the process, even if threads of a plug-in never end.
 
-    Each of `process.SIGNALS` ends a command as Ctrl-C does; the exit code is 128 and the number of the signal.
+    Each of `process.SIGNALS` ends the command in the same way as Ctrl-C. The exit code is then 128 + the signal's
+    number.
     """
     _handle_signals(_exit)
     from streamppo import cli
@@ -35,19 +36,19 @@ def main() -> NoReturn:
 
 
 def _handle_signals(handler: Callable[[int, FrameType | None], None]) -> None:
-    """Install a handler of `SIGNALS`; an ignored signal, as by `nohup`, stays ignored."""
+    """Install `handler` for all of `process.SIGNALS` except ignored ones (`nohup` makes a process ignore SIGHUP)."""
     for number in process.SIGNALS:
         if signal.getsignal(number) is not signal.SIG_IGN:
             signal.signal(number, handler)
 
 
 def _exit(number: int, frame: FrameType | None) -> NoReturn:
-    # An exception during imports has a traceback, and a library may replace it by another one.
+    # Raising an exception would print a traceback during imports, and a library could replace it by another exception.
     os._exit(128 + number)
 
 
 def _show(kind: type[BaseException], error: BaseException, place: TracebackType | None) -> None:
-    """Write the traceback of an unexpected error, made safe for a terminal: its text may be untrusted."""
+    """Write the traceback of an unexpected error, and make untrusted text in it safe for a terminal."""
     sys.stderr.write(lines("".join(traceback.format_exception(kind, error, place)).rstrip("\n")) + "\n")
 
 

@@ -1,7 +1,7 @@
-"""Durable files: written under a temporary name, flushed, renamed, and their folder flushed.
+"""Files that survive a crash: each is written under a temporary name, flushed to disk and then renamed.
 
-A file is settled once it has its final name. A writer that dies earlier leaves a file whose name ends in `.tmp`; it is
-never read, and the next writer replaces it.
+If a writer dies before it renames its file, a file whose name ends in `.tmp` remains. No reader opens that file, and
+the next writer replaces it.
 """
 
 import errno
@@ -20,17 +20,17 @@ from streamppo.errors import StreamppoError
 ASIDE = ".tmp"
 """The suffix of a temporary name."""
 HOLLOW_BYTES, HOLLOW_RATIO = 2**28, 100
-"""A larger file with data in less than 1 / `HOLLOW_RATIO` of it is hollow: it takes a reader's memory, but no disk."""
+"""A larger file is hollow if less than 1 / `HOLLOW_RATIO` of it is data: it could exhaust a reader's memory."""
 HOLLOW = "a sparse file, which streamppo does not write"
 
 
 def aside(path: Path) -> Path:
-    """The temporary name of `path`, until it is settled."""
+    """Return the temporary name of the file `path`."""
     return path.with_name(f"{path.name}{ASIDE}")
 
 
 def refuse_aside(path: Path, kind: type[StreamppoError]) -> None:
-    """Raise `kind` if the temporary name of `path`, a path chosen by a user, exists: it may be the user's file."""
+    """Raise `kind` if the temporary name of the user's `path` exists, because that file may belong to the user."""
     if os.path.lexists(aside(path)):
         raise kind(
             f"{aside(path)}: is where {path.name} is written until it is complete, and exists: delete it if a stopped "
@@ -39,7 +39,7 @@ def refuse_aside(path: Path, kind: type[StreamppoError]) -> None:
 
 
 def refuse_output(path: Path, kind: type[StreamppoError]) -> None:
-    """Raise `kind` if no result can be written at `path`, chosen by a user; call it before the work."""
+    """Raise `kind` if no result can be written at the user's `path`. Commands call it before they start to work."""
     if path.is_dir():
         raise kind(f"{path}: a folder; name a file")
     if not path.parent.is_dir():
@@ -50,7 +50,7 @@ def refuse_output(path: Path, kind: type[StreamppoError]) -> None:
 
 
 def write_output(path: Path, data: bytes, kind: type[StreamppoError]) -> None:
-    """Write a result to a file chosen by a user, whole or not at all; to a pipe or device directly. Raises `kind`."""
+    """Write a result durably to the user's `path`; a pipe or a device is written directly. Raises `kind`."""
     with naming(path, kind):
         if path.exists() and not path.is_file():
             path.write_bytes(data)
@@ -60,7 +60,8 @@ def write_output(path: Path, data: bytes, kind: type[StreamppoError]) -> None:
 
 @contextmanager
 def naming(path: Path, kind: type[StreamppoError]) -> Generator[None]:
-    """Raise any `OSError` of the block as `kind`, with `path` in the message: errors of open files lack the name."""
+    """Raise `kind` with `path` in the message for each `OSError` of the block. Errors of open files do not name the
+    file."""
     try:
         yield
     except OSError as error:
@@ -68,28 +69,28 @@ def naming(path: Path, kind: type[StreamppoError]) -> Generator[None]:
 
 
 def folder(path: Path) -> None:
-    """Make a folder, unless it exists, so that its name survives a power failure; concurrent calls are safe."""
+    """Create the folder if it does not exist, and flush its parent. Concurrent calls are safe."""
     if not path.is_dir():
         path.mkdir(exist_ok=True)
         flush(path.parent)
 
 
 def settle(path: Path) -> None:
-    """Flush the file or folder at `aside(path)` and give it its final name; both then survive a power failure."""
+    """Flush the file or folder at `aside(path)` and rename it to `path`, so that it survives a power failure."""
     flush(aside(path))
     rename(aside(path), path)
 
 
 def rename(source: Path, target: Path) -> None:
-    """Rename a flushed file within its folder; the new name then survives a power failure."""
+    """Rename a flushed file within its folder, and flush the folder so that the new name survives a power failure."""
     os.replace(source, target)
     flush(target.parent)
 
 
 def write(path: Path, data: bytes) -> None:
-    """Write a whole file durably. A link at its temporary name is replaced, not followed.
+    """Write a file durably. A symbolic link at its temporary name is replaced, not followed.
 
-    Concurrent writers of one path wait for each other, so that a reader sees the whole content of one of them.
+    Concurrent writers of one path wait for each other, so a reader sees the complete content of one of them.
     """
     with _temporary_file(path) as file:
         file.truncate()
@@ -100,7 +101,7 @@ def write(path: Path, data: bytes) -> None:
 
 @contextmanager
 def _temporary_file(path: Path) -> Generator[BufferedWriter]:
-    """Open the file at the temporary name of `path`, locked until the end of the block."""
+    """Open the file at the temporary name of `path`, and keep it locked until the end of the block."""
     while True:
         if aside(path).is_symlink():
             aside(path).unlink()
@@ -115,7 +116,7 @@ def _temporary_file(path: Path) -> Generator[BufferedWriter]:
 
 
 def _is_at(path: Path, file: int) -> bool:
-    """False for an open file that another writer has meanwhile given its final name."""
+    """Return whether `path` still names the open file. Another writer may have renamed it meanwhile."""
     try:
         return os.path.samestat(os.fstat(file), path.stat())
     except FileNotFoundError:
@@ -124,9 +125,9 @@ def _is_at(path: Path, file: int) -> bool:
 
 @contextmanager
 def reading(path: Path, *, whole: bool = False) -> Generator[BufferedReader]:
-    """Open a regular file for reading. Raises `OSError` for anything else, such as a pipe, without blocking on it.
+    """Open a regular file for reading. Raises `OSError` for other kinds of files without blocking on a pipe.
 
-    For a reader of the `whole` file, hollow files are refused too.
+    With `whole`, the caller reads the complete file, so a hollow file raises `OSError` too.
     """
     with open(path, "rb", opener=_open_nonblocking) as file:
         if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
@@ -137,7 +138,7 @@ def reading(path: Path, *, whole: bool = False) -> Generator[BufferedReader]:
 
 
 def is_hollow(path: Path) -> bool:
-    """True for a hollow file; False for a missing one. Raises `OSError`."""
+    """Return whether a file is hollow (`HOLLOW_RATIO`); False if it does not exist. Raises `OSError`."""
     try:
         if path.stat().st_size <= HOLLOW_BYTES:
             return False
@@ -148,7 +149,7 @@ def is_hollow(path: Path) -> bool:
 
 
 def _is_hollow(file: int) -> bool:
-    """True for an open file that consists almost only of holes. A file system that reports no holes has none."""
+    """Return whether an open file is hollow; False if the file system does not report holes."""
     size = os.fstat(file).st_size
     if size <= HOLLOW_BYTES or not hasattr(os, "SEEK_DATA"):
         return False
@@ -159,7 +160,7 @@ def _is_hollow(file: int) -> bool:
             end = os.lseek(file, begin, os.SEEK_HOLE)
             data += end - begin
     except OSError as error:
-        # No data follow the last hole, or the file system does not report holes.
+        # ENXIO: no data follow the last hole. Another error: the file system does not report holes.
         return error.errno == errno.ENXIO
     finally:
         os.lseek(file, 0, os.SEEK_SET)
@@ -171,29 +172,29 @@ def _open_nonblocking(path: str, flags: int) -> int:
 
 
 def read(path: Path) -> bytes:
-    """The content of a file. Raises `OSError` as `reading` does."""
+    """Return the content of a file. Raises `OSError` if it is hollow or not a regular file."""
     with reading(path, whole=True) as file:
         return file.read()
 
 
 def sha256(path: Path) -> str:
-    """The SHA-256 of a file."""
+    """Return the SHA-256 of a file in hexadecimal digits."""
     with reading(path, whole=True) as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def read_kernel(path: Path) -> str:
-    """The text of a file of /proc, decoded as names of files are; "" if there is none."""
+    """Return the text of a file of /proc, decoded like a file name; "" if the file does not exist."""
     return os.fsdecode(path.read_bytes()) if path.exists() else ""
 
 
 def mount_point(field: str) -> str:
-    """A path as mountinfo (proc(5)) writes it, with white space and backslashes as octal digits: "my\\040disk"."""
+    """Return a path of mountinfo (proc(5)) without its octal escapes. Example: "my\\040disk" -> "my disk"."""
     return re.sub(r"\\([0-7]{3})", lambda match: chr(int(match[1], 8)), field)
 
 
 def flush(path: Path) -> None:
-    """fsync a file or a folder."""
+    """Call fsync on a file or a folder."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

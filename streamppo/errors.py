@@ -1,21 +1,21 @@
-"""Every exception that streamppo raises on purpose.
+"""The exceptions that streamppo raises on purpose.
 
 StreamppoError
 ├── ConfigError            the configuration is wrong: file, line and nearest name
 ├── TaskError              a data set or a reward cannot be loaded or used
 │   ├── RewardFailed       one trajectory has no reward: failed, never 0
-│   ├── TeacherFailed      one trajectory has no log-probs of the teacher: failed, never 0
-│   ├── EnvironmentFailed  an environment raised or took too long: the trajectory is failed
+│   ├── TeacherFailed      one trajectory has no log-probs from the teacher: failed, never 0
+│   ├── EnvironmentFailed  an environment raised or took too long: its trajectory is failed
 │   ├── Retryable          raised by a reward: a retry of the same call may succeed
 │   └── TooManyFailures    rewards or engines failed more often than the config allows
-├── ModelError             a model folder that streamppo's engines cannot run
+├── ModelError             a model folder that streamppo cannot load or run
 ├── UpdateError            a batch that must not be trained on, or gradients that stay non-finite
 ├── WeightsError           a push that does not verify: the engine keeps its version
-├── CheckpointError        a checkpoint that is missing, damaged or of another run
+├── CheckpointError        a checkpoint that is missing, damaged or belongs to another run
 ├── JournalError           a journal or an archive that is damaged or cannot be written
-├── BundleError            a bundle that is damaged, not ours, or lacks a part
-├── Diverged               a redone update gave other weights than the first time
-├── QueueError             a request that the queue's rules refuse
+├── BundleError            a file that is damaged, is no bundle of streamppo, or lacks a part
+├── Diverged               an update was repeated and gave other weights than the first time
+├── QueueError             a request that the queue refuses
 └── RunError               a stage died or stalled; the message names the stage
     ├── LearnerLost        a learner rank died; the supervisor starts all of them again
     └── Interrupted        SIGINT, SIGTERM or SIGHUP
@@ -24,11 +24,11 @@ StreamppoError
 import signal
 
 UNREADABLE = (ValueError, RecursionError)
-"""Errors of msgspec for untrusted JSON or msgpack: its own, and UnicodeDecodeError for text that is not UTF-8."""
+"""Errors that msgspec raises for untrusted JSON or msgpack. UnicodeDecodeError (no UTF-8) is a ValueError."""
 
 
 class StreamppoError(Exception):
-    """Base of all: it includes every error that streamppo raises on purpose, and no other.
+    """Base class of every error that streamppo raises on purpose. Other errors are bugs.
 
     A command that ends with this error has the exit code `exit_code`.
     """
@@ -57,7 +57,7 @@ class TeacherFailed(TaskError):
 class EnvironmentFailed(TaskError):
     """The environment of this trajectory raised, took too long, or returned no usable answer.
 
-    `tokens` is the known number of tokens that were sampled for the trajectory.
+    `tokens` is the number of tokens sampled for the trajectory, as far as it is known.
     """
 
     def __init__(self, reason: str = "", tokens: int = 0) -> None:
@@ -66,16 +66,16 @@ class EnvironmentFailed(TaskError):
 
 
 class Retryable(TaskError):
-    """To be raised by rewards: the call failed, and a later retry may succeed.
+    """The error for a reward to raise if its call failed and a later retry may succeed.
 
-    Any exception with a true attribute `retryable` has the same effect.
+    Any exception whose attribute `retryable` is true has the same effect.
     """
 
     retryable = True
 
 
 class TooManyFailures(TaskError):
-    """More trajectories failed than `queue.max_failure_rate` allows; the message quotes the first reasons."""
+    """More trajectories failed than `queue.max_failure_rate` allows; the message quotes the first few reasons."""
 
 
 class ModelError(StreamppoError):
@@ -87,7 +87,7 @@ class UpdateError(StreamppoError):
 
 
 class WeightsError(StreamppoError):
-    """A version that is incomplete, differs from the push, or does not fit the engine's parameters."""
+    """A pushed version that is incomplete, differs from its hashes, or does not fit the engine's parameters."""
 
 
 class CheckpointError(StreamppoError):
@@ -99,7 +99,7 @@ class JournalError(StreamppoError):
 
 
 class BundleError(StreamppoError):
-    """A bundle that is damaged, not of streamppo, or lacks a requested part; the message names the file."""
+    """A file that is damaged, is no bundle of streamppo, or lacks a requested part; the message names the file."""
 
 
 DIVERGENCE_CAUSES = (
@@ -109,11 +109,11 @@ DIVERGENCE_CAUSES = (
 
 
 class Diverged(StreamppoError):
-    """An update redone from the archive gave other weights than the first time."""
+    """An update was repeated from the archive and gave other weights than the first time."""
 
 
 class QueueError(StreamppoError):
-    """A request that the queue's rules refuse."""
+    """A request that the queue refuses."""
 
 
 class RunError(StreamppoError):
@@ -125,7 +125,7 @@ class LearnerLost(RunError):
 
 
 class Interrupted(RunError):
-    """A signal, with this `number`, has stopped the run."""
+    """The signal `number` stopped the run."""
 
     def __init__(self, number: int) -> None:
         super().__init__(f"stopped by {signal.Signals(number).name}")

@@ -7,16 +7,16 @@
     stage    consumes              produces                         waits for                   unblocked by
     -------  --------------------  -------------------------------  --------------------------  ---------------------
     rollout  tickets, weights      trajectories, failures           tickets                     a take, a new version
-    queue    trajectories, pushes  tickets, batches, the archive    its disk
+        queue    trajectories, pushes  tickets, batches, the archive    its disk                    the disk
     learner  a batch               version + 1, report, checkpoint  the batch, prefetched       a delivery
     driver   reports               metrics.jsonl, summary.json      the oldest pending update   the learner
 
-    for every version    update        every rank takes its batch, trains, pushes version + 1
-                         checkpoint    if due; written concurrently with the next update
-                         record        the report, `AHEAD - 1` updates later; the learner never waits for the driver
-                         evaluate      if due; concurrently with the next updates
+        for every version    update        every rank takes its batch, trains, pushes version + 1
+                             checkpoint    if due; written while the next update runs
+                             record        the report, `AHEAD - 1` updates later, so that the learner never waits for it
+                             evaluate      if due; runs beside the next updates
 
-From here to `backward()`: run -> train -> Rank.update -> learner/update.py.
+The calls from here to `backward()`: run -> train -> Rank.update -> learner/update.py.
 """
 
 import errno
@@ -53,28 +53,28 @@ if TYPE_CHECKING:
     from ray import ObjectRef
 
 AHEAD = 2
-"""Updates in the learner's mailbox: the running one and the next one."""
+"""The number of updates requested from the learner at a time: the running one and the next one."""
 
 Reports = tuple[QueueReport, list[EngineReport]]
-"""The counters of the queue and of every engine."""
+"""The counters of the queue and of every rollout actor."""
 
 log = logging.getLogger(__name__)
 
 
 class PendingUpdate(NamedTuple):
-    """A requested update: the version that it makes, and the call of each rank."""
+    """A requested update: the version that it makes, and one pending call for each rank."""
 
     version: int
     refs: "list[ObjectRef[bytes]]"
 
 
 def run(config: Config, folder: Path, *, started: float, interrupts: Interrupts, accept_changes: bool = False) -> int:
-    """Make all updates; the exit code is 0 only after the last one. `started` is when the command began (perf_counter).
+    """Make all missing updates of the run in `folder`; the exit code is 0 if all are made. Raises `StreamppoError`.
 
-    If `folder` has a part of the run, the run is continued. Recovery from a learner's death, resume and replay work in
-    the same way: load a checkpoint, redo the archived batches, arrive at the same weights. A run that cannot continue
-    is refused before its folder is changed; so is a run whose data or model changed, unless `accept_changes`. In every
-    other outcome summary.json is written. Raises `StreamppoError`.
+    If `folder` has a part of the run, the run is continued: the learner loads a checkpoint and repeats the archived
+    batches, which gives the same weights. The restart of a lost learner and `replay` work in the same way. A run that
+    cannot continue is refused before its folder is changed. A run whose data or model changed is refused unless
+    `accept_changes`. summary.json is written in every other outcome. `started` is the command's start (perf_counter).
     """
     process.log_to_stdout()
     run_folder.refuse_network(folder)
@@ -101,9 +101,10 @@ def run(config: Config, folder: Path, *, started: float, interrupts: Interrupts,
 
 @contextmanager
 def _write_summary(record: RunRecord, config: Config) -> Generator[list[Reports]]:
-    """Write summary.json and report.html in every outcome of the block, which appends the last counters to the list.
+    """Write summary.json and report.html in every outcome of the block. The block appends the last counters to the
+    list.
 
-    This happens before Ray is shut down, which may hang.
+    The files are written before the shutdown of Ray, which may hang.
     """
     outcome = FINISHED
     reports: list[Reports] = []
@@ -126,10 +127,10 @@ def _write_summary(record: RunRecord, config: Config) -> Generator[list[Reports]
 
 
 def train(stages: Stages, record: RunRecord) -> Reports:
-    """Make all missing updates; restart the learner ranks whenever one is lost. Returns the last counters."""
+    """Make all missing updates, and restart all learner ranks whenever one is lost. Returns the last counters."""
     config, checkpoints = stages.config, stages.folder / "checkpoints"
-    # Updates whose reports were lost with the driver are redone, so that metrics.jsonl has no gap. Lines lost in
-    # another way do not cause a redo: training never waits for telemetry.
+    # If the driver died, the reports of its last updates are lost. Those updates are repeated so that metrics.jsonl has
+    # no gap. Other lost lines do not repeat an update.
     checkpoint = remote.newest(checkpoints, stages.address, record.complete_to, stages.history())
     newest = stages.begin(int(checkpoint.name) if checkpoint else 0)
     record.drop_unpublished(newest)
@@ -145,8 +146,8 @@ def train(stages: Stages, record: RunRecord) -> Reports:
             for version in range(start + 1, config.updates + 1):
                 pending.append(PendingUpdate(version, [rank.update.remote() for rank in stages.ranks]))
                 _checkpoint(stages, version)
-                _record(stages, record, pending, left=AHEAD - 1)
-            _record(stages, record, pending, left=0)
+                _record(stages, record, pending, num_left=AHEAD - 1)
+            _record(stages, record, pending, num_left=0)
             return _finish(stages, record)
         except LearnerLost as lost:
             stages.note_restart(RunStage.LEARNER, str(lost))
@@ -154,7 +155,7 @@ def train(stages: Stages, record: RunRecord) -> Reports:
 
 
 def _checkpoint(stages: Stages, version: int) -> None:
-    """Start the checkpoint of `version`, if one is due; `_finish` makes that of the last version."""
+    """Start the checkpoint of `version` if one is due. `_finish` saves the checkpoint of the last version."""
     if _due(stages.config.checkpoint.every, version) and version < stages.config.updates:
         folder = str(stages.folder / "checkpoints")
         stages.calls.watch_all([rank.save.remote(folder) for rank in stages.ranks], RunStage.CHECKPOINT)
@@ -162,20 +163,19 @@ def _checkpoint(stages: Stages, version: int) -> None:
 
 
 def _drop_batches(stages: Stages, version: int) -> None:
-    """Drop batches older than the oldest checkpoint that a resume may load, except the newest `archive.keep`
-    batches."""
+    """Drop the archived batches that no resume needs, except the newest `archive.keep` batches."""
     config, complete = stages.config, manifest.complete(stages.folder / "checkpoints")
     if config.archive.keep and len(complete) >= config.checkpoint.keep:
         before = min(version - config.archive.keep, int(complete[-config.checkpoint.keep].name))
         stages.calls.watch_all([stages.queue.forget.remote(before)], RunStage.CHECKPOINT)
 
 
-def _record(stages: Stages, record: RunRecord, pending: deque[PendingUpdate], *, left: int) -> None:
-    """Wait for the oldest updates of `pending` until `left` are pending; record each, and evaluate if due.
+def _record(stages: Stages, record: RunRecord, pending: deque[PendingUpdate], *, num_left: int) -> None:
+    """Wait for the oldest pending updates until `num_left` are pending. Record each, and evaluate its version if due.
 
-    On a signal: save a last checkpoint, record the finished updates, and raise `Interrupted`.
+    After a signal: save a last checkpoint, record the finished updates, and raise `Interrupted`.
     """
-    while len(pending) > left:
+    while len(pending) > num_left:
         try:
             answers = stages.calls.wait(pending[0].refs, f"update {pending[0].version}")
         except Interrupted:
@@ -191,7 +191,7 @@ def _record(stages: Stages, record: RunRecord, pending: deque[PendingUpdate], *,
 
 
 def _finish(stages: Stages, record: RunRecord) -> Reports:
-    """Save the last checkpoint, export the model and evaluate it; returns the counters of queue and engines."""
+    """Save the last checkpoint, export the model and evaluate it. Returns the last counters."""
     ranks, folder = stages.ranks, stages.folder
     saving = [rank.save.remote(str(folder / "checkpoints")) for rank in ranks]
     stages.calls.wait([*saving, *(rank.settle.remote() for rank in ranks)], "the last checkpoint")
@@ -199,14 +199,14 @@ def _finish(stages: Stages, record: RunRecord) -> Reports:
     record.checksum = stages.calls.wait(exporting, "exporting the model")[0]
     stages.fetch_final()
     rebuild_metrics.write_lost_lines(record, folder)
-    # The version may be above `updates`: a run may be resumed with fewer updates than it has made.
+    # The newest version may be above `updates`: a run may be resumed with a smaller number of updates.
     _evaluate(stages, record, record.version)
     stages.calls.drain(RunStage.EVALUATION)
     return stages.reports()
 
 
 def _evaluate(stages: Stages, record: RunRecord, version: int) -> None:
-    """Start the evaluation of `version`, unless it was done, as for the last version of a resumed run."""
+    """Start the evaluation of `version`. A resumed run does not repeat the evaluation of its last version."""
     if version in record.evaluated:
         return
     pool = stages.evaluators if stages.config.evaluation.actors else stages.rollouts
@@ -218,9 +218,9 @@ def _due(every: int, version: int) -> bool:
 
 
 def new_folder(config: Config, runs: Path) -> Path:
-    """Make the folder runs/NAME, or runs/NAME-2 and so on if taken. It has the configuration and can be resumed.
+    """Create the folder runs/NAME with the configuration, or runs/NAME-2 and so on if the name exists.
 
-    Raises `RunError` if it cannot be made, or must not be made there, as on a network file system.
+    Raises `RunError` if the folder cannot be created, or would lie on a network file system.
     """
     run_folder.refuse_network(runs)
     aside = durable.aside(runs / f"{config.name}.{os.getpid()}")
@@ -238,10 +238,10 @@ def new_folder(config: Config, runs: Path) -> Path:
 
 
 def _claim_folder(aside: Path, folder: Path) -> bool:
-    """Rename the folder `aside` to `folder`; False if that exists."""
+    """Rename the folder `aside` to `folder`; return False if `folder` exists."""
     with durable.naming(folder, RunError):
         try:
-            # A rename replaces only an empty folder.
+            # A rename replaces an empty folder, and raises OSError if the folder has files.
             durable.rename(aside, folder)
         except OSError as error:
             if error.errno in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR):

@@ -1,21 +1,18 @@
 """Settings of streamppo's processes: garbage collection, log output, and the time of their phases.
 
-Garbage collection: trajectories that wait a second for their rewards survive the cheap passes, and Python makes a full
-pass every second. A full pass visits every object: it stops the process for 0.3 s with torch and transformers loaded.
-The objects of a trajectory form no cycles, so full passes can be rare. The import of torch, transformers and Ray takes
-8.5 s of CPU, and 7.4 s `without_gc`.
+Garbage collection: trajectories wait about a second for their rewards, so they survive the cheap passes, and Python
+would make a full pass every second. A full pass visits every object and stops a process that has torch and transformers
+loaded for 0.3 s. Full passes can be rare because a trajectory's objects form no cycles. The import of torch,
+transformers and Ray takes 8.5 s of CPU, and 7.4 s in `without_gc`.
 
-Log lines: every module logs to `logging.getLogger(__name__)`; each process calls `log_to_stdout` once. A warning begins
-with that word, and on a terminal lines are wrapped between words. Ray forwards an actor's standard output to the
-driver's, which may lose its reader (`| head`, a closed terminal): later output then goes to a file, and the run
-continues. An actor's log lines begin with the secret in `MARK`; the driver removes it, and puts `PRINTS` before all
-other lines of an actor, which rewards and environments print. If such code runs in a command's process, `naming_prints`
-adds the prefix.
+Log lines: every module logs to `logging.getLogger(__name__)`, and each process calls `log_to_stdout` once. Ray forwards
+an actor's standard output to the driver's. The lines of an actor's log begin with a secret (`MARK`), which the driver
+removes. Rewards and environments print an actor's other lines, and the driver puts `PRINTS` before them.
 
-Compiled kernels: a process on a GPU keeps them in ~/.cache/streamppo, for the next process and the next run.
+Compiled kernels: a process on a GPU stores them in ~/.cache/streamppo for later processes and runs.
 
-Phases: the calls, wall seconds and CPU seconds of each phase of a process since its start. Reports bring them to the
-driver, and metrics.jsonl has them (`telemetry/catalogue.py` names every phase). Phases are not nested.
+Phases: each process counts the calls, wall seconds and CPU seconds of each phase since its start. Reports bring them to
+the driver, which writes them to metrics.jsonl (`telemetry/catalogue.py` names the phases). Phases are not nested.
 """
 
 import ctypes
@@ -40,37 +37,38 @@ if TYPE_CHECKING:
     from _typeshed import ReadableBuffer
 
 MARK = "STREAMPPO_LOG_MARK"
-"""The actors' environment variable with the driver's secret: no text of a policy can begin with the secret."""
+"""An environment variable of the actors with the driver's secret. Generated text cannot forge a log line without it."""
 PRINTS = "prints: "
 """Prefix of an output line that a user's code has printed."""
 LINE_BYTES = 8 * 2**10
-"""A longer line is split into several."""
+"""Longer printed lines are split into lines of this size."""
 CGROUPS = Path("/sys/fs/cgroup")
 PR_SET_PDEATHSIG = 1
-"""The option of prctl(2) for a signal to this process when the thread that created it ends."""
+"""The option of prctl(2) that sends a signal to this process when the thread that created it ends."""
 MORE_OBJECTS = 200_000
-"""Growth in live objects that triggers a pass: garbage cycles may hold tens of MiB until then."""
+"""Growth in live objects that triggers a garbage collection. Less frequent collections let garbage use tens of MiB."""
 CACHES = {
     "FLASH_ATTENTION_CUTE_DSL_CACHE_DIR": "flash-attention",
     "CUTE_DSL_CACHE_DIR": "cutlass",
     "TRITON_CACHE_DIR": "triton",
     "TORCHINDUCTOR_CACHE_DIR": "inductor",
 }
-"""The variables with a library's folder of compiled kernels, and our folder for each."""
+"""The environment variable that names a library's folder of compiled kernels, and the folder's name in our cache."""
 FLASH_KEEPS = "FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED"
-"""The variable by which flash-attn 4 keeps compiled kernels; by default every process compiles them again."""
+"""The variable that makes flash-attn 4 store compiled kernels. By default every process compiles them again."""
 
 log = logging.getLogger(__name__)
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-"""Signals that end a command or a run: Ctrl-C, a request to stop, a closed terminal."""
+"""Signals that end a command or a run: Ctrl-C, a request to stop, and a closed terminal."""
 WHOLE = "process"
-"""The phase that is the whole process, with all of its threads."""
+"""The name of the phase that covers the whole process with all its threads."""
 
 
 @contextmanager
 def without_gc() -> Generator[None]:
-    """Collect no garbage in the block, which imports libraries; no later pass visits its objects."""
+    """Switch garbage collection off for the block, which imports libraries, and exclude their objects from later
+    passes."""
     gc.disable()
     try:
         yield
@@ -82,7 +80,7 @@ def without_gc() -> Generator[None]:
 def freeze_gc() -> None:
     """Exclude all present objects from garbage collection, and make passes over later objects rare (`MORE_OBJECTS`).
 
-    Call it once everything is loaded.
+    A process calls it after it has loaded everything.
     """
     gc.collect()
     gc.freeze()
@@ -90,13 +88,13 @@ def freeze_gc() -> None:
 
 
 def cores() -> int:
-    """Count the cores that this process may use, as far as affinity and a container's quota allow."""
+    """Return the number of cores that the process's affinity and the container's quota allow."""
     count = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return min(count, _quota() or count)
 
 
 def _quota() -> int | None:
-    """The cores that the cgroup of this container allows, of version 2 or 1; None without a bound."""
+    """Return the number of cores that the container's cgroup (version 2 or 1) allows; None without a limit."""
     with suppress(OSError, ValueError):
         allowed, period = (CGROUPS / "cpu.max").read_text().split()
         return None if allowed == "max" else max(1, int(allowed) // int(period))
@@ -108,10 +106,10 @@ def _quota() -> int | None:
 
 
 def compile_caches() -> dict[str, str]:
-    """Return the variables by which a process on a GPU keeps compiled kernels, without those set by the user.
+    """Return the environment variables that make a GPU process store compiled kernels, except those the user has set.
 
-    They are for libraries that read them when they are imported. Another user's folder is not used, nor a disk without
-    locks, on which flash-attn waits for 15 s and fails.
+    The variables must be set before the libraries are imported. Returns {} if the cache folder belongs to another user,
+    or its disk has no locks: flash-attn would wait 15 s for a lock and fail.
     """
     base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "streamppo"
     if fault := _unusable(base):
@@ -122,10 +120,10 @@ def compile_caches() -> dict[str, str]:
 
 
 def _unusable(folder: Path) -> str:
-    """Return the reason why compiled kernels cannot be kept in `folder`; "" if they can."""
+    """Return the reason why compiled kernels cannot be stored in `folder`; "" if they can."""
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        # A kernel is code: a user who can write here can run code in our processes.
+        # Kernels are code. A user who can write to the folder could run code in this process.
         if folder.stat().st_uid != os.getuid():
             return "another user's"
         with (folder / "lock").open("w") as file:
@@ -136,20 +134,20 @@ def _unusable(folder: Path) -> str:
 
 
 def die_with_parent(number: int = signal.SIGKILL) -> None:
-    """Have the kernel signal this process when the parent thread that created it ends. Only on Linux."""
+    """Make the kernel signal this process when the parent thread that created it ends. Works only on Linux."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, number)
 
 
 def open_closed_streams() -> None:
-    """Open the null device for each closed standard stream (`>&-`): else a file gets its number, and children print."""
+    """Open the null device for each closed standard stream (`>&-`); otherwise a file would get the stream's number."""
     for descriptor, name in enumerate(("stdin", "stdout", "stderr")):
         if getattr(sys, name) is not None:
             continue
         try:
             os.fstat(descriptor)
         except OSError:
-            # The lowest free descriptor: those before are open.
+            # The operating system returns the lowest free descriptor: this one, because the lower ones are open.
             os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)
         stream = open(os.devnull, "r" if name == "stdin" else "w", encoding="utf-8")  # noqa: SIM115
         for alias in (name, f"__{name}__"):
@@ -157,7 +155,7 @@ def open_closed_streams() -> None:
 
 
 def escape_unprintable() -> None:
-    """Print characters that the output's encoding lacks, unpaired surrogates included, as escapes."""
+    """Print characters that the output's encoding lacks, such as unpaired surrogates, as escapes."""
     for stream in (sys.stdout, sys.stderr):
         # A replaced stream may have no `reconfigure`.
         if isinstance(stream, io.TextIOWrapper):
@@ -165,7 +163,7 @@ def escape_unprintable() -> None:
 
 
 def log_to_stdout(who: str = "") -> None:
-    """Write the package's log lines to standard output, each after `who: ` if given. Repeated calls do nothing."""
+    """Write the package's log lines to standard output, after "`who`: " if given. Repeated calls do nothing."""
     escape_unprintable()
     ours = logging.getLogger("streamppo")
     if any(isinstance(handler, _Lines) for handler in ours.handlers):
@@ -179,13 +177,13 @@ def log_to_stdout(who: str = "") -> None:
 
 @contextmanager
 def lasting_output(path: Path) -> Generator[None]:
-    """In the block, redirect standard output or standard error to the file `path` once its reader is gone.
+    """In the block, redirect standard output or standard error to the file `path` as soon as its reader has ended.
 
-    This includes everything that Python writes, also lines that Ray's threads print.
+    The redirection covers everything that Python writes, including lines that Ray's threads print.
     """
     before = sys.stdout, sys.stderr
     for name, stream in zip(("stdout", "stderr"), before, strict=True):
-        # A stream that a caller has replaced stays.
+        # A stream that the caller has replaced is left alone.
         if stream is getattr(sys, f"__{name}__"):
             raw = io.BufferedWriter(_Lasting(stream.fileno(), path))
             setattr(sys, name, io.TextIOWrapper(raw, stream.encoding, "backslashreplace", line_buffering=True))
@@ -198,14 +196,14 @@ def lasting_output(path: Path) -> Generator[None]:
 
 
 class _Lasting(io.FileIO):
-    """A descriptor that is redirected to a file when a write to it fails."""
+    """A descriptor that is redirected to a file as soon as a write to it fails."""
 
     def __init__(self, descriptor: int, path: Path) -> None:
         super().__init__(descriptor, "w", closefd=False)
         self._path = path
 
     def write(self, data: "ReadableBuffer", /) -> int:
-        """Write to the reader, or to the file if the reader is gone."""
+        """Write to the reader, or to the file if the reader has ended."""
         try:
             return super().write(data)
         except OSError:
@@ -218,10 +216,10 @@ class _Lasting(io.FileIO):
 
 @contextmanager
 def naming_prints(to: TextIO | None = None) -> Generator[None]:
-    """In the block, make lines that a user's code prints in this process harmless, and write `PRINTS` before each.
+    """In the block, make the lines that user code prints harmless, and write `PRINTS` before each of them.
 
-    Its lines go to their own stream, or all `to` one stream; our log's lines are unchanged. Code that keeps one of the
-    streams writes to it in the same way after the block.
+    The lines go to the stream that was printed to, or `to` one stream. The package's log lines are unchanged. If user
+    code stores a stream, its later lines are treated in the same way.
     """
     before = sys.stdout, sys.stderr
     if isinstance(sys.stdout, _Prints):
@@ -238,7 +236,7 @@ def naming_prints(to: TextIO | None = None) -> Generator[None]:
 
 
 class _Prints(io.TextIOWrapper):
-    """Replaces the stream `under` it, which gets whole lines."""
+    """Replaces the stream `under`, and passes complete lines on to it."""
 
     def __init__(self, under: TextIO) -> None:
         self.under = under
@@ -246,51 +244,51 @@ class _Prints(io.TextIOWrapper):
         super().__init__(io.BufferedWriter(self._lines), "utf-8", "backslashreplace", line_buffering=True)
 
     def end_line(self) -> None:
-        """Write the buffered text without a newline."""
-        # The printing code may have closed it.
+        """Write the incomplete last line."""
+        # User code may have closed the stream.
         with suppress(ValueError):
             self.flush()
         self._lines.end()
 
 
 class _PrintedLines(io.RawIOBase):
-    """Writes each line, harmless and after `PRINTS`, to the stream `to`."""
+    """Writes each line to the stream `to`, made harmless and prefixed with `PRINTS`."""
 
     def __init__(self, to: TextIO) -> None:
-        self._to, self._rest = to, b""
+        self._to, self._incomplete = to, b""
 
     def writable(self) -> bool:
         """Return True."""
         return True
 
     def fileno(self) -> int:
-        """Return the descriptor of the stream, for processes that are started with it."""
+        """Return the stream's descriptor. Child processes that get this stream inherit it."""
         return self._to.fileno()
 
     def write(self, data: "ReadableBuffer", /) -> int:
         """Write the complete lines."""
-        *whole, self._rest = (self._rest + bytes(data)).split(b"\n")
-        while len(self._rest) > LINE_BYTES:
-            whole, self._rest = [*whole, self._rest[:LINE_BYTES]], self._rest[LINE_BYTES:]
-        rows = (line.removesuffix(b"\r").decode(errors="replace") for line in whole)
+        *complete, self._incomplete = (self._incomplete + bytes(data)).split(b"\n")
+        while len(self._incomplete) > LINE_BYTES:
+            complete, self._incomplete = [*complete, self._incomplete[:LINE_BYTES]], self._incomplete[LINE_BYTES:]
+        rows = (line.removesuffix(b"\r").decode(errors="replace") for line in complete)
         self._to.write("".join(f"{PRINTS}{harmless(row)}\n" for row in rows))
         self._to.flush()
         return len(bytes(data))
 
     def end(self) -> None:
         """Write the incomplete line."""
-        if self._rest:
-            line, self._rest = self._rest + b"\n", b""
+        if self._incomplete:
+            line, self._incomplete = self._incomplete + b"\n", b""
             _PrintedLines(self._to).write(line)
 
 
 def _own_stream() -> TextIO:
-    """Return the current standard output, for our own lines."""
+    """Return the standard output for the package's log lines: the stream under `_Prints`."""
     return sys.stdout.under if isinstance(sys.stdout, _Prints) else sys.stdout
 
 
 class _Named(logging.Formatter):
-    """Formats a message after `head` and, from warnings on, its level."""
+    """Formats a message as `head`, its level if it is a warning or worse, and the text."""
 
     def __init__(self, head: str) -> None:
         super().__init__()
@@ -303,14 +301,14 @@ class _Named(logging.Formatter):
 
 
 class _Lines(logging.Handler):
-    """Writes each record to the current `sys.stdout`; each of its rows begins with `mark`."""
+    """Writes each record to the current `sys.stdout`, with `mark` at the beginning of each line."""
 
     def __init__(self, mark: str) -> None:
         super().__init__()
         self._mark = mark
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Write the record; a lost reader does not stop the process."""
+        """Write the record. If the reader has ended, the process continues."""
         try:
             rows = wrap(lines(self.format(record)), _columns()).split("\n")
             stream = _own_stream()
@@ -321,7 +319,7 @@ class _Lines(logging.Handler):
 
 
 def with_origin(line: str, mark: str) -> str:
-    """Make a line of an actor's output harmless: without `mark` if it is a log line, else after `PRINTS`.
+    """Remove `mark` from a log line of an actor, and put `PRINTS` before any other line; make both harmless.
 
     Example: mark "5e1f", "5e1fqueue: opened" -> "queue: opened", "queue: opened" -> "prints: queue: opened".
     """
@@ -329,7 +327,7 @@ def with_origin(line: str, mark: str) -> str:
 
 
 def _columns() -> int:
-    """Columns of the terminal behind standard output; 0 if there is none."""
+    """Return the width of the terminal at standard output in columns; 0 if it is no terminal."""
     try:
         stream = _own_stream()
         return os.get_terminal_size(stream.fileno()).columns if stream.isatty() else 0
@@ -341,7 +339,7 @@ def _columns() -> int:
 
 
 class PhaseTime(NamedTuple):
-    """Time of a phase. `cpu_s` is that of the threads in the phase, without helper threads that they wait for."""
+    """Time of a phase. `cpu_s` counts the threads in the phase, without the helper threads for which they wait."""
 
     calls: int
     wall_s: float
@@ -354,16 +352,16 @@ _lock = Lock()
 
 
 class phase(ContextDecorator):
-    """Context manager or decorator: count the block, or every call of the function, as `name`.
+    """A context manager and decorator that adds the time of the block, or of each call, to the phase `name`.
 
-    Use `add` for a block that awaits.
+    A block that awaits calls `add` instead.
     """
 
     def __init__(self, name: str) -> None:
         self._name = name
 
     def _recreate_cm(self) -> "phase":
-        """A new object for each call: several threads may be in one function."""
+        """Return a new object for each call, because several threads may be in the decorated function."""
         return phase(self._name)
 
     def __enter__(self) -> None:
@@ -376,20 +374,20 @@ class phase(ContextDecorator):
 
 
 def add(name: str, wall_s: float, cpu_s: float = 0.0) -> None:
-    """Add one call to a phase. Leave `cpu_s` at 0 for a phase that awaits: the thread runs other tasks meanwhile."""
+    """Add one call to a phase. A phase that awaits leaves `cpu_s` at 0: its thread runs other tasks meanwhile."""
     with _lock:
         calls, wall, cpu = _spent.get(name, (0, 0.0, 0.0))
         _spent[name] = PhaseTime(calls + 1, wall + wall_s, cpu + cpu_s)
 
 
 def spent() -> dict[str, PhaseTime]:
-    """The time of every phase of this process since its start, and of the whole process."""
+    """Return the time of each phase of this process since its start, and of the whole process under `WHOLE`."""
     with _lock:
         return {**_spent, WHOLE: PhaseTime(1, time.perf_counter() - _STARTED, time.process_time())}
 
 
 def sum_phases(processes: Iterable[Mapping[str, PhaseTime]]) -> dict[str, PhaseTime]:
-    """The sum of several processes' `spent` by phase."""
+    """Return the sum over several processes of their times (`spent`), phase by phase."""
     by_phase: dict[str, list[PhaseTime]] = {}
     for process in processes:
         for name, time_of in process.items():

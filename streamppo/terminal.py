@@ -1,10 +1,10 @@
-"""Makes untrusted text, of a policy, a reward or a foreign folder, safe for terminals and logs.
+"""Makes untrusted text from policies, rewards or other people's folders safe for terminals and logs.
 
-harmless    one line: it contains no control characters and no line breaks
+harmless    a text in one line without control characters
 bounded     the beginning of a text, and the number of characters left out
 quoted      the beginning of a text, in quotes
-wrap        a text's lines as rows of a terminal
-lines       a message of streamppo: lines after the first are indented, so that none looks like another message
+wrap        the lines of a text, wrapped to the terminal's width
+lines       a message of several lines; the later lines are indented, so that none looks like another message
 """
 
 import re
@@ -13,14 +13,14 @@ import unicodedata
 HARMFUL = frozenset(("Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp"))
 """Unicode categories of characters that move the cursor, change the writing direction, or are invisible."""
 HANGING = "  "
-"""Indentation of wrapped rows and of the further lines of a message."""
+"""Indentation of wrapped rows, and of a message's lines after the first."""
 ESCAPE = re.compile(r"\033\[[0-9;]*[A-Za-z]")
-"""A colour or another terminal sequence, which takes no cells."""
+"""A colour or another escape sequence, which takes no cells of the terminal."""
 
 
 def harmless(text: str) -> str:
-    """Make every character visible: a newline becomes ⏎, a tab a space, any other harmful character becomes ·."""
-    # The fast path of most texts: this is called for every line.
+    """Make every character visible: a newline becomes ⏎, a tab becomes a space, other harmful characters become ·."""
+    # A shortcut for most texts: this function is called for every line.
     if text.isprintable():
         return text
     shown = (
@@ -31,14 +31,14 @@ def harmless(text: str) -> str:
 
 
 def lines(text: str) -> str:
-    """Make every line of a message harmless, and indent those after the first."""
+    """Make every line of a message harmless, and indent the lines after the first."""
     if text.isprintable():
         return text
     return f"\n{HANGING}".join(map(harmless, text.split("\n")))
 
 
 def bounded(text: str, most: int) -> str:
-    """Keep the first `most` characters, and state how many are left out.
+    """Return the first `most` characters, and the number of characters that follow.
 
     Example: "aaaaa", 3 -> "aaa... (2 characters more)".
     """
@@ -46,23 +46,23 @@ def bounded(text: str, most: int) -> str:
 
 
 def quoted(text: str, most: int = 40) -> str:
-    """Quote the first `most` characters. Example: "aaaaa", 3 -> "'aaa...'"."""
+    """Return the first `most` characters in quotes. Example: "aaaaa", 3 -> "'aaa...'"."""
     return repr(text if len(text) <= most else f"{text[:most]}...")
 
 
 def wrap(text: str, columns: int) -> str:
-    """Wrap each line of `text` that has more cells than `columns`, between words; 0 columns: no wrapping.
+    """Wrap each line of `text` between words to `columns` cells; 0 columns: no wrapping.
 
-    A word wider than a row is not split here: the terminal wraps it, and it can still be copied.
+    A word wider than a row is not split. The terminal wraps it, so that a user can still copy it.
     """
     return "\n".join(_wrapped(line, columns) for line in text.split("\n")) if columns else text
 
 
 def _wrapped(line: str, columns: int) -> str:
-    # A line with a carriage return is a progress bar.
+    # A line with a carriage return is a progress bar, which is not wrapped.
     if (len(line) <= columns and line.isascii()) or "\r" in line:
         return line
-    # A slow import; most lines are short and do not need it.
+    # This import is slow, and most lines are short enough to do without it.
     from rich.cells import cell_len
 
     if cell_len(ESCAPE.sub("", line)) <= columns:

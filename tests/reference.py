@@ -18,21 +18,21 @@ PAGE = REPOSITORY / "docs" / "reference.md"
 HEAD = """\
 # Reference: every field, every metric
 
-For users who know what they look for. After this page you know what a field takes, its default, and what each number of
-a run means. `python -m tests.reference` writes it from the code.
+For users who look up a name. After this page you know a field's values and default, and what each number of a run
+means. `python -m tests.reference` writes it from the code.
 
 ## Fields
 
-A kind stands in parentheses: `algorithm.advantage(gae).lam` is `lam` of `algorithm.advantage = { kind = "gae" }`;
-`(mask|truncate)` is both kinds. NAME is a name of your choice, `[]` an entry of a list. Behind a field are its default
-and what it takes: `(256, ≥1)`; without a default it must be given. A kind whose other fields have defaults may be its
-bare name: `algorithm.advantage = "grpo"`.
+`algorithm.advantage(gae).lam` is the field `lam` of `algorithm.advantage = { kind = "gae" }`; `(mask|truncate)` means
+both kinds. NAME is a name of your choice, `[]` an entry of a list. A field's default and values follow it:
+`(256, ≥1)`. A field without a default is required. If all fields of a kind have defaults, its name is enough:
+`algorithm.advantage = "grpo"`.
 
 """
 METRICS = {
-    "Lines of metrics.jsonl, by their first name": catalogue.LINES,
-    "In every update's line": {**catalogue.BESIDE, **catalogue.UPDATE},
-    "In the lines of the updates to which they apply": catalogue.SOMETIMES,
+    "Lines of metrics.jsonl": catalogue.LINES,
+    "Every update's line": {**catalogue.BESIDE, **catalogue.UPDATE},
+    "Lines of the updates to which they apply": catalogue.SOMETIMES,
     "Phases": catalogue.PHASES,
 }
 """The lists of metrics by their headings."""
@@ -45,7 +45,7 @@ SIGNS = {
     r"a list of 2: (.*) and ((?:int|number).*)": r"[\1, \2]",
     r"a text": "text",
     r"a table": "table",
-    r" of at least 0 and of at most 1": " 0 to 1",
+    r" of at least 0 and of at most 1": " 0..1",
     r" of at least ": " ≥",
     r" and of at most ": ", ≤",
     r" of at most ": " ≤",
@@ -171,7 +171,7 @@ def _entry(field: Field) -> str:
         takes = PLAIN.sub("", takes).strip()
         if takes.startswith('"') and field.default in (words := re.findall(r'"[^"]*"', takes)):
             words.remove(field.default)
-            takes = f"or {', '.join(words)}"
+            takes = ", ".join(words)
     about = ", ".join(part for part in (field.default and f"`{field.default}`", takes) if part)
     return f"`{field.name}`{about and f' ({about})'}: {field.sentence}"
 

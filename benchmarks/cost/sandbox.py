@@ -86,7 +86,7 @@ def _cpu() -> Generator[Callable[[], float]]:
 
 
 def _group() -> Path | None:
-    for level in cgroup.levels(cgroup.OWN_GROUP.read_text(), cgroup.MOUNTS.read_text()):
+    for level in cgroup.levels(cgroup.PROCESS_GROUP.read_text(), cgroup.MOUNTS.read_text()):
         with suppress(OSError):
             own = level / f"benchmark-{os.getpid()}"
             own.mkdir()

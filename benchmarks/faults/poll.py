@@ -21,7 +21,7 @@ from urllib.request import urlopen
 EVERY_S, START_S = 0.2, 60.0
 NOTE = re.compile('<p class="none">([^<]*)')
 """The reason why a section could not be made, or what could not be read."""
-EMPTY = "No update was made yet."
+EMPTY = "No update has been made."
 NEGATIVE = re.compile(r'<td class="number">-[0-9,]+</td>')
 """A negative count: the difference of counts of two versions."""
 NO_BATCH = "no batch is kept in its archive yet"

@@ -96,7 +96,7 @@ def _signs(folder: Path) -> dict[str, Any]:
         "seed": config.seed,
         "updates": config.updates,
         "verdict": progress.verdict(evaluations),
-        "is_better": progress.is_better(evaluations),
+        "is_better": "better" in progress.verdict(evaluations),
         "signs": [one.name for one in diagnosis.diagnose_lines(config, lines, _summary(folder))],
     }
 

@@ -1,10 +1,11 @@
 """Fingerprints of a run's input files besides its configuration: data, models and the user's functions.
 
-RUN/inputs.json    the SHA-256 of every file, as computed by the newest driver
+    RUN/inputs.json    the SHA-256 of every file, as computed by the newest driver
 
-A prompt's number stands for a data row, and with changed data for another row. A run therefore keeps its data and
-models, unless the user accepts a change. A reward, or a custom function in `[algorithm]`, may change; the change is
-logged. Data sets and models on a hub have no files here and are not checked.
+A prompt's number selects a data row, so with changed data it would select another row. For this reason a run keeps its
+data and models, unless the user accepts a change. A reward or a custom function of `[algorithm]` may change, and the
+change is logged. Data sets and models on a hub have no local files and are not checked.
+
 The fingerprint of a file above `WHOLE_BYTES` covers its size and `PLACES` evenly spread pieces of 1 MiB.
 """
 
@@ -38,24 +39,24 @@ log = logging.getLogger(__name__)
 
 
 class Input(msgspec.Struct, frozen=True):
-    """One file or folder: its name in the configuration, and the fingerprint of each of its files."""
+    """A file or folder: the path that the configuration names, and the fingerprint of each of its files."""
 
     path: str
     files: dict[str, str]
 
 
 class NamedInput(NamedTuple):
-    """The file or folder that the configuration names in `field`; a change of a `kept` one is refused."""
+    """A file or folder that the configuration names in `field`. A change of an input that `is_fixed` is refused."""
 
     field: str
     path: str
-    kept: bool
+    is_fixed: bool
 
 
 def with_clock(config: Config, folder: Path) -> Config:
     """Set an empty `model.clock` to the clock of the run in `folder`, or to the present time for a new run.
 
-    A chat template may write the date, and a resumed run must render the same prompts on a later day.
+    A chat template may write the date, and a run that is resumed on a later day must render the same prompts.
     """
     if config.model.clock:
         return config
@@ -65,16 +66,16 @@ def with_clock(config: Config, folder: Path) -> Config:
 
 
 def verify(config: Config, folder: Path, *, accept_changes: bool) -> None:
-    """Compare all inputs with the recorded ones of the run in `folder`, and record them.
+    """Compare all inputs with those recorded for the run in `folder`, and record the present ones.
 
     Raises `CheckpointError` for changed data or models, unless `accept_changes`.
     """
     entries, before, present, changed = _compare(config, folder)
-    refused = [f"{entry.field}: {changed[entry.field]}" for entry in entries if entry.kept and changed[entry.field]]
+    refused = [f"{entry.field}: {changed[entry.field]}" for entry in entries if entry.is_fixed and changed[entry.field]]
     if refused and not accept_changes:
         raise CheckpointError(
-            "\n".join(refused) + "\na run keeps its data and its models: the numbers of its prompts would stand for "
-            "other rows, and held-out rows could be trained on. Put them back, or continue with them on purpose: "
+            "\n".join(refused) + "\na run keeps its data and its models: the numbers of its prompts would select other "
+            "rows, and held-out rows could be trained on. Restore them, or accept the change: "
             f"streamppo resume {shlex.quote(str(folder))} --accept-changes"
         )
     for field, change in changed.items():
@@ -87,14 +88,14 @@ def verify(config: Config, folder: Path, *, accept_changes: bool) -> None:
 
 
 def changes(config: Config, folder: Path) -> dict[str, str]:
-    """The changes of the recorded inputs of the run in `folder`, by field; "" for an unchanged input."""
+    """Return how the recorded inputs of the run in `folder` have changed, by field; "" for an unchanged input."""
     return _compare(config, folder)[3]
 
 
 def _compare(
     config: Config, folder: Path
 ) -> tuple[list[NamedInput], dict[str, Input], dict[str, Input], dict[str, str]]:
-    """(the named inputs, the recorded ones, the present ones, the change of each)."""
+    """Return the named inputs, the recorded ones, the present ones, and the change of each."""
     named, before = list(_named_inputs(config, folder)), _recorded_inputs(folder)
     present = {entry.field: _find_input(entry) for entry in named}
     changed = {entry.field: _change(before.get(entry.field), present[entry.field]) for entry in named}
@@ -112,36 +113,36 @@ def _recorded_inputs(folder: Path) -> dict[str, Input]:
 
 
 def _named_inputs(config: Config, folder: Path) -> Iterator[NamedInput]:
-    yield NamedInput("model.path", model_path(config, folder), kept=True)
+    yield NamedInput("model.path", model_path(config, folder), is_fixed=True)
     if config.algorithm.critic.model not in CRITICS:
-        yield NamedInput("algorithm.critic.model", config.algorithm.critic.model, kept=True)
+        yield NamedInput("algorithm.critic.model", config.algorithm.critic.model, is_fixed=True)
     if config.algorithm.teacher.model:
-        yield NamedInput("algorithm.teacher.model", config.algorithm.teacher.model, kept=True)
+        yield NamedInput("algorithm.teacher.model", config.algorithm.teacher.model, is_fixed=True)
     for field, function in config.algorithm.custom_functions.items():
-        yield NamedInput(f"algorithm.{field}.function", _source(function), kept=False)
+        yield NamedInput(f"algorithm.{field}.function", _source(function), is_fixed=False)
     if isinstance(config.task, DataTask):
         for name, source in config.task.sources.items():
-            yield NamedInput(f"task.sources.{name}.data", source.data, kept=True)
+            yield NamedInput(f"task.sources.{name}.data", source.data, is_fixed=True)
             if source.evaluation is not None:
-                yield NamedInput(f"task.sources.{name}.evaluation", source.evaluation, kept=True)
+                yield NamedInput(f"task.sources.{name}.evaluation", source.evaluation, is_fixed=True)
     for name, scorer in config.reward.scorers.items():
         match scorer:
             case FunctionScorer(function=function):
-                yield NamedInput(f"reward.scorers.{name}.function", _source(function), kept=False)
+                yield NamedInput(f"reward.scorers.{name}.function", _source(function), is_fixed=False)
             case ModelScorer(path=path):
-                yield NamedInput(f"reward.scorers.{name}.path", path, kept=False)
+                yield NamedInput(f"reward.scorers.{name}.path", path, is_fixed=False)
             case _:
                 pass
     environment = config.environment.module if config.environment else ""
     plugged = {"environment.name": environment, "rollout.limit": config.rollout.limit}
-    yield from (NamedInput(field, _source(name), kept=False) for field, name in plugged.items() if name)
+    yield from (NamedInput(field, _source(name), is_fixed=False) for field, name in plugged.items() if name)
 
 
 def _source(name: str) -> str:
-    """The file of `package.module:name`, `package:name` or `path/file.py:name`, found without importing it."""
+    """Return the file of `package.module:name`, `package:name` or `path/file.py:name` without importing it."""
     where = name.rpartition(":")[0]
     module = where.replace(".", "/")
-    # In one folder an import prefers a package to a module.
+    # If a folder has a package and a module of the same name, an import takes the package.
     relative = [where] if where.endswith(".py") else [f"{module}/{PACKAGE}", f"{module}.py"]
     candidates = (Path(folder) / name for folder in ("", *sys.path) for name in relative)
     return str(next((path for path in candidates if path.is_file()), relative[-1]))
@@ -153,12 +154,12 @@ def _find_input(named: NamedInput) -> Input:
         return Input(named.path, {path.name: fingerprint(path)})
     names = [file.relative_to(path) for file in path.rglob("*") if file.is_file()] if path.is_dir() else []
     # Hidden files belong to tools such as git.
-    shown = sorted(str(name) for name in names if not any(part.startswith(".") for part in name.parts))
-    return Input(named.path, {name: fingerprint(path / name) for name in shown})
+    visible = sorted(str(name) for name in names if not any(part.startswith(".") for part in name.parts))
+    return Input(named.path, {name: fingerprint(path / name) for name in visible})
 
 
 def fingerprint(path: Path) -> str:
-    """The SHA-256 of a file; for one above `WHOLE_BYTES`, the SHA-256 of its size and of `PLACES` pieces."""
+    """Return the SHA-256 of a file, or of the size and `PLACES` pieces of a file above `WHOLE_BYTES`."""
     size = path.stat().st_size
     if size <= WHOLE_BYTES:
         return durable.sha256(path)
@@ -171,24 +172,24 @@ def fingerprint(path: Path) -> str:
 
 
 def _name(path: str) -> str:
-    """The name of a file or folder; of a package's `__init__.py` that of the package."""
+    """Return the name of a file or folder; for the `__init__.py` of a package, the name of the package."""
     return Path(path).parent.name if Path(path).name == PACKAGE else Path(path).name
 
 
 def _change(before: Input | None, present: Input) -> str:
     """Describe the change of an input; "" if it is unchanged, or if the configuration names another file.
 
-    A moved file or folder, of another path and the same name, counts as the same input.
+    A file or folder that was moved, but has the same name, counts as the same input.
     """
     if before is None or _name(before.path) != _name(present.path):
         return ""
     if not present.files:
-        return f"{present.path} is gone"
+        return f"{present.path} does not exist"
     common_files = before.files.keys() & present.files.keys()
     kinds = {
         "changed": {name for name in common_files if before.files[name] != present.files[name]},
         "new": present.files.keys() - before.files.keys(),
-        "gone": before.files.keys() - present.files.keys(),
+        "missing": before.files.keys() - present.files.keys(),
     }
     text = "; ".join(f"{kind}: {', '.join(sorted(names))}" for kind, names in kinds.items() if names)
     return f"{present.path} has changed since the run began: {text}" if text else ""

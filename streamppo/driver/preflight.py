@@ -1,4 +1,4 @@
-"""Checks a run's folder before anything in it changes: a run that cannot be resumed stays byte for byte as it was."""
+"""Checks a run's folder before anything in it changes, so that a run that cannot be resumed is left unchanged."""
 
 import os
 from collections.abc import Iterator
@@ -14,21 +14,21 @@ from streamppo.queue.rules.state import queue_settings
 from streamppo.queue.store import snapshot
 from streamppo.queue.store.journal import Journal
 
-OTHERS = ("model", "wandb")
-"""Folders of a run that may have links: of the model, whose files are only read, and of wandb, which makes links."""
+MAY_HAVE_LINKS = ("model", "wandb")
+"""Folders of a run that may contain links: the model, which is only read, and wandb, which creates links."""
 
 EDITORS = ".#"
-"""Prefix of an editor's lock, a link whose name no run writes."""
+"""The prefix of an editor's lock: a link with a name that no run writes."""
 
 
 def verify(config: Config, folder: Path, *, accept_changes: bool = False) -> None:
-    """Refuse to resume the run in `folder` under `config` if the result would be wrong; a new run always passes.
+    """Refuse to resume the run in `folder` under `config` if the result would be wrong. A new run always passes.
 
-    Changed data and models are refused too, unless `accept_changes`; then they are recorded as the run's inputs. Raises
+    Changed data and models are refused unless `accept_changes`, and are then recorded as the run's inputs. Raises
     `JournalError`, `CheckpointError` or `RunError`.
     """
     for link in _links(folder):
-        raise CheckpointError(f"{link}: a link, and a run would write through it: put the file itself in its place")
+        raise CheckpointError(f"{link}: a link, and a run would write through it: replace it by the file itself")
     resume_checks.refuse_without_journal(folder)
     if (folder / "journal.sqlite").is_file():
         _verify_journal(config, folder)
@@ -50,13 +50,13 @@ def _verify_journal(config: Config, folder: Path) -> None:
 
 
 def _links(run: Path) -> Iterator[Path]:
-    """Links by which a run would change files outside its folder: to files, and at the temporary names of folders.
+    """Yield links by which a run would change files outside its folder: to files, and at temporary names of folders.
 
-    Other links to folders, such as checkpoints on another disk, are the user's.
+    Other links to folders, such as checkpoints on another disk, are allowed.
     """
     for place, folders, files in os.walk(run):
         if Path(place) == run:
-            folders[:] = [name for name in folders if name not in OTHERS]
+            folders[:] = [name for name in folders if name not in MAY_HAVE_LINKS]
         for name in sorted([*files, *(name for name in folders if name.endswith(durable.ASIDE))]):
             if not name.startswith(EDITORS) and (path := Path(place, name)).is_symlink():
                 yield path

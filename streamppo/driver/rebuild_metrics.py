@@ -1,7 +1,8 @@
 """Rebuilds lost lines of metrics.jsonl from the archived batches.
 
-A batch has the rewards, lengths, tokens and lags of its update. Losses, gradients and times are lost with the line;
-`streamppo replay` recomputes losses and gradients. A line that cannot be rebuilt is logged; the run continues.
+A batch contains the rewards, lengths, tokens and lags of its update. Losses, gradients and times are lost with the
+line, but `streamppo replay` recomputes losses and gradients. If a line cannot be rebuilt, a log line says so and the
+run continues.
 """
 
 import logging
@@ -37,14 +38,14 @@ def write_lost_lines(record: RunRecord, folder: Path) -> None:
     remade = [version for version in lost_versions if _rebuild_line(record, archive, configs, version)]
     if remade:
         log.info(
-            "%s: the lines of updates %s were lost, and are recomputed from their batches, without losses and times",
+            "%s: the lines of updates %s were lost and are recomputed from their batches, without losses and times",
             metrics_file.METRICS,
             _ranges(remade),
         )
 
 
 def _rebuild_line(record: RunRecord, archive: Archive, configs: Mapping[int, Config], version: int) -> bool:
-    """Rebuild the line of update `version`. Returns False, with a log line, if its batch cannot be read."""
+    """Rebuild the line of update `version`. If its batch cannot be read, log the reason and return False."""
     try:
         batch = archive.batch(version - 1)
     except JournalError as error:
@@ -55,8 +56,8 @@ def _rebuild_line(record: RunRecord, archive: Archive, configs: Mapping[int, Con
 
 
 def batch_numbers(config: Config, batch: Batch) -> tuple[dict[str, float], dict[int, int]]:
-    """An update's metrics that follow from its batch, and its tokens by lag; `config` is the update's."""
-    # Imported here because these import torch and lines are seldom lost.
+    """Return the metrics that follow from an update's batch, and its tokens by lag. `config` is the update's."""
+    # These imports are slow, because the modules import torch, and this function is seldom called.
     from streamppo.learner.batch.fetch import lag_histogram
     from streamppo.learner.batch.padded import pad
     from streamppo.learner.objective.metrics import describe
@@ -67,7 +68,7 @@ def batch_numbers(config: Config, batch: Batch) -> tuple[dict[str, float], dict[
 
 
 def _ranges(versions: list[int]) -> str:
-    """[1, 3, 4, 5] -> "1, 3 to 5"."""
+    """Return ranges of versions in words: [1, 3, 4, 5] -> "1, 3 to 5"."""
     ends = [version for version in versions if version + 1 not in versions]
     begins = [version for version in versions if version - 1 not in versions]
     pairs = zip(begins, ends, strict=True)

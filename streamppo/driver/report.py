@@ -1,6 +1,6 @@
-"""Writes report.html: a run's metrics, journal, archive and configuration, as far as they exist, on one page.
+"""Writes report.html: one page with a run's metrics, journal, archive and configuration.
 
-The report names each part that cannot be read, and shows the others.
+A part that cannot be read is named, and the other parts are shown.
 """
 
 import json
@@ -43,11 +43,11 @@ from streamppo.types import Batch, Ints, QueueReport, Trajectory, flags, ints
 
 REPORT = "report.html"
 SAMPLES = 4
-"""Trajectories shown of each of the three sampled batches."""
+"""The number of trajectories shown of each of the three sampled batches."""
 SHOWN_TOKENS = 1000
-"""Tokens shown of one completion."""
+"""The maximum number of tokens shown of a completion."""
 REASONS = 20
-"""Failure reasons shown."""
+"""The maximum number of failure reasons shown."""
 TOKENIZER = "tokenizer.json"
 Decode: TypeAlias = Callable[[Ints], str]
 T = TypeVar("T")
@@ -55,7 +55,7 @@ log = logging.getLogger(__name__)
 
 
 def write_after(folder: Path) -> None:
-    """Write the report of a run that has ended. A failure is a warning; the run's outcome stays."""
+    """Write the report of a run that has ended. A failure is only a warning and does not change the run's outcome."""
     path, why = make_part(lambda: write([folder], folder / REPORT))
     if path is None:
         log.warning("%s: not written: %s", folder / REPORT, why)
@@ -69,15 +69,15 @@ def write(
     differences: "Sequence[RunDifference]" = (),
     predicted: Sequence[tuple[str, RunsTable]] = (),
 ) -> Path:
-    """Write a report on folders of runs and files of replays to `target`.
+    """Write a report about folders of runs and files of replays to `target`.
 
-    It shows the `differences` of the runs, and the `predicted` values of each. Raises `RunError`.
+    The report shows the `differences` between the runs, and the `predicted` values of each. Raises `RunError`.
     """
     views = [replay_view(path) if path.is_file() else _run_view(path) for path in paths]
     tables = [_difference_table(difference) for difference in differences]
     text = page.render(views, tables, predicted).encode(errors="replace")
     if target in [folder / REPORT for folder in paths]:
-        # A run from elsewhere may have a link of this name: it is replaced.
+        # A run from another machine may have a link of this name, which is replaced.
         with durable.naming(target, RunError):
             durable.write(target, text)
     else:
@@ -86,7 +86,7 @@ def write(
 
 
 def count_attempts(folder: Path, config: Config) -> AttemptTable | None:
-    """The attempts of a run by outcome; None, with a log line, if journal or archive cannot be read."""
+    """Return the attempts of a run by outcome. If journal or archive cannot be read, log the reason and return None."""
     table, why = make_part(lambda: queue_attempts.table(folder, config, metrics_file.read(folder)))
     if table is None:
         log.info("attempts are not counted: %s", why)
@@ -94,7 +94,7 @@ def count_attempts(folder: Path, config: Config) -> AttemptTable | None:
 
 
 class RunDifference(NamedTuple):
-    """Two runs, by name, with equal versions up to `version`, and their differences after it (queue/pairs.py)."""
+    """Two runs, by name, with equal versions up to `version`, and their later differences (queue/pairs.py)."""
 
     first: str
     second: str
@@ -102,18 +102,18 @@ class RunDifference(NamedTuple):
     rows: Sequence[PairedDifference]
 
     def sentence(self) -> str:
-        """The difference over all updates, with two standard errors."""
+        """Return the difference over all updates, with two standard errors, in words."""
         total = self.rows[0] if self.rows else None
-        begin = f"{self.second} less {self.first} since version {self.version}"
+        begin = f"{self.second} minus {self.first} since version {self.version}"
         if total is None or total.difference is None or total.error is None:
-            return f"{begin}: no two prompts that both trained on"
+            return f"{begin}: fewer than two prompts that both trained on"
         reward = f"reward {total.difference:+.4f} ± {2 * total.error:.4f}"
         unpaired = f", ± {2 * total.unpaired:.4f} unpaired" if total.unpaired is not None else ""
         return f"{begin}: {reward} (2 standard errors, {total.pairs:,} prompts in pairs{unpaired})"
 
 
 def differences(paths: Sequence[Path]) -> list[RunDifference]:
-    """The first run, compared with each other run that shares its beginning. Raises `StreamppoError` for damage."""
+    """Compare the first run with each run that shares its beginning. Raises `StreamppoError` for damaged files."""
     runs = [path for path in paths if path.is_dir()]
     rows: list[RunDifference] = []
     for other in runs[1:]:
@@ -141,7 +141,7 @@ def _difference_table(difference: RunDifference) -> tuple[str, RunsTable]:
 
 
 def replay_view(path: Path) -> View:
-    """The view of a file written by `streamppo replay --set`. Raises `RunError` for any other file."""
+    """Return the view of a file that `streamppo replay --set` wrote. Raises `RunError` for any other file."""
     try:
         content = json.loads(durable.read(path))
         lines = [
@@ -153,12 +153,12 @@ def replay_view(path: Path) -> View:
         ]
         name = f"{path.parent.parent.name} replay {path.stem}: {' '.join(content['set'])}"
     except (OSError, ValueError, LookupError, TypeError, RecursionError) as error:
-        raise RunError(f"{path}: no file of `streamppo replay`: {error}") from error
+        raise RunError(f"{path}: not a file of `streamppo replay`: {error}") from error
     return View(name, lines, is_replay=True)
 
 
 ZEROS = {"wait_s": 0.0, "update_s": 0.0, "push_ms": 0.0, "push_mib": 0.0, "lag_histogram": {}}
-"""The entries of an update's line that a replay does not measure."""
+"""Entries of an update's line that a replay does not measure."""
 
 
 def _run_view(folder: Path) -> View:
@@ -166,7 +166,7 @@ def _run_view(folder: Path) -> View:
     config = try_part(view, lambda: configfile.load(folder / configfile.CONFIG))
     if config is not None:
         view.config = configfile.show(config)
-        # Counters come before the lines: a running run writes an update's line after its transaction.
+        # The counters are read before the lines, because a driver writes an update's line after its transaction.
         counters = try_part(view, lambda: read_counters(config, folder, view.notes))
         view.queue, view.failures = counters or (None, ())
     if content := try_part(view, lambda: metrics_file.content(folder)):
@@ -181,14 +181,14 @@ def _run_view(folder: Path) -> View:
 
 
 def try_part(view: View, part: Callable[[], T]) -> T | None:
-    """Return a part of the report; on failure add the reason to `view.notes` and return None."""
+    """Return a part of the report. If it cannot be made, add the reason to `view.notes` and return None."""
     result, why = make_part(part)
     view.notes += [why] if why and why not in view.notes else []
     return result
 
 
 def read_counters(config: Config, folder: Path, notes: list[str]) -> tuple[QueueReport | None, Sequence[NamedNumber]]:
-    """The queue's counters and failure reasons of one journal transaction; `notes` gets a line for each missing one."""
+    """Read the queue's counters and failure reasons from the journal. `notes` gets a line about a missing one."""
     with closing(Journal.open_run(folder)) as journal:
         counters, no_counters = make_part(lambda: _counters(config, journal))
         failures, no_failures = make_part(lambda: _failures(journal))
@@ -202,7 +202,7 @@ def _counters(config: Config, journal: Journal) -> QueueReport | None:
 
 
 def _failures(journal: Journal) -> list[NamedNumber]:
-    """The reasons of failed attempts, the most frequent first."""
+    """Return the reasons of failed attempts, the most frequent first."""
     reasons = Counter((ended.state.replace("_", " "), first_line(ended.reason)) for ended in journal.ended_attempts())
     rows = [NamedNumber(state, f"{count:,}", reason) for (state, reason), count in reasons.most_common(REASONS)]
     if (more := len(reasons) - REASONS) > 0:
@@ -213,7 +213,7 @@ def _failures(journal: Journal) -> list[NamedNumber]:
 
 
 def _samples(config: Config, folder: Path) -> list[TrainedSample]:
-    """Samples of three archived batches: the oldest, the middle one and the newest."""
+    """Return samples from three archived batches: the oldest, the middle and the newest one."""
     archived = archive.open(folder)
     if not (versions := archived.versions()):
         raise JournalError(f"{folder}: no batch is kept in its archive")
@@ -223,7 +223,7 @@ def _samples(config: Config, folder: Path) -> list[TrainedSample]:
 
 
 def decoder(model: Path) -> Decode:
-    """A function from tokens to text without special tokens; avoids transformers, whose import takes 4 s of CPU."""
+    """Return a function from tokens to text, if possible without transformers, whose import takes 4 s of CPU."""
     if not (model / TOKENIZER).is_file():
         return Tokenizer(model).decode
     tokenizer = read_tokenizer(model)
@@ -231,7 +231,7 @@ def decoder(model: Path) -> Decode:
 
 
 def read_tokenizer(model: Path) -> tokenizers.Tokenizer:
-    """The tokenizer in the file of `model`, without transformers. Raises `RunError`."""
+    """Return the tokenizer in the file of `model`, read without transformers. Raises `RunError`."""
     file = model / TOKENIZER
     tokenizer, why = make_part(lambda: tokenizers.Tokenizer.from_buffer(durable.read(file)))
     if tokenizer is None:
@@ -253,11 +253,11 @@ def _batch_samples(batch: Batch, decode: Decode) -> Iterable[TrainedSample]:
 
 
 def _pieces(batch: Batch, trajectory: Trajectory, decode: Decode) -> list[TextPiece]:
-    """The completion, split where the version changes and between the policy's and other tokens."""
+    """Split the completion where the version changes, and between the policy's tokens and others."""
     tokens, mask = ints(trajectory.tokens)[:SHOWN_TOKENS], flags(trajectory.mask).tolist()
     lags = [batch.version - version for version in ints(trajectory.versions).tolist()]
     pieces: list[TextPiece] = []
     places = range(len(tokens))
-    for lag, same in groupby(places, lambda place: lags[place] if mask[place] else None):
-        pieces.append(TextPiece(decode(tokens[list(same)]), lag))
+    for lag, run_of_places in groupby(places, lambda place: lags[place] if mask[place] else None):
+        pieces.append(TextPiece(decode(tokens[list(run_of_places)]), lag))
     return pieces

@@ -1,13 +1,13 @@
-"""The folder of a run: its disk, its lock while a driver lives, requests to the driver, and whether updates are left.
+"""The folder of a run: its disk, its driver's lock, requests to the driver, and whether the run is complete.
 
-RUN                the driver holds a lock (flock) on the folder while it lives, whatever is deleted in it; the kernel
-                   releases the lock however the driver ends
+RUN                the driver holds a lock (flock) on the folder while it lives, even if files in it are deleted; the
+                   kernel releases the lock when the driver ends in any way
 RUN/scale.json     the number of rollout actors that a command requests
-RUN/scale.taken    the accepted request; removed once config.toml has the number
+RUN/scale.taken    the accepted request; removed when config.toml has the number
 
-A network file system is refused. SQLite in WAL mode shares memory between processes through a file: there, processes on
-several machines see different memory, and locks are lost when the server restarts, so that the journal is damaged
-without an error. Needs neither Ray nor torch.
+A network file system is refused. SQLite in WAL mode shares memory between processes through a file. On a network file
+system, processes on several machines would see different memory, and a restarted server loses locks. Both damage the
+journal without an error. This module imports neither Ray nor torch.
 """
 
 import fcntl
@@ -36,17 +36,17 @@ FUSE = "fuse."
 LOCAL_FUSE = frozenset({"fuse.fuse-overlayfs", "fuse.bindfs", "fuse.lxcfs"})
 """FUSE file systems that are known to be local."""
 LOCK_S = 1.0
-"""Time limit of a driver for the lock: longer than `is_running` holds its shared lock."""
+"""Time limit of a driver for getting the lock, which is longer than `is_running` holds its shared lock."""
 SCALE = "scale.json"
 ACCEPTED = "scale.taken"
 WAIT_S = 60.0
-"""Time limit of `scale` for the driver's answer; the driver checks every half second once its learner has loaded."""
+"""Time limit of `scale` for the driver's answer. After its learner has loaded, the driver looks every half second."""
 POLL_S = 0.1
 FINAL_CONFIG = Path("final/config.json")
 
 
 def refuse_network(folder: Path) -> None:
-    """Raise `RunError`, with the remedy, if `folder` is, or would be, on a network file system."""
+    """Raise `RunError` with the remedy if `folder` is, or would be, on a network file system."""
     kind = file_system(folder, durable.read_kernel(MOUNTS))
     if kind in NETWORK or (kind.startswith(FUSE) and kind not in LOCAL_FUSE):
         raise RunError(
@@ -57,12 +57,12 @@ def refuse_network(folder: Path) -> None:
 
 
 def file_system(folder: Path, mounts: str) -> str:
-    """The type of `folder`'s file system in `mounts`, the text of mountinfo (proc(5)); "" if no line matches."""
+    """Return the type of `folder`'s file system from `mounts`, the text of mountinfo (proc(5)); "" without a match."""
     kind, longest = "", -1
     for line in mounts.splitlines():
         before, _, after = line.partition(" - ")
         point = durable.mount_point(before.split()[4])
-        # A later mount at the same point hides the earlier one.
+        # If two mounts have the same mount point, the later one hides the earlier one.
         if folder.resolve().is_relative_to(point) and len(point) >= longest:
             kind, longest = after.split()[0], len(point)
     return kind
@@ -73,9 +73,9 @@ def file_system(folder: Path, mounts: str) -> str:
 
 @contextmanager
 def driver_lock(folder: Path) -> Generator[None]:
-    """Lock the run in `folder` for its driver. Raises `RunError` if it has one, or the file system has no locks.
+    """Lock the run in `folder` for its driver. Raises `RunError` if it has a driver, or the file system has no locks.
 
-    Requests to an earlier driver are deleted: a run starts with its given configuration.
+    Requests to an earlier driver are deleted, because a run starts with the configuration that it is given.
     """
     with _open_folder(folder) as opened:
         deadline = time.monotonic() + LOCK_S
@@ -89,21 +89,21 @@ def driver_lock(folder: Path) -> Generator[None]:
 
 
 def _forget(request: Path) -> None:
-    # On a read-only disk even deleting a missing file fails.
+    # On a read-only disk, even the deletion of a missing file raises an error.
     if request.exists():
         with durable.naming(request, RunError):
             request.unlink(missing_ok=True)
 
 
 def is_running(folder: Path) -> bool:
-    """True if the run has a live driver. Raises `RunError` if the file system has no locks."""
+    """Return whether the run has a live driver. Raises `RunError` if the file system has no locks."""
     with _open_folder(folder) as opened:
         return not _try_lock(folder, opened, fcntl.LOCK_SH)
 
 
 @contextmanager
 def _open_folder(folder: Path) -> Generator[int]:
-    """A file descriptor of the folder for flock; closing it releases the lock."""
+    """Open the folder for flock. Closing the descriptor releases the lock."""
     try:
         opened = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     except OSError as error:
@@ -138,27 +138,27 @@ class Scale(Section, frozen=True):
 def scale(folder: Path, rollouts: int, within_s: float = WAIT_S) -> None:
     """Request `rollouts` rollout actors for the run in `folder`, and wait until its driver has answered.
 
-    Raises `RunError` if the run has no driver, or none that answers `within_s`.
+    Raises `RunError` if the run has no driver, or the driver does not answer `within_s`.
     """
     if not is_running(folder):
         resume = f"streamppo resume {shlex.quote(str(folder))} rollout.actors={rollouts}"
-        raise RunError(f"{folder}: this run is not running: `{resume}`")
+        raise RunError(f"{folder}: this run is not running; use `{resume}`")
     with durable.naming(folder / SCALE, RunError):
         durable.write(folder / SCALE, msgspec.json.encode(Scale(rollouts=rollouts)))
     deadline = time.monotonic() + within_s
     while (folder / SCALE).exists() or (folder / ACCEPTED).exists():
         if not is_running(folder):
             (folder / SCALE).unlink(missing_ok=True)
-            raise RunError(f"{folder}: the run has ended before it applied the number")
+            raise RunError(f"{folder}: the run ended before it applied the number")
         if time.monotonic() > deadline:
-            raise RunError(f"{folder}: no answer within {within_s:g} s; the run applies the number when it can")
+            raise RunError(f"{folder}: no answer within {within_s:g} s; the run applies the number later")
         time.sleep(POLL_S)
 
 
 def accept(folder: Path) -> int | None:
-    """The requested number of rollout actors, None without a request; call `answer` after it.
+    """Return the requested number of rollout actors; None without a request. The driver calls `answer` afterwards.
 
-    Raises `RunError` for a file that `scale` has not written.
+    Raises `RunError` for a file that `scale` did not write.
     """
     try:
         os.replace(folder / SCALE, folder / ACCEPTED)
@@ -171,7 +171,7 @@ def accept(folder: Path) -> int | None:
 
 
 def answer(folder: Path) -> None:
-    """Let the requesting command return: the driver has applied or refused the request."""
+    """Tell the waiting command that the driver has applied or refused its request."""
     (folder / ACCEPTED).unlink(missing_ok=True)
 
 
@@ -179,7 +179,7 @@ def answer(folder: Path) -> None:
 
 
 def nothing_to_do(config: Config, run: Path) -> str:
-    """The message for a complete run in the folder `run`; "" if there is work left for `config`.
+    """Return the message for a run in the folder `run` that is complete under `config`; "" if there is work left.
 
     A run is complete if its last driver finished, every update has its line, and the final model and the checkpoint of
     the newest version exist.

@@ -1,11 +1,11 @@
-"""The stages of a run: started together, watched all the time, replaced when they die.
+"""The stages of a run: the driver starts them together, watches them, and replaces those that die.
 
-a rollout actor dies, or is silent    an actor of another name replaces it; its unfinished samples are sampled again
-the wanted number of them changes     actors are added, or the newest are dismissed; this is not a restart
-the queue dies                        Ray restarts it from its journal and repeats the unfinished calls
-a reward model dies                   Ray restarts it; the rollout actors' calls are retryable failures
-a learner rank dies, or is silent     LearnerLost: the loop restarts all ranks from the newest checkpoint
-too many restarts in a short time     RunError
+a rollout actor dies or is silent      an actor with another name replaces it; unfinished samples are sampled again
+the wanted number of actors changes    actors are added, or the newest are removed; this is not a restart
+the queue dies                         Ray restarts it from its journal and repeats the unfinished calls
+a reward model dies                    Ray restarts it; calls of rollout actors fail and may be retried
+a learner rank dies or is silent       LearnerLost: the loop restarts all ranks from the newest checkpoint
+too many restarts in a short time      RunError
 """
 
 import itertools
@@ -52,17 +52,17 @@ if TYPE_CHECKING:
     from streamppo.rollout.actor import RolloutActor
 
 TOGETHER_S = 30.0
-"""Nodes lost by one failure are declared dead by Ray within this many seconds of each other."""
+"""Ray declares nodes dead within this many seconds of each other if one failure has cut them off."""
 
 log = logging.getLogger(__name__)
 
 
 class Stages:
-    """One run's `queue`, learner `ranks`, rollout actors (`rollouts`), actors that only evaluate (`evaluators`, often
-    none), and the unfinished `calls` to them.
+    """The actors of one run, and the unfinished `calls` to them.
 
-    Ray must be running. All actors are created at once, so that they import concurrently. `config` is the run's, with
-    the wanted number of rollout actors.
+    These are the `queue`, the learner `ranks`, the rollout actors (`rollouts`), and actors that only evaluate
+    (`evaluators`, if configured). Ray must be running. All actors are created at once, so that they import libraries
+    concurrently. `config` has the wanted number of rollout actors.
     """
 
     def __init__(self, config: Config, folder: Path, record: RunRecord, interrupts: Interrupts) -> None:
@@ -80,7 +80,7 @@ class Stages:
         self.queue = make_queue(config, folder)
         self._placement = Placement(config)
         self._needs = nodes.rank_needs(self._actor_config, folder) if config.cluster.address != LOCAL else None
-        # Ranks come first: they have the most to do before the first update.
+        # Ranks come first, because they have the most to do before the first update.
         self._groups = itertools.count()
         self.ranks = make_ranks(self._actor_config, as_source(self.queue), self._placement, next(self._groups))
         self._ranks_are_new = True
@@ -103,7 +103,7 @@ class Stages:
     def begin(self, version: int) -> int:
         """Open the journal for a learner that starts from `version`.
 
-        Returns the newest version of the run: the updates up to it must be redone.
+        Returns the newest version of the run. The updates up to it must be repeated.
         """
         (newest,) = self.calls.wait([self.queue.begin.remote(version)], "opening the journal")
         self._follow_queue("")
@@ -112,11 +112,11 @@ class Stages:
         return newest
 
     def history(self) -> History:
-        """The run's versions, as the journal has them at present."""
+        """Return the versions of the run that the journal has at present."""
         return history.read_history(self.folder, self._actor_config)
 
     def start_learner(self, checkpoint: Path | None) -> int:
-        """Load model and `checkpoint` in fresh ranks, push the weights and start the rollout actors' generation.
+        """Load the model and `checkpoint` in new ranks, push the weights, and let the rollout actors generate.
 
         Returns the version of the weights.
         """
@@ -129,7 +129,7 @@ class Stages:
         self._ranks_are_new = False
         if self._needs is not None:
             proofs = [inside(rank, nodes.check_visible, self._needs) for rank in self.ranks]
-            self.calls.wait(proofs, "proofs that ranks see the run's folder")
+            self.calls.wait(proofs, "the check that ranks see the run's folder")
         model = model_path(self.config, self.folder)
         if self.config.model.path == BUILTIN:
             self.calls.wait([self.ranks[0].make_model.remote(model)], "making builtin:tiny")
@@ -145,19 +145,19 @@ class Stages:
         return version
 
     def note_restart(self, stage: RunStage, reason: str, who: str = "") -> None:
-        """Record a restart of a stage, or of `who` in it. Raises `RunError` instead after too many recent ones."""
+        """Record a restart of a stage, or of the actor `who` in it. Raises `RunError` after too many recent ones."""
         watchdog = self.config.watchdog
         if killed := self._memory.explain():
             reason = f"{reason}: {killed}"
-        if (many := self._restarts.add(who or stage, time.monotonic())) > watchdog.max_restarts:
-            raise RunError(f"{many} restarts within {watchdog.restarts_s:g} s; the last reason: {reason}")
+        if (count := self._restarts.add(who or stage, time.monotonic())) > watchdog.max_restarts:
+            raise RunError(f"{count} restarts within {watchdog.restarts_s:g} s; the last reason: {reason}")
         self._record.restart(stage, reason)
         self.calls.reset_stall()
 
     # --- the end ---------------------------------------------------------------------------------------------
 
     def reports(self) -> tuple[QueueReport, list[EngineReport]]:
-        """Get the counters of the queue and of the engines at work."""
+        """Return the counters of the queue and of the rollout actors at work."""
         engines: list[EngineReport] = []
 
         def collect(answer: bytes) -> None:
@@ -170,7 +170,7 @@ class Stages:
         return decode(queue, QueueReport), sorted(engines, key=lambda engine: engine.actor)
 
     def save_last(self, checkpoints: str) -> None:
-        """Write a checkpoint of the learner's version, if that takes no longer than `watchdog.shutdown_s`."""
+        """Write a checkpoint of the learner's version, unless that takes longer than `watchdog.shutdown_s`."""
         self._record.tick("a last checkpoint")
         self.queue.stop.remote()
         refs = [rank.save.remote(checkpoints) for rank in self.ranks]
@@ -181,14 +181,14 @@ class Stages:
         try:
             ray.get(ready)
         except RayError as error:
-            # After one rank's failure the others may wait in a collective for ever.
+            # If one rank has failed, the others may wait in a collective operation forever.
             log.info("no last checkpoint: %s", describe(error))
             return
         if late:
-            log.info("no checkpoint in time; the journal and the archive have everything since the last one")
+            log.info("no checkpoint in time; the journal and the archive have everything since the last checkpoint")
 
     def finished_reports(self, updates: Iterable[ObjectRef[bytes]]) -> list[UpdateReport]:
-        """Return the reports of the `updates`, calls to one rank, that ended before the learner stopped."""
+        """Return the reports of those `updates` (calls to one rank) that ended before the learner stopped."""
         refs = list(updates)
         ready, _ = ray.wait(refs, num_returns=len(refs), timeout=0)
         try:
@@ -199,7 +199,7 @@ class Stages:
         return sorted(reports, key=lambda report: report.version)
 
     def fetch_final(self) -> None:
-        """Bring the exported model into the run's folder if it was written to another node's disk."""
+        """Fetch the exported model into the run's folder if it was written to another node's disk."""
         if self.config.cluster.own_disks:
             final = self.folder / store.FINAL
             with durable.naming(final, RunError):
@@ -207,7 +207,7 @@ class Stages:
             store.Store(self.address).fetch_folder(store.FINAL, final)
 
     def end(self) -> None:
-        """Kill rollout actors and ranks first: if Ray ended the queue before them, each of their calls would fail."""
+        """Kill rollout actors and ranks first. If Ray ended the queue before them, their calls to it would fail."""
         with suppress(RunError):
             refuse_dead_ray()
             for actor in (*(handle.actor for handle in self.rollouts.handles + self.evaluators.handles), *self.ranks):
@@ -217,7 +217,7 @@ class Stages:
     # --- restarts --------------------------------------------------------------------------------------------
 
     def _engine(self, name: str, place: int, options: Options) -> "ActorProxy[RolloutActor]":
-        """Create the actor of engine number `place`: those of rollout actors come first."""
+        """Create the actor of engine number `place`. Rollout actors have the first numbers, evaluators the next."""
         config = structs.replace(self._actor_config, rollout=self.config.rollout)
         actor = make_rollout(config, name, place, self.queue, self._reward_models, options)
         if self._needs is not None:
@@ -248,7 +248,7 @@ class Stages:
         self.calls.watch(self._shards[number].new_process_id.remote(life), RunStage.QUEUE, follow)
 
     def _replace_dead(self, name: str, error: RayActorError) -> None:
-        """Replace a rollout actor. Raises `LearnerLost` for a rank, `RunError` for a queue that cannot be rebuilt."""
+        """Replace a rollout actor. Raises `LearnerLost` for a rank, `RunError` for a queue that Ray cannot restart."""
         if error.actor_id in {actor_id(rank) for rank in self.ranks}:
             raise LearnerLost(f"{name}: {describe(error)}") from error
         if error.actor_id in map(actor_id, (self.queue, *self._shards)):
@@ -275,10 +275,10 @@ class Stages:
         self.calls.check_stall(self.config.watchdog.stall_s + self._starts_within(), doing, self._explain_stall)
 
     def _starts_within(self) -> float:
-        """Seconds that a starting learner or engine may take beyond the limit of a stall."""
+        """Return the seconds that the start of a learner or engine may take beyond the limit of a stall."""
         if not self._loaded_ranks:
             return self.config.watchdog.load_s
-        # A starting engine has its own time limit and error.
+        # A starting engine has a time limit and an error of its own.
         starting = self.rollouts.generating and not self.rollouts.at_work()
         return self.config.rollout.engine.start_s if starting else 0.0
 
@@ -291,7 +291,7 @@ class Stages:
         return f"the queue {queue}; actors that have not started: {loading}{self._placement.waiting()}"
 
     def _check_scale(self) -> None:
-        """Apply a requested number of rollout actors if it is possible, and save it for resumed runs."""
+        """Apply a requested number of rollout actors if that is possible, and save it for resumed runs."""
         if not self.rollouts.generating:
             return
         try:
@@ -300,7 +300,7 @@ class Stages:
             changed = configfile.change(self.config, [f"rollout.actors={actors}"])
             refuse_impossible(changed)
         except (ConfigError, RunError) as error:
-            log.info("rollout actors: %d stay: %s", len(self.rollouts.handles), error)
+            log.info("the number of rollout actors stays %d: %s", len(self.rollouts.handles), error)
         else:
             log.info("rollout actors: %d wanted, %d running", actors, len(self.rollouts.handles))
             configfile.save(changed, self.folder)
@@ -310,23 +310,24 @@ class Stages:
 
 
 class Restarts:
-    """Counts recent restarts: too many of them end a run, because the next restart would not help either.
+    """Counts recent restarts. Too many of them end the run, because another restart would not help.
 
-    Actors that die together count as one restart: a dead node takes all its actors with it, and a network failure of a
-    minute takes the learner and every rollout actor. The second death of one actor is another restart.
+    Actors that die together count as one restart: a dead node takes all of its actors with it, and a network failure of
+    a minute takes the learner and every rollout actor. A second death of the same actor is another restart.
     """
 
     def __init__(self, watchdog: Watchdog) -> None:
         self._within_s = watchdog.restarts_s
-        # Deaths in one group lie within one window of `restarts_s`.
+        # All deaths in one group must lie within one window of `restarts_s`.
         self._together_s = min(TOGETHER_S, watchdog.restarts_s)
         self._times_s: deque[float] = deque()
         self._group: set[str] = set()
 
     def add(self, who: str, present: float) -> int:
-        """Count the death of `who` at `present` seconds. Returns the restarts within `watchdog.restarts_s`.
+        """Count the death of `who` at `present` seconds. Returns the number of restarts within `watchdog.restarts_s`.
 
-        Example: deaths of the learner at 0 s and of rollout 0 at 2 s are one restart; rollout 0 at 4 s is the second.
+        Example: the learner dies at 0 s and rollout 0 at 2 s: one restart. Rollout 0 dies again at 4 s: the second
+        restart.
         """
         if not self._times_s or present - self._times_s[-1] > self._together_s or who in self._group:
             self._times_s.append(present)

@@ -1,14 +1,14 @@
-"""The threads of a learner rank if `learner.threads` is "auto": chosen once, and fixed for the run.
+"""Chooses the fixed number of threads of a run's learner ranks if `learner.threads` is "auto".
 
-The rounding of sums depends on the number of threads. The run's configuration records the number, so a resume or replay
-on a machine with other cores uses the same one.
+The rounding of sums depends on the number of threads. The run's configuration records the number, so that a resume or
+replay on a machine with another number of cores uses the same one.
 
 a small model, a GPU, a cluster    1 thread
-a large model on this machine      all cores but half of the engines', divided among the ranks
+a large model on this machine      all cores except half of the engines' threads, divided by the number of ranks
 
-With a large model the learner is the slower stage, and engines sometimes wait for it. Example: 23 million parameters,
-one engine with one thread, two cores: with 2 threads 1.25 times the tokens per second of 1 thread with equal lengths,
-0.98 with lognormal ones; with 5 million parameters 1.16 and 0.84.
+With a large model the learner is the slower stage, and engines sometimes wait for it. Measured with two cores and one
+engine with one thread: for 23 million parameters, 2 threads give 1.25 times the tokens per second of 1 thread if all
+completions have equal lengths, and 0.98 times with lognormal lengths. For 5 million parameters they give 1.16 and 0.84.
 """
 
 import logging
@@ -26,29 +26,29 @@ from streamppo.errors import ModelError
 from streamppo.weights.models import headers
 
 LARGE = 10_000_000
-"""A model with more parameters is large: its operations can use more than one thread."""
+"""A model with more parameters is large: its operations can use several threads."""
 BYTES = 4
-"""Assumed bytes of a parameter, for files that are pickles."""
+"""The assumed number of bytes of a parameter, for files that are pickles."""
 
 log = logging.getLogger(__name__)
 
 
 class Choice(NamedTuple):
-    """A number of threads, and its reason in words."""
+    """A number of threads, and the reason in words."""
 
     number: int
     reason: str
 
 
 def with_recorded(config: Config, folder: Path) -> Config:
-    """Replace "auto" by the recorded number of the run in `folder`, if there is one."""
+    """Replace "auto" by the number recorded for the run in `folder`, if there is one."""
     if config.learner.threads != "auto" or not (folder / configfile.CONFIG).is_file():
         return config
     return with_number(config, configfile.load(folder / configfile.CONFIG).learner.threads)
 
 
 def with_chosen(config: Config, folder: Path) -> Config:
-    """Replace "auto" by the recorded number of the run in `folder`, or else choose a number and log it."""
+    """Replace "auto" by the number recorded for the run in `folder`, or choose a number and log it."""
     config = with_recorded(config, folder)
     if config.learner.threads != "auto":
         return config
@@ -65,7 +65,7 @@ def with_number(config: Config, number: int | Literal["auto"]) -> Config:
 
 
 def choose(config: Config) -> Choice:
-    """Choose the threads of a rank by its model, the engines on its machine, and the cores of this machine."""
+    """Choose the threads of a rank from its model, the engines on its machine, and the cores of this machine."""
     learner, rollout, cluster = config.learner, config.rollout, config.cluster
     if learner.gpus:
         return Choice(1, "a rank on a GPU")
@@ -84,13 +84,13 @@ def choose(config: Config) -> Choice:
 
 
 def count_parameters(model: Model) -> int | None:
-    """Count the parameters in a model's files, without torch; None if they are not here."""
+    """Count the parameters in a model's files without torch; None if they are not on this machine."""
     if model.path == BUILTIN:
-        # Four squares of attention, three of an MLP twice as wide.
+        # Attention has four square matrices. The MLP has three, which are twice as wide.
         return (4 + 3 * 2) * model.tiny.layers * model.tiny.hidden_size**2
     folder = Path(model.path)
     if not folder.is_dir():
-        # The import is slow, and most models are folders.
+        # This import is slow, and most models are folders.
         from huggingface_hub import snapshot_download
 
         try:

@@ -1,20 +1,22 @@
-"""Counts attempts by their ends, and estimates the effect of a reward of 0 for untrained ones. Pure: no disk, no clock.
+"""Counts attempts by their ends, and estimates the effect of a reward of 0 for attempts that were not trained on.
 
-trained    in a batch; some of its tokens may be masked (too old) or undelivered (sampled but not received)
-failed     a stage raised, or the trajectory could not be trained on
-dropped    it was too old, or its group was abandoned or had no learning signal
-lost       its actor died
+Pure: no disk, no clock. An attempt has one of four ends:
 
-Example: two samples of a prompt have the rewards 1 and 0.5, and a third fails. The mean is 0.75; with the third as 0 it
-is 0.5, and every advantage of the two is 0.25 larger.
+    trained    its batch was trained on; some of its tokens may be masked (too old) or undelivered (not received)
+    failed     a stage raised, or the trajectory could not be trained on
+    dropped    it was too old, or its group was abandoned or had no learning signal
+    lost       its actor died
 
-The length test compares the lengths of failed and trained completions: a difference means a biased training set. It is
-the rank test of van Elteren (1960) over windows of `WINDOW` versions, so that a drift of lengths or of the failure rate
-does not count as dependence. A prompt counts once on either side of a window, by its first attempt: a prompt that
-always fails is one failure. With q = P(failed longer) + P(equal) / 2 in a window of n failed and m trained prompts,
-N = n + m:
+Example: two samples of a prompt have the rewards 1 and 0.5, and a third sample fails. The mean reward is 0.75. If the
+third counted as 0, the mean would be 0.5, and the advantage of each trained sample would be 0.25 larger.
 
-    z = sum (U - n m / 2) / (N + 1)  /  sqrt(sum n m (N + 1 - ties) / 12 / (N + 1)^2)      U = q n m
+The length test compares the lengths of failed and trained completions. If they differ, the training set is biased. The
+test is the rank test of van Elteren (1960) over windows of `WINDOW` versions, so that a drift of the lengths or of the
+failure rate is not taken for dependence. In each window, the first failed and the first trained attempt of a prompt
+count: a prompt that always fails is one failure. A window has n failed and m trained prompts, and N = n + m.
+
+    q = P(failed is longer) + P(equal) / 2      U = q n m
+    z = sum (U - n m / 2) / (N + 1)  /  sqrt(sum n m (N + 1 - ties) / 12 / (N + 1)^2)
 """
 
 import math
@@ -26,26 +28,27 @@ from typing import Literal, NamedTuple, TypeAlias, TypedDict
 
 End: TypeAlias = Literal["trained", "failed", "dropped", "lost"]
 WINDOW = 20
-"""Versions of a window of the length test."""
+"""The number of versions in a window of the length test."""
 LEAST_FAILED, LEAST_Z, LEAST_SHIFT = 20, 4.0, 0.1
-"""Thresholds of the sign: failed prompts, |z|, and the distance of the probability from one half."""
+"""The sign fires at this number of failed prompts, this |z|, and this distance of `longer` from one half."""
 FIRES = (
     f"failed completions are longer than trained ones in more than {0.5 + LEAST_SHIFT:.0%} of the pairs, or in less "
     f"than {0.5 - LEAST_SHIFT:.0%}, at a z beyond ±{LEAST_Z:g} (by chance in one run of 15,000), with {LEAST_FAILED} "
     "failed prompts or more"
 )
 ADVICE = (
-    "the report has failures by length; raise the timeout or limit that long ones meet, or score them: what is left to "
-    "train on is a biased choice"
+    "the report has failures by length; raise the timeout or limit that ends long completions, or score them: the "
+    "remaining training set is biased"
 )
 MOST_NAMES, MOST_HOURS, EXACT = 12, 24, 8
-"""The most rows of reasons and sources, of hours, and of single lags."""
+"""The maximum number of rows by reason and by source, of rows by hour, and of lags with a row each."""
 
 
 class Attempt(NamedTuple):
-    """One attempt. `version` is the first version of its batch, or the queue's at its end.
+    """One attempt. `version` is the first version of its batch, or the queue's version at the attempt's end.
 
-    `tokens` is the number of sampled tokens, 0 if unknown; `lag` that of the oldest one; `hour` the run's at its end.
+    `tokens` is the number of sampled tokens, 0 if unknown. `lag` is the lag of the oldest token. `hour` is the hour of
+    the run in which the attempt ended.
     """
 
     end: End
@@ -62,9 +65,11 @@ class Attempt(NamedTuple):
 
 
 class AttemptRow(TypedDict):
-    """Some attempts: their number, the share of each end, and the shares of the trained ones masked and undelivered.
+    """Numbers of some attempts: the share of each end, and the shares of trained attempts with masked or undelivered
+    tokens.
 
-    `reward` is the mean of the trained ones, `as_zero` the mean of all, with 0 for each untrained one.
+    `reward` is the mean reward of the trained attempts. `as_zero` is the mean of all, with 0 for each untrained
+    attempt.
     """
 
     by: str
@@ -80,7 +85,7 @@ class AttemptRow(TypedDict):
 
 
 class LengthTest(TypedDict):
-    """The compared prompts, the statistic, and the probability that a failed completion is the longer one."""
+    """The compared prompts, the statistic, and the probability that a failed completion exceeds a trained one."""
 
     failed: int
     trained: int
@@ -89,10 +94,12 @@ class LengthTest(TypedDict):
 
 
 class AttemptTable(TypedDict):
-    """All attempts of a run, by reason, length, source, lag and hour; trained ones come from `read` of its `batches`.
+    """All attempts of a run, by reason, length, source, lag and hour. Trained attempts come from `read` of its
+    `batches`.
 
-    `advantage_shift` is the mean rise of advantages of trained completions, `advantage_deviation` their standard
-    deviation. An advantage is the reward less the mean of the prompt, or of the batch where samples are not compared.
+    An advantage is the reward minus the mean reward of the prompt, or of the batch if samples are not compared.
+    `advantage_shift` is the mean rise of the trained completions' advantages if untrained attempts counted as 0.
+    `advantage_deviation` is the standard deviation of the advantages.
     """
 
     batches: int
@@ -106,10 +113,10 @@ class AttemptTable(TypedDict):
 def table(
     attempts: Sequence[Attempt], batches: int, read: int, *, compared: bool, whole_completions: bool
 ) -> AttemptTable:
-    """Count attempts; the trained ones are of `read` batches of `batches`.
+    """Count attempts. The trained attempts come from `read` of the run's `batches`.
 
-    `compared`: samples of a prompt are compared. `whole_completions`: trained completions are whole; lengths of
-    segments are not compared.
+    `compared` says whether samples of a prompt are compared. `whole_completions` is false for a run with segments,
+    whose lengths are not tested.
     """
     scale = batches / max(read, 1)
     rows = [_row("all", "", attempts, scale), *_reasons(attempts, scale)]
@@ -168,12 +175,12 @@ def length_test(attempts: Iterable[Attempt]) -> LengthTest | None:
 
 
 def first_line(reason: str) -> str:
-    """The first line of a failure's reason, at most 200 characters."""
+    """Return the first line of a failure's reason, at most 200 characters."""
     return (reason.strip().splitlines() or [""])[0][:200]
 
 
 def dependence(test: LengthTest | None) -> str | None:
-    """The numbers of a significant length test, else None."""
+    """Describe a significant length test in words; None if the test is not significant."""
     if test is None or test["failed"] < LEAST_FAILED or abs(test["z"]) < LEAST_Z:
         return None
     if abs(test["longer"] - 0.5) < LEAST_SHIFT:
@@ -185,7 +192,8 @@ def dependence(test: LengthTest | None) -> str | None:
 
 
 def _mann_whitney(failed: Sequence[int], trained: Sequence[int]) -> tuple[float, float]:
-    """(pairs with a longer failed completion, equal ones counted half; the ties' share of N + 1 in the variance)."""
+    """Return the number of pairs with a longer failed completion (equal pairs count half), and the ties' share of N +
+    1."""
     count, rank, ranks, ties = len(failed) + len(trained), 0, 0.0, 0
     ordered = sorted([*((length, True) for length in failed), *((length, False) for length in trained)])
     for _, equal in groupby(ordered, key=lambda pair: pair[0]):
@@ -196,7 +204,7 @@ def _mann_whitney(failed: Sequence[int], trained: Sequence[int]) -> tuple[float,
     return ranks - len(failed) * (len(failed) + 1) / 2, ties / (count * (count - 1))
 
 
-# --- the pieces ----------------------------------------------------------------------------------------------
+# --- rows and advantages -------------------------------------------------------------------------------------
 
 
 def _row(by: str, name: str, attempts: Sequence[Attempt], scale: float) -> AttemptRow:
@@ -222,7 +230,7 @@ def _row(by: str, name: str, attempts: Sequence[Attempt], scale: float) -> Attem
 def _rows(
     by: str, attempts: Iterable[Attempt], scale: float, key: Callable[[Attempt], tuple[int, str] | None]
 ) -> Iterable[AttemptRow]:
-    """A row for each name, in the order of the numbers; none if all attempts have one name. `key` returns both."""
+    """Return a row for each name that `key` gives, in the order of `key`'s numbers; none if there is only one name."""
     by_name: dict[str, list[Attempt]] = defaultdict(list)
     places: dict[str, int] = {}
     for attempt in attempts:
@@ -235,16 +243,22 @@ def _rows(
 
 
 def _reasons(attempts: Sequence[Attempt], scale: float) -> Iterable[AttemptRow]:
-    """A row for each reason, the most frequent first, and one for the others; `as_zero` adds only its attempts."""
+    """Yield a row for each reason, the most frequent first, and one row for the remaining reasons.
+
+    In these rows, `as_zero` is the mean reward if only the attempts of this row counted as 0.
+    """
     trained = [attempt for attempt in attempts if attempt.end == "trained"]
     counted = Counter(attempt.reason for attempt in attempts if attempt.end != "trained").most_common()
     chosen = [(reason, {reason}) for reason, _ in counted[:MOST_NAMES]]
-    if others := {reason for reason, _ in counted[MOST_NAMES:]}:
-        chosen.append((f"{len(others)} other reasons", others))
+    if rare_reasons := {reason for reason, _ in counted[MOST_NAMES:]}:
+        chosen.append((f"{len(rare_reasons)} other reasons", rare_reasons))
     for name, reasons in chosen:
         untrained = [attempt for attempt in attempts if attempt.end != "trained" and attempt.reason in reasons]
-        alone, beside = _row("reason", name, untrained, scale), _row("reason", name, [*trained, *untrained], scale)
-        yield {**alone, "as_zero": beside["as_zero"]}
+        alone, with_trained = (
+            _row("reason", name, untrained, scale),
+            _row("reason", name, [*trained, *untrained], scale),
+        )
+        yield {**alone, "as_zero": with_trained["as_zero"]}
 
 
 def _advantages(attempts: Iterable[Attempt], group: Callable[[Attempt], int]) -> tuple[float | None, float | None]:
@@ -268,7 +282,7 @@ def _advantages(attempts: Iterable[Attempt], group: Callable[[Attempt], int]) ->
 
 
 def _power(number: int, exact: int = 1) -> str:
-    """The range of a number between powers of two: 5 -> "4 to 7"; below `exact` the number alone."""
+    """Return the range between powers of two that has the number: 5 -> "4 to 7"; below `exact` only the number."""
     if number < exact:
         return f"{number}"
     low = 1 << (number.bit_length() - 1)

@@ -1,9 +1,9 @@
-"""The reuse of engines' caches: tokens of prompts from a cache, by the age of the weights that computed them.
+"""How many prompt tokens engines take from their caches, and how old the weights are that computed them.
 
-prefix_reused     share of all prompts' tokens from a cache
-context_reused    share of earlier turns' contexts from a cache; 1 is possible
-kv_ages           tokens from a cache, by versions since their computation; above 0 with kv = "keep"
-kv_age            their mean
+prefix_reused     share of the tokens of all prompts that came from a cache
+context_reused    share of the tokens of earlier turns that came from a cache; 1 is possible
+kv_ages           tokens from a cache, by the number of versions since their computation; above 0 with kv = "keep"
+kv_age            mean of kv_ages
 """
 
 from collections import Counter
@@ -16,7 +16,7 @@ from streamppo.types import EngineReport
 
 
 class ReuseNumbers(TypedDict):
-    """The numbers of one engine or several; each is present once its count is not 0."""
+    """The numbers of one engine or several. A number is absent while there are no tokens to compute it from."""
 
     prefix_reused: NotRequired[float]
     context_reused: NotRequired[float]
@@ -25,7 +25,7 @@ class ReuseNumbers(TypedDict):
 
 
 class ContextShares(NamedTuple):
-    """The numbers of all rollout actors at present: shares are means over them."""
+    """The present numbers of all rollout actors. The shares are means over actors."""
 
     prefixes: float | None
     contexts: float | None
@@ -38,7 +38,7 @@ class ContextShares(NamedTuple):
 
 
 def sum_reports(reports: Sequence[EngineReport]) -> ReuseNumbers:
-    """The reuse of rollout actors since they started."""
+    """Return the cache reuse of rollout actors since their start."""
     prompted, context = sum(report.prompted for report in reports), sum(report.context for report in reports)
     numbers: ReuseNumbers = {}
     if prompted:
@@ -55,7 +55,7 @@ def sum_reports(reports: Sequence[EngineReport]) -> ReuseNumbers:
 
 
 def mean_shares(lines: Sequence[EngineLine]) -> ContextShares:
-    """The mean shares and all ages in the newest lines of rollout actors, one line of each."""
+    """Return the mean of the shares, and the sum of the ages, over one line of each rollout actor."""
     prefixes = [line["prefix_reused"] for line in lines if "prefix_reused" in line]
     contexts = [line["context_reused"] for line in lines if "context_reused" in line]
     ages: Counter[int] = Counter()
@@ -65,7 +65,7 @@ def mean_shares(lines: Sequence[EngineLine]) -> ContextShares:
 
 
 def newest_lines(lines: Sequence[Line]) -> list[EngineLine]:
-    """The newest line of each rollout actor in the newest part of a run."""
+    """Return the newest line of each rollout actor in the newest part of a run."""
     by_engine: dict[str, EngineLine] = {}
     for line in lines:
         if "part" in line:
@@ -76,7 +76,7 @@ def newest_lines(lines: Sequence[Line]) -> list[EngineLine]:
 
 
 def mean_age(ages: Mapping[int, int]) -> float | None:
-    """The mean of ages by their counts; None without any."""
+    """Return the mean of the ages, weighted by their counts; None if there are none."""
     count = sum(ages.values())
     return sum(age * tokens for age, tokens in ages.items()) / count if count else None
 

@@ -1,8 +1,8 @@
-"""Applies the rules to a run's lines as they are written, and to all lines of a finished run.
+"""Applies the rules to a run's lines, either as they are written or all at once after the run.
 
-The rules run every `WINDOW` updates, and once at the end with the summary; early rules also run after the first `EARLY`
-updates. A finding begins when its rule fires, and is over when a later check does not fire it; it has the first and
-the last update at which the rule fired.
+The rules are checked every `WINDOW` updates, and once more at the end with the summary. Early rules are also checked
+after the first `EARLY` updates. A finding begins when its rule fires. A finding ends when a later check does not fire
+the rule.
 """
 
 from collections import deque
@@ -20,7 +20,7 @@ from streamppo.telemetry.summary import Summary
 class Sign(NamedTuple):
     """A rule that fired: its newest numbers, its advice, and the first and last version at which it fired.
 
-    `holds` is true if it fired at the newest check.
+    `holds` is true if the rule fired at the newest check.
     """
 
     name: str
@@ -32,7 +32,7 @@ class Sign(NamedTuple):
 
 
 class Diagnosis:
-    """The findings about one run, by rule name, causes first; `newest` is the one that fired last."""
+    """The findings about one run, by rule name, causes first. `newest` is the finding that was updated last."""
 
     def __init__(self, config: Config) -> None:
         self._config = config
@@ -47,12 +47,12 @@ class Diagnosis:
 
     @property
     def findings(self) -> dict[str, Sign]:
-        """All findings, those that are over included: early ones (bad settings) first, then in the order of `RULES`."""
+        """All findings, including those that ended: early ones (bad settings) first, then in the order of `RULES`."""
         known = [self._findings[rule.name] for rule in RULES if rule.name in self._findings]
         return {sign.name: sign for sign in sorted(known, key=lambda sign: sign.first > EARLY)}
 
     def add(self, line: Line) -> list[Sign]:
-        """Add a line of metrics.jsonl; return the findings that begin and those that end with it."""
+        """Add a line of metrics.jsonl. Returns the findings that begin or end with it."""
         if "evaluation" in line:
             self._evaluations = sorted([*self._evaluations, line], key=lambda evaluation: evaluation["evaluation"])
         if "part" in line:
@@ -72,7 +72,7 @@ class Diagnosis:
         return self._check_rules(None)
 
     def close(self, summary: Summary | None) -> list[Sign]:
-        """Check once more at the end of the run; return the findings that begin and those that end."""
+        """Check the rules once more at the end of the run. Returns the findings that begin or end."""
         if self._num_updates > WINDOW and self._num_updates % WINDOW:
             self._windows.append(_means(self._recent))
         return self._check_rules(summary)

@@ -1,8 +1,9 @@
-"""Signs of bad learning, each a small function of a run's numbers. Pure: no disk, no clock.
+"""Signs of bad learning: each rule is a small function of a run's numbers. Pure: no disk, no clock.
 
-A rule gets a run's `Evidence` and returns the numbers that made it fire, or None. No rule fires on a healthy default
-run. A nearly solved task is not a fault, although its entropy is low, its groups are equal and no variance is left to
-explain. Low entropy of a policy that still improves is no fault, nor is a single evaluation below the previous one.
+A rule gets a run's `Evidence` and returns the numbers that made it fire, or None. No rule fires on a healthy run of the
+default configuration. A nearly solved task is not a fault, although its entropy is low, its groups are equal and no
+variance remains to explain. Low entropy of a policy that still improves is not a fault. A single evaluation below the
+previous one is not a fault.
 """
 
 from collections.abc import Callable
@@ -13,7 +14,7 @@ from streamppo.telemetry import attempts, context_reuse, progress
 from streamppo.telemetry.evidence import SOLVED, WINDOW, Evidence
 
 EARLY = 3
-"""Updates after which early rules are checked for the first time."""
+"""The number of updates before the first check of early rules."""
 
 CLIPPED, UNMOVED = 0.3, 1e-3
 SPIKE, SPIKE_KL, SPIKES = 10.0, 0.5, 4
@@ -22,7 +23,7 @@ COLLAPSED, DRIFTED = 0.1, 2.0
 FEW_EFFECTIVE, TOO_OLD, MISMATCH = 0.3, 0.05, 0.05
 WAITS, WAITS_CPU, IDLE, IDLE_CPU = 0.8, 0.95, 0.5, 0.75
 LEAST_AHEAD = 2
-"""The least number of versions ahead at which engines work concurrently with the learner."""
+"""Engines work concurrently with the learner if they may be this number of versions behind it."""
 FALLEN = 0.1
 """The reward has fallen if it is lower by this share of reward.correct_at."""
 TRUNCATED, EQUAL, FAILED, EMPTY = 0.2, 0.8, 0.05, 0.5
@@ -32,9 +33,9 @@ REUSED = 0.5
 
 
 class SignRule(NamedTuple):
-    """A rule: its name, its condition in words, advice, and the function that returns the numbers that fire it.
+    """A rule: its name, its condition in words, advice, and the function that checks it.
 
-    An `early` rule is also checked after the first `EARLY` updates, before there is a window.
+    An `early` rule is also checked after the first `EARLY` updates, before the first window is complete.
     """
 
     name: str
@@ -66,7 +67,7 @@ def _kl_spikes(run: Evidence) -> str | None:
     for name in ("proximal_kl", "behavior_kl", "reference_kl"):
         values = run.series(name)
         high = [value for value in values if value > max(SPIKE_KL, SPIKE * median(values))]
-        # A KL is a heavy-tailed mean: a rare token that has become likely is not a fault by itself.
+        # A KL is a heavy-tailed mean, so one large value can come from one token whose probability rose.
         if len(high) >= SPIKES or (high and _reward_falls_after_largest(run, name)):
             return f"{name} was {max(values):.3g} nats, {median(values):.3g} in the median"
     return None
@@ -74,7 +75,7 @@ def _kl_spikes(run: Evidence) -> str | None:
 
 def _entropy_collapses(run: Evidence) -> str | None:
     first, entropy = _first(run, "entropy"), run.mean("entropy")
-    if first is None or entropy is None or entropy > COLLAPSED * first * run.left or run.rises:
+    if first is None or entropy is None or entropy > COLLAPSED * first * run.wrong_left or run.rises:
         return None
     return f"entropy {entropy:.3g} nats a token, {first:.3g} in the first {WINDOW} updates"
 
@@ -84,16 +85,16 @@ def _gradient_spikes(run: Evidence) -> str | None:
     if bad:
         return f"{bad:g} optimizer steps were left out: their gradient was not finite"
     high = [norm for norm in norms if norm > SPIKE * median(norms) > 0]
-    # A gradient is a heavy-tailed sum, and it is clipped: a large one is not a fault by itself. If nearly all groups
-    # are correct, most gradients are almost 0 and those of the rare wrong answers are large by comparison.
-    many = len(high) >= SPIKES and run.right < SOLVED
-    if many or (high and _reward_falls_after_largest(run, "grad_norm")):
+    # A gradient is a heavy-tailed sum, and it is clipped, so a single large norm is not a fault. If nearly all groups
+    # are correct, most gradients are almost 0, and the gradients of the rare wrong answers are large in comparison.
+    are_frequent = len(high) >= SPIKES and run.correct_share < SOLVED
+    if are_frequent or (high and _reward_falls_after_largest(run, "grad_norm")):
         return f"grad_norm was {max(norms):.3g}, {median(norms):.3g} in the median"
     return None
 
 
 def _reward_falls_after_largest(run: Evidence, name: str) -> bool:
-    """True if the reward is lower after the largest value of a metric than before it."""
+    """Return whether the reward is lower after the largest value of a metric than before it."""
     pairs = [(update[name], update["reward"]) for update in run.recent if {name, "reward"} <= {*update}]
     place = max(range(len(pairs)), key=lambda number: pairs[number][0], default=0)
     before, behind = ([reward for _, reward in part] for part in (pairs[:place], pairs[place + 1 :]))
@@ -112,14 +113,14 @@ def _value_loss_diverges(run: Evidence) -> str | None:
 
 def _explains_nothing(run: Evidence) -> str | None:
     explained = [window["explained_variance"] for window in run.windows[-2:] if "explained_variance" in window]
-    # A single window may have nearly equal rewards, whose variance cannot be explained.
+    # The rewards of a single window may be nearly equal, and then they have no variance to explain.
     if len(explained) < 2 or max(explained) > UNEXPLAINED or not run.mean("value_loss") or run.is_solved:
         return None
     return f"explained variance {explained[-1]:.2f}: the critic is worse than a constant"
 
 
 def _cuts_without_critic(run: Evidence) -> str | None:
-    # An update without cuts lacks the metric.
+    # The metric is absent from an update without cuts.
     share, explained = sum(run.series("segments_cut")) / max(len(run.recent), 1), run.mean("explained_variance")
     if explained is None or share <= CUT or explained >= EXPLAINED or run.is_solved:
         return None
@@ -145,7 +146,7 @@ def _held_out_falls(run: Evidence) -> str | None:
     if not known or not run.windows:
         return None
     best = max(known, key=lambda evaluation: (evaluation.accuracy, evaluation.version))
-    # A single evaluation may be of an unlucky version; two in a row are a fall.
+    # A single evaluation may be of an unlucky version, so two consecutive evaluations must be below the best.
     later = [evaluation for evaluation in known if evaluation.version > best.version][-2:]
     then = run.windows[min(max(best.version - 1, 0) // WINDOW, len(run.windows) - 1)].get("reward")
     reward = run.mean("reward")
@@ -160,16 +161,16 @@ def _held_out_falls(run: Evidence) -> str | None:
 
 def _few_effective(run: Evidence) -> str | None:
     values = sorted(run.series("ess"))
-    # A few such updates can ruin a policy, and the mean over all updates hides them.
+    # A quarter of such updates can ruin a policy, and the mean over all updates hides them.
     if not values or (quartile := values[len(values) // 4]) >= FEW_EFFECTIVE:
         return None
-    return f"ess at most {quartile:.2f} in a quarter of the updates: so few of the tokens count"
+    return f"ess is at most {quartile:.2f} in a quarter of the updates: few of the tokens count"
 
 
 def _too_old(run: Evidence) -> str | None:
     share, bound = run.share("tokens_too_old", "tokens"), run.config.queue.bound
     if share > TOO_OLD:
-        return f"{share:.0%} of the tokens are beyond queue.max_lag ({bound}) and stay out of the loss"
+        return f"{share:.0%} of the tokens are beyond queue.max_lag ({bound}) and are left out of the loss"
     dropped = ((run.summary and run.summary["dropped"]) or {}).get("too_old", 0)
     trained = (run.summary and run.summary["trajectories"]) or 0
     if dropped > TOO_OLD * (dropped + trained):
@@ -226,15 +227,16 @@ def _nothing_to_learn(run: Evidence) -> str | None:
 
 def _starved(run: Evidence) -> str | None:
     share = run.share("wait_s", "update_s")
-    # Engines without GPUs have the learner's cores: it waits while they sample, and more actors would not shorten the
-    # wait.
+    # Engines without GPUs use the learner's cores. The learner waits while they sample, and more actors would not
+    # shorten the wait.
     most = WAITS if run.config.rollout.gpus else WAITS_CPU
     return f"the learner waits {share:.0%} of its time" if share > most else None
 
 
 def _blocked(run: Evidence) -> str | None:
     engines = run.summary and run.summary["engines"]
-    # With segments admission keeps one version of slack. Engines at most one ahead take turns with the learner.
+    # With segments, admission reserves one version. Engines that are at most one version behind alternate with the
+    # learner.
     queue = run.config.queue
     ahead = queue.bound - (queue.segments is not None)
     most = IDLE if run.config.rollout.gpus else IDLE_CPU
@@ -247,11 +249,11 @@ def _contexts_recomputed(run: Evidence) -> str | None:
     share = context_reuse.mean_shares(run.engines).contexts
     if share is None or share >= REUSED or not run.windows:
         return None
-    return f"{1 - share:.0%} of the contexts that earlier turns had were computed again"
+    return f"{1 - share:.0%} of the tokens of earlier turns were computed again"
 
 
 def _first(run: Evidence, name: str) -> float | None:
-    """The mean of a metric in the first window; None while it is the only one."""
+    """Return the mean of a metric in the first window; None while that is the only window."""
     return run.windows[0].get(name) if len(run.windows) > 1 else None
 
 
@@ -289,8 +291,8 @@ RULES = (
     ),
     SignRule(
         "gradient spikes",
-        f"grad_norm above {SPIKE:g} times its median, in {SPIKES} of {WINDOW} updates of an unsolved task or with a "
-        "reward that falls after it; or a step left out because it was not finite",
+        f"grad_norm above {SPIKE:g} times its median, in {SPIKES} of {WINDOW} updates of an unsolved task or before a "
+        "fall of the reward; or a step left out because it was not finite",
         "lower learner.lr or learner.max_grad_norm, look at the batch with `streamppo inspect --update`",
         _gradient_spikes,
     ),
@@ -303,7 +305,7 @@ RULES = (
     SignRule(
         "KL spikes",
         f"a KL to the proximal, behavior or reference policy above {SPIKE_KL:g} and {SPIKE:g} times its median, in "
-        f"{SPIKES} of {WINDOW} updates or with a reward that falls after it",
+        f"{SPIKES} of {WINDOW} updates or before a fall of the reward",
         "lower learner.lr or learner.max_grad_norm, set algorithm.target_kl, lower queue.max_lag",
         _kl_spikes,
     ),
@@ -340,8 +342,8 @@ RULES = (
     ),
     SignRule(
         "entropy collapse",
-        f"below {COLLAPSED:.0%} of the first {WINDOW} updates ({COLLAPSED / 2:.0%} once half of the wrong answers are "
-        "right), while the task is unsolved and the reward rises no more",
+        f"below {COLLAPSED:.0%} of the first {WINDOW} updates ({COLLAPSED / 2:.0%} if half of the wrong answers have "
+        "become correct), while the task is unsolved and the reward no longer rises",
         "raise algorithm.entropy or use algorithm.entropy_control, lower learner.lr, widen the upper clip range",
         _entropy_collapses,
     ),
@@ -385,10 +387,10 @@ RULES = (
     ),
     SignRule(
         "contexts are computed again",
-        f"less than {REUSED:.0%} of the contexts of 64 tokens and more that earlier turns had came from the cache",
+        f"less than {REUSED:.0%} of the tokens of earlier turns (contexts of at least 64 tokens) came from the cache",
         "more rollout.slots than rollout.in_flight, a larger cache of SGLang, rollout.engine.kv = 'keep' (embedded), "
         "agents that extend their conversation",
         _contexts_recomputed,
     ),
 )
-"""All rules: faults of data and pipeline, then of an update, then their consequences, then of speed."""
+"""All rules: first faults of the data and the pipeline, then of the update, then their consequences, then of speed."""

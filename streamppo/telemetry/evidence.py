@@ -1,4 +1,4 @@
-"""The numbers of a run that rules check, and measures of its progress. Pure: no disk, no clock."""
+"""The numbers of a run that the rules check, and measures of its progress. Pure: no disk, no clock."""
 
 from collections.abc import Mapping, Sequence
 from statistics import fmean
@@ -10,9 +10,9 @@ from streamppo.telemetry.metrics_file import EngineLine, EvaluationLine
 from streamppo.telemetry.summary import Summary
 
 WINDOW = 20
-"""Updates per window."""
+"""The number of updates in a window."""
 SOLVED = 0.8
-"""A task is nearly solved at this share of reward.correct_at, or of correct held-out answers."""
+"""A task is nearly solved at this share of reward.correct_at, or at this held-out accuracy."""
 RISEN, RISE_WINDOWS = 0.01, 3
 """The reward rises if it gained this share of reward.correct_at over the last `RISE_WINDOWS` windows."""
 
@@ -22,9 +22,9 @@ Numbers: TypeAlias = Mapping[str, float]
 class Evidence(NamedTuple):
     """The numbers that rules check.
 
-    `recent` are the metrics of the last `WINDOW` updates, `windows` the means of every `WINDOW` updates from the first
-    on, `evaluations` ordered by version, `engines` the newest lines of the rollout actors. `summary` is set at the end
-    of a run.
+    `recent` are the metrics of the last `WINDOW` updates. `windows` are the means of each block of `WINDOW` updates
+    since the first. `evaluations` are ordered by version. `engines` are the newest lines of the rollout actors.
+    `summary` is set at the end of a run.
     """
 
     config: Config
@@ -35,34 +35,34 @@ class Evidence(NamedTuple):
     engines: Sequence[EngineLine] = ()
 
     def series(self, name: str) -> list[float]:
-        """The values of a metric in the recent updates that have it."""
+        """Return the values of a metric in the recent updates that have it."""
         return [update[name] for update in self.recent if name in update]
 
     def mean(self, name: str) -> float | None:
-        """The mean of a metric over the recent updates; None if none has it."""
+        """Return the mean of a metric over the recent updates; None if no update has it."""
         return fmean(values) if (values := self.series(name)) else None
 
     def failures_by_length(self) -> str | None:
-        """The numbers of a significant dependence of failures on the length of a completion, else None."""
+        """Describe how failures depend on the length of a completion; None if the dependence is not significant."""
         table = self.summary and self.summary.get("attempts")
         return attempts.dependence(table["length_test"]) if table else None
 
     def share(self, part: str, whole: str) -> float:
-        """sum(part) / sum(whole) over the recent updates; 0 without values of `part`."""
+        """Return sum(part) / sum(whole) over the recent updates; 0 if no update has `part`."""
         return sum(self.series(part)) / max(sum(self.series(whole)), 1e-9)
 
     @property
     def rises(self) -> bool:
-        """True if the newest window's mean reward is above that of `RISE_WINDOWS` windows before."""
+        """Whether the mean reward of the newest window is above that of `RISE_WINDOWS` windows earlier."""
         means = [window["reward"] for window in self.windows if "reward" in window]
         return bool(means) and means[-1] - means[-1 - RISE_WINDOWS :][0] > RISEN * self.config.reward.correct_at
 
     @property
-    def right(self) -> float:
-        """The share of correct answers: by the samples' mean reward, or by held-out accuracy if that is lower.
+    def correct_share(self) -> float:
+        """The share of correct answers: the smaller of the samples' mean reward and the held-out accuracy.
 
-        A single version may be unlucky, so the better of the last two evaluations counts. Evaluations older than about
-        `RISE_WINDOWS` windows are of another policy and are ignored.
+        A single version may be unlucky, so the better of the last two evaluations counts. Evaluations that are more
+        than about `RISE_WINDOWS` windows old describe another policy and are ignored.
         """
         share = self._share(self.mean("reward"))
         known = progress.evaluations_with_score(self.evaluations)[-2:]
@@ -70,24 +70,24 @@ class Evidence(NamedTuple):
         return min(share, max(evaluation.accuracy for evaluation in known)) if is_new else share
 
     @property
-    def left(self) -> float:
-        """(1 - right) / (1 - right in the first window), at most 1; 0 for a solved task.
+    def wrong_left(self) -> float:
+        """(1 - correct share) / (1 - correct share of the first window), at most 1; 0 for a nearly solved task.
 
-        Example: from 20% correct answers to 60%, half of the wrong ones are left: 0.5.
+        Example: if the share of correct answers rises from 20% to 60%, half of the wrong answers remain: 0.5.
         """
-        if self.right >= SOLVED:
+        if self.correct_share >= SOLVED:
             return 0.0
         first = self._share(self.windows[0].get("reward")) if self.windows else 0.0
-        return min(1.0, (1.0 - self.right) / max(1.0 - first, 1e-9))
+        return min(1.0, (1.0 - self.correct_share) / max(1.0 - first, 1e-9))
 
     @property
     def is_solved(self) -> bool:
-        """True if nearly all answers are correct."""
+        """Whether nearly all answers are correct."""
         accuracy = next((evaluation["accuracy"] for evaluation in reversed(self.evaluations)), None) or 0.0
         reward = self.mean("reward") or 0.0
         return accuracy >= SOLVED or reward >= SOLVED * self.config.reward.correct_at
 
     def _share(self, reward: float | None) -> float:
-        """The share of correct answers implied by a mean reward, if wrong answers get 0."""
+        """Return the share of correct answers for a mean reward, if wrong answers get 0."""
         at = self.config.reward.correct_at
         return (reward or 0.0) / at if at > 0 else float((reward or 0.0) >= at)

@@ -1,7 +1,7 @@
-"""metrics.jsonl: one line for every event of a run, as it happens; the source of all numbers about a whole run.
+"""metrics.jsonl: one line for each event of a run. All numbers about a whole run come from this file.
 
-The first name of a line is its kind (`telemetry.catalogue.LINES`). A last line without a newline was truncated by a
-kill or a full disk and is ignored. A damaged line is skipped and reported; the run continues without it.
+The first name of a line is its kind (`telemetry.catalogue.LINES`). A kill or a full disk may truncate the last line: a
+last line without a newline is ignored. A damaged line is skipped and reported, and the run continues.
 """
 
 import json
@@ -20,9 +20,9 @@ METRICS = "metrics.jsonl"
 FINISHED = "finished"
 """The outcome of a run that made all its updates."""
 Number: TypeAlias = Annotated[float, msgspec.Meta(ge=-1e15, le=1e15)]
-"""A finite number that can be rounded: the type of a line's required numbers."""
+"""A finite number that can be rounded: the type of the numbers that a line must have."""
 Digits: TypeAlias = Annotated[str, msgspec.Meta(pattern=r"^-?[0-9]{1,18}$")]
-"""A lag or an age, as a name in JSON."""
+"""A lag or an age in versions, in the form of a JSON name."""
 
 
 class PartLine(TypedDict):
@@ -34,7 +34,7 @@ class PartLine(TypedDict):
 
 
 class UpdateLine(TypedDict):
-    """An update was made. The line also has every other metric of the catalogue, each a float."""
+    """An update was made. The line also has the other metrics of the catalogue, each a float."""
 
     update: int
     wall_s: Number
@@ -48,7 +48,7 @@ class UpdateLine(TypedDict):
 
 
 class RemadeLine(TypedDict):
-    """An update's line was lost: the metrics that follow from its archived batch, including reward components."""
+    """An update's line was lost. This line has the metrics that follow from the archived batch."""
 
     remade: int
     wall_s: Number
@@ -59,14 +59,14 @@ class RemadeLine(TypedDict):
 
 
 class RedoneLine(TypedDict):
-    """An update was redone."""
+    """An update was repeated."""
 
     redone: int
     wall_s: Number
 
 
 class EvaluationLine(TypedDict):
-    """All actors answered an evaluation; `versions` are the oldest and the newest that sampled.
+    """All actors answered an evaluation. `versions` are the oldest and the newest version that sampled an answer.
 
     `accuracy` is None if no prompt has a score.
     """
@@ -80,7 +80,7 @@ class EvaluationLine(TypedDict):
 
 
 class PhasesLine(TypedDict):
-    """The time of a process's phases since it started: calls, wall seconds and CPU seconds of each."""
+    """The time of each phase of a process since its start: calls, wall seconds and CPU seconds."""
 
     phases: str
     wall_s: Number
@@ -88,9 +88,9 @@ class PhasesLine(TypedDict):
 
 
 class QueueLine(TypedDict):
-    """Trajectories in the queue: `queue` of them are ready, `in_flight` are being sampled.
+    """The trajectories of the queue: `queue` of them are ready, and `in_flight` are being sampled.
 
-    `skipped_prompts` are those that `algorithm.curriculum` has skipped so far.
+    `skipped_prompts` counts the prompts that `algorithm.curriculum` has skipped so far.
     """
 
     queue: int
@@ -109,10 +109,10 @@ class SampleLine(TypedDict):
 
 
 class EngineLine(TypedDict):
-    """Counters of a rollout actor since it started, and its newest completion.
+    """Counters of a rollout actor since its start, and its newest completion.
 
-    `prefix_reused` is present once the actor has had a prompt. The other numbers of context_reuse.py, and
-    `agents` (requests by outcome), are present once their counts are not 0.
+    `prefix_reused` is absent before the actor's first prompt. The other numbers of context_reuse.py and `agents`
+    (requests by outcome) are absent while their counts are 0.
     """
 
     engine: str
@@ -168,21 +168,21 @@ KINDS: dict[str, type[Line]] = {
     "restart": RestartLine,
     "end": EndLine,
 }
-"""The type of a line, by its first name."""
+"""The type of a line for each kind."""
 
 
 class Content(NamedTuple):
-    """The valid lines of a file, and a sentence about every damaged one."""
+    """The valid lines of a file, and a sentence about each damaged line."""
 
     lines: list[Line]
     damage: list[str]
 
 
 class Tail:
-    """Reads each new line of the run in `folder` once, from byte `end` of its file on.
+    """Reads each new line of the run in `folder` once, starting at byte `end` of metrics.jsonl.
 
-    If the file was replaced or truncated, reading restarts at its beginning and `times_begun` grows by one. `written_s`
-    is the file's last write in seconds since 1970; 0 without a file.
+    If the file was replaced or truncated, reading starts again at its beginning, and `times_begun` grows by one.
+    `written_s` is the time of the last write in seconds since 1970, or 0 if the file does not exist.
     """
 
     def __init__(self, folder: Path, end: int = 0) -> None:
@@ -191,14 +191,15 @@ class Tail:
         self._file: tuple[int, int] | None = None
 
     def read(self, most_bytes: int = -1) -> list[bytes]:
-        """Read the next complete lines, about `most_bytes` of them; by default all. Raises `RunError`."""
+        """Return the next complete lines: about `most_bytes` of them, by default all. Raises `RunError`."""
         try:
             with durable.reading(self.path, whole=True) as file:
                 status = os.fstat(file.fileno())
                 self._recognize((status.st_dev, status.st_ino), status.st_size)
                 self.written_s = status.st_mtime
                 file.seek(self.end)
-                # A concurrent write may leave a line incomplete: stop at the first line without a newline.
+                # A concurrent write may leave a line incomplete, so reading ends before the first line without a
+                # newline.
                 complete = list(takewhile(lambda text: text.endswith(b"\n"), file.readlines(most_bytes)))
         except FileNotFoundError:
             self.written_s = 0.0
@@ -220,7 +221,8 @@ class Tail:
 class LineReader:
     """Reads and parses each new line of the run in `folder` once.
 
-    `content` has all lines so far, also after the file is deleted; for another file it starts empty, as `Tail` does.
+    `content` has all lines so far, and keeps them if the file is deleted. If the file is replaced, `content` starts
+    empty.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -229,7 +231,7 @@ class LineReader:
         self._tail = Tail(folder)
 
     def read(self) -> list[Line]:
-        """Read the lines since the last call; return the valid ones."""
+        """Read the lines written since the last call. Returns the valid ones."""
         new: list[Line] = []
         texts = self._tail.read()
         if self._tail.times_begun != self.times_begun:
@@ -246,24 +248,24 @@ class LineReader:
 
 
 def read(folder: Path) -> list[Line]:
-    """Read the valid lines of the run in `folder`; none if it has no such file."""
+    """Return the valid lines of the run in `folder`; none if it has no metrics.jsonl."""
     return content(folder).lines
 
 
 def content(folder: Path) -> Content:
-    """Read the whole file of the run in `folder`."""
+    """Return the lines of the run in `folder`, and the damage of its file."""
     reader = LineReader(folder)
     reader.read()
     return reader.content
 
 
 def updates(folder: Path) -> list[UpdateLine]:
-    """Read the lines of updates, in the order of their versions."""
+    """Return the lines of updates, ordered by version."""
     return sorted((line for line in read(folder) if "update" in line), key=lambda line: line["update"])
 
 
 def recorded_versions(lines: Iterable[Line]) -> set[int]:
-    """The versions of the updates with a line, original or remade."""
+    """Return the versions of all updates that have a line, original or remade."""
     versions: set[int] = set()
     for line in lines:
         if "update" in line:
@@ -274,14 +276,14 @@ def recorded_versions(lines: Iterable[Line]) -> set[int]:
 
 
 def drop_truncated_line(folder: Path) -> None:
-    """Remove a truncated last line, so that the next line starts on its own."""
+    """Remove a truncated last line, so that the next line does not continue it."""
     path = folder / METRICS
     if path.exists():
         os.truncate(path, len(_to_newline(durable.read(path))))
 
 
 def drop_after(folder: Path, version: int) -> None:
-    """Remove the lines of updates after `version`."""
+    """Remove the lines of updates whose version is above `version`."""
 
     def is_later(text: bytes) -> bool:
         line = parse(text)
@@ -293,7 +295,7 @@ def drop_after(folder: Path, version: int) -> None:
 
 
 def parse(text: bytes) -> Line | None:
-    """Read one line; None if it is damaged."""
+    """Parse one line; None if it is damaged."""
     try:
         content: object = json.loads(text)
     # Thousands of nested brackets raise RecursionError.
@@ -303,16 +305,16 @@ def parse(text: bytes) -> Line | None:
 
 
 def numbers(line: UpdateLine | RemadeLine) -> dict[str, float]:
-    """All numbers of an update's line: its version, its seconds, and its metrics."""
+    """Return all numbers of an update's line: its version, its seconds, and its metrics."""
     return {name: float(value) for name, value in line.items() if isinstance(value, int | float)}
 
 
 def is_line(content: object) -> TypeGuard[Line]:
-    """True if `content` has all fields of its kind of line, and the name of no other kind."""
+    """Return whether `content` has all fields of its kind of line, and the first name of no other kind."""
     if not isinstance(content, dict):
         return False
     kind = next(iter(content), "")
-    # Readers find a line's kind by its name at any position.
+    # Readers recognize a line by its kind's name at any position.
     if KINDS.keys() & content != {kind}:
         return False
     try:
@@ -324,5 +326,5 @@ def is_line(content: object) -> TypeGuard[Line]:
 
 
 def _to_newline(data: bytes) -> bytes:
-    """Drop the incomplete or truncated line after the last newline."""
+    """Drop the truncated line after the last newline."""
     return data[: data.rfind(b"\n") + 1]

@@ -1,4 +1,4 @@
-"""The time per update of each phase of a run's processes, from the lines of metrics.jsonl."""
+"""Computes the time per update of each phase of a run's processes from metrics.jsonl."""
 
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple, TypeAlias
@@ -7,15 +7,15 @@ from streamppo.process import WHOLE
 from streamppo.telemetry.metrics_file import Line, PhasesLine
 
 Spending: TypeAlias = tuple[int, float, float]
-"""Calls, wall seconds and CPU seconds, as in a line."""
+"""Calls, wall seconds and CPU seconds of a phase, as in a line of metrics.jsonl."""
 NOTHING: Spending = (0, 0.0, 0.0)
 
 ELSEWHERE = "elsewhere"
-"""CPU time of a process outside its phases: overhead, other threads, and Ray."""
+"""The name for a process's CPU time outside its phases: overhead, other threads, and Ray."""
 
 
 class PerUpdate(NamedTuple):
-    """Calls, wall and CPU milliseconds of a phase, per update made while its process was running."""
+    """Calls, wall milliseconds and CPU milliseconds of a phase, divided by the updates made while its process ran."""
 
     calls: float
     wall_ms: float
@@ -23,9 +23,10 @@ class PerUpdate(NamedTuple):
 
 
 def per_update(lines: Sequence[Line]) -> dict[str, dict[str, PerUpdate]]:
-    """The phases of every process between its first and its newest line, and `ELSEWHERE`.
+    """Return the time of each phase, and `ELSEWHERE`, between the first and the newest line of each process.
 
-    A process's start-up is excluded, unless it has a single line. A process without an update in that time is omitted.
+    The time before a process's first line is excluded, unless it is the only line. A process without an update in its
+    interval is left out.
     """
     timed = [line for line in lines if "phases" in line]
     made_at = [line["wall_s"] for line in lines if "update" in line]
@@ -39,7 +40,7 @@ def per_update(lines: Sequence[Line]) -> dict[str, dict[str, PerUpdate]]:
 
 
 def _began(line: PhasesLine) -> float:
-    """The second of the run at which a line's process began; the line's own second if it lacks `WHOLE`."""
+    """Return the second of the run at which a line's process began; without `WHOLE`, the second of the line."""
     return line["wall_s"] - line["spent"].get(WHOLE, NOTHING)[1]
 
 

@@ -1,8 +1,7 @@
-"""Compares held-out accuracies against their noise, with a verdict in a sentence. Pure.
+"""Compares held-out accuracies, considers their noise, and states the result in a sentence. Pure.
 
-0.398 -> 0.953: better than at the start
-0.398 -> 0.000: worse than at the start; best 0.531 at version 25
-0.398 -> 0.410: as at the start, within the noise of 256 prompts
+0.398 -> 0.953: better than at the start 0.398 -> 0.000: worse than at the start; best 0.531 at version 25 0.398 ->
+0.410: as at the start, within the noise of 256 prompts
 """
 
 from collections.abc import Sequence
@@ -11,7 +10,7 @@ from typing import NamedTuple
 from streamppo.telemetry.metrics_file import EvaluationLine
 
 SIGMAS = 3.0
-"""Two accuracies differ if their difference is more than this many of its standard errors."""
+"""Two accuracies differ if their difference exceeds this many of its standard errors."""
 
 WORSE = "worse than at the start"
 
@@ -25,7 +24,7 @@ class ScoredVersion(NamedTuple):
 
 
 def evaluations_with_score(evaluations: Sequence[EvaluationLine]) -> list[ScoredVersion]:
-    """The evaluations with a score, ordered by version; the last one of each version."""
+    """Return the evaluations with a score, ordered by version. The last evaluation of each version counts."""
     by_version = {
         evaluation["evaluation"]: ScoredVersion(evaluation["evaluation"], evaluation["accuracy"], evaluation["count"])
         for evaluation in evaluations
@@ -35,39 +34,32 @@ def evaluations_with_score(evaluations: Sequence[EvaluationLine]) -> list[Scored
 
 
 def is_below(candidate: ScoredVersion, baseline: ScoredVersion) -> bool:
-    """True if `candidate` is less accurate than `baseline` by more than the sampling noise of the prompts.
+    """Return whether `candidate` is less accurate than `baseline` by more than the sampling noise of the prompts.
 
         p     = (correct answers of both + 1) / (n + m + 2)
         noise = sqrt(p (1 - p) (1/n + 1/m))
         below = baseline.accuracy - candidate.accuracy > SIGMAS * noise
 
-    One correct and one wrong answer are added, because n of n correct answers do not prove an accuracy of 1.
-
-    Example: 252 of 256 is within the noise of 256 of 256; 240 is not.
+    One correct and one wrong answer are added, because n correct answers of n do not prove an accuracy of 1. Example:
+    252 of 256 correct answers are within the noise of 256 of 256; 240 are not.
     """
     total = candidate.num_prompts + baseline.num_prompts
     if not total:
         return False
-    right = candidate.accuracy * candidate.num_prompts + baseline.accuracy * baseline.num_prompts
-    p = (right + 1) / (total + 2)
+    num_correct = candidate.accuracy * candidate.num_prompts + baseline.accuracy * baseline.num_prompts
+    p = (num_correct + 1) / (total + 2)
     noise = (p * (1 - p) * (1 / max(candidate.num_prompts, 1) + 1 / max(baseline.num_prompts, 1))) ** 0.5
     return baseline.accuracy - candidate.accuracy > SIGMAS * noise
 
 
 def is_worse(evaluations: Sequence[EvaluationLine]) -> bool:
-    """True if the last evaluation is below the first by more than the noise."""
+    """Return whether the last evaluation is below the first by more than the noise."""
     known = evaluations_with_score(evaluations)
     return len(known) > 1 and is_below(known[-1], known[0])
 
 
-def is_better(evaluations: Sequence[EvaluationLine]) -> bool:
-    """True if the last evaluation is above the first by more than the noise."""
-    known = evaluations_with_score(evaluations)
-    return len(known) > 1 and is_below(known[0], known[-1])
-
-
 def verdict(evaluations: Sequence[EvaluationLine]) -> str:
-    """Compare the last evaluation with the first and with the best; empty with fewer than two."""
+    """Compare the last evaluation with the first and with the best; "" if there are fewer than two."""
     evaluated = evaluations_with_score(evaluations)
     if len(evaluated) < 2:
         return ""

@@ -1,8 +1,8 @@
-"""Records a run's numbers: on the terminal, in metrics.jsonl, and in summary.json at the end.
+"""Records a run's numbers on the terminal, in metrics.jsonl, and at the end in summary.json.
 
-runs/NAME/metrics.jsonl    one line for every event, as it happens
-runs/NAME/summary.json     the whole run in one object, written when its driver ends; absent while a driver runs, and
-                           after a driver was killed
+runs/NAME/metrics.jsonl    one line for each event
+runs/NAME/summary.json     the numbers of the whole run; written when the driver ends. The file does not exist while a
+                           driver runs, or after the driver was killed
 """
 
 import json
@@ -34,18 +34,18 @@ PACKAGES = ("streamppo", "torch", "ray", "transformers", "msgspec", "numpy")
 SUMMARY = "summary.json"
 
 REPORTS_S = 8.0
-"""Least seconds between two lines about a process. Reports come every 10 s, for a live view more often."""
+"""The minimum number of seconds between two lines about a process. Reports come at least every 10 s."""
 
 DAMAGE_SHOWN = 3
-"""Damaged lines that are logged one by one."""
+"""The maximum number of damaged lines that are logged one by one."""
 
 log = logging.getLogger(__name__)
 
 
 def read_summary(folder: Path) -> Summary | None:
-    """Read summary.json of the run in `folder`; None while the run continues and after a kill.
+    """Read summary.json of the run in `folder`; None if it does not exist: the run continues, or was killed.
 
-    Raises `RunError` for a file that no run has written.
+    Raises `RunError` for a file that is no summary of streamppo.
     """
     path = folder / SUMMARY
     try:
@@ -57,9 +57,8 @@ def read_summary(folder: Path) -> Summary | None:
 class RunRecord:
     """The record of one run. `started` is the `time.perf_counter()` at the start of the command.
 
-    For a resumed run it continues after `version`, the last recorded update, and `wall_s` continues from the last line.
-    `display` shows the run to the user; new findings of `diagnosis`, if given, are logged once. `sinks` are the
-    trackers.
+    The record of a resumed run continues after `version`, the last recorded update, and `wall_s` continues from the
+    last line. `display` shows the run to the user. New findings of `diagnosis` are logged. `sinks` are the trackers.
     """
 
     def __init__(
@@ -80,7 +79,7 @@ class RunRecord:
         before, damage = metrics_file.content(folder)
         self._lost = bool(damage) or not before
         self.evaluated = {line["evaluation"] for line in before if "evaluation" in line}
-        """The versions of all answered evaluations."""
+        """The versions whose evaluations have been answered."""
         self.diagnosis = diagnosis
         self._sinks = sinks
         for line in before:
@@ -97,33 +96,34 @@ class RunRecord:
         metrics_file.drop_truncated_line(folder)
         for line in before:
             self.display.line(line)
-        # The old summary covers only the earlier parts.
+        # The present summary covers only the earlier parts.
         (folder / SUMMARY).unlink(missing_ok=True)
         self._file = self._open()
         self._write("part", 1 + sum("part" in line for line in before), {"version": self.version})
 
     @property
     def wall_s(self) -> float:
-        """Seconds of the run: this part since its command, earlier parts up to their last line."""
+        """Seconds of the run: since the start of this command, and of earlier parts up to the last line."""
         return time.perf_counter() - self._started
 
     @property
     def complete_to(self) -> float:
         """The version from which updates may continue without a gap in the lines.
 
-        Infinity if metrics.jsonl was damaged or is missing: updates are not redone for lines lost in this way.
+        The version is infinite if metrics.jsonl is missing or damaged, because updates are not repeated for such lines.
         """
         return math.inf if self._lost else self.version
 
     def begin(self, version: int) -> None:
-        """Continue after `version`, the learner's version, even if lines up to it are lost."""
+        """Continue after the learner's `version`, even if lines up to it are lost."""
         self.version = max(self.version, version)
         self._lost = False
 
     def drop_unpublished(self, newest: int) -> None:
-        """Remove the line of an update after `newest`, the journal's version: a kill came before its publication.
+        """Remove the line of an update after `newest`, the newest version in the journal.
 
-        It is redone, perhaps under another configuration.
+        The driver was killed before that update's version was published. The update is repeated, perhaps with another
+        configuration.
         """
         if self.version > newest:
             with durable.naming(self.folder / metrics_file.METRICS, RunError):
@@ -133,7 +133,7 @@ class RunRecord:
             self.version = newest
 
     def update(self, report: UpdateReport) -> bool:
-        """Record an update. Returns False if it was a redo and already has a line."""
+        """Record an update. Returns False if it is a repetition of an update that has a line."""
         if report.version <= self.version:
             self._write("redone", report.version)
             return False
@@ -146,11 +146,11 @@ class RunRecord:
         return True
 
     def remade(self, version: int, metrics: Mapping[str, float], lag_histogram: Mapping[int, int]) -> None:
-        """Record the known part of an update's lost line."""
+        """Write a line with the known metrics of an update whose line was lost."""
         self._write("remade", version, {**metrics, "lag_histogram": _named(lag_histogram)})
 
     def evaluation(self, version: int, parts: Sequence[EvaluationReport]) -> None:
-        """Record the answers of all actors to the evaluation that was started after update `version`."""
+        """Record all actors' answers to the evaluation of `version`."""
         count, failed = sum(part.count for part in parts), sum(part.failed for part in parts)
         accuracy = sum(part.correct for part in parts) / count if count else None
         versions = [min(part.min_version for part in parts), max(part.max_version for part in parts)]
@@ -171,7 +171,7 @@ class RunRecord:
         log.warning(f"{reason}; starting {stage} again")
 
     def queue(self, report: QueueReport) -> None:
-        """Show a report of the queue; write it at most every `REPORTS_S`."""
+        """Show a report of the queue, and write it at most every `REPORTS_S` seconds."""
         due = self._due("queue")
         skipped = {"skipped_prompts": report.skipped_prompts} if report.skipped_prompts else {}
         self._show_event("queue", report.ready, {"in_flight": report.in_flight, **skipped}, written=due)
@@ -179,7 +179,7 @@ class RunRecord:
             self._write("phases", "queue", {"spent": report.phases})
 
     def engine(self, report: EngineReport) -> None:
-        """Show a report of a rollout actor; write it at most every `REPORTS_S`."""
+        """Show a report of a rollout actor, and write it at most every `REPORTS_S` seconds."""
         due = self._due(report.actor)
         self._engine(report, written=due)
         if due:
@@ -192,13 +192,13 @@ class RunRecord:
         self._show_event("engine", report.actor, content, written=written)
 
     def tick(self, doing: str) -> None:
-        """Update the display's time, and check the trackers; `doing` is the driver's reason to wait."""
+        """Update the display's time and check the trackers. `doing` says what the driver waits for."""
         self.display.tick(doing, self.wall_s)
         if self._sinks is not None:
             self._sinks.check()
 
     def _due(self, process: str) -> bool:
-        """True if the last lines of this process, or the start of the record, are `REPORTS_S` old."""
+        """Return whether `REPORTS_S` have passed since the last line of this process, or since the record began."""
         present = time.monotonic()
         if present - self._written_at.setdefault(process, self._began) < REPORTS_S:
             return False
@@ -207,7 +207,7 @@ class RunRecord:
 
     def _line(self, report: UpdateReport) -> str:
         m = report.metrics
-        # A batch of segments may contain no end of a completion, and only these have rewards.
+        # A batch of segments may contain no end of a completion. Only segments with the end have a reward.
         reward = f"{m['reward']:.3f}" if "reward" in m else "-"
         return (
             f"[{self.wall_s:6.1f}s] update {report.version:4d}/{self.updates}  reward {reward}  "
@@ -219,7 +219,7 @@ class RunRecord:
         self._show_event(kind, value, content or {}, written=True)
 
     def _show_event(self, kind: str, value: int | str, content: Mapping[str, object], *, written: bool) -> None:
-        """Show an event, and if `written` append it to metrics.jsonl and send it to the trackers."""
+        """Show an event. If `written`, append it to metrics.jsonl and send it to the trackers."""
         line = cast(Line, {kind: value, "wall_s": self.wall_s, **content})
         self.display.line(line)
         if not written:
@@ -255,9 +255,9 @@ class RunRecord:
         *,
         attempts: AttemptTable | None = None,
     ) -> Summary:
-        """Write summary.json and return it. `outcome` is `FINISHED` or the reason for an early end.
+        """Write summary.json and return its content. `outcome` is `FINISHED` or the reason for an early end.
 
-        Raises `RunError` if it cannot be written; after a failed run that error is only logged.
+        Raises `RunError` if the file cannot be written. After a failed run this error is only logged.
         """
         self.display.line({"end": outcome, "wall_s": self.wall_s})
         self.display.close()
@@ -284,7 +284,7 @@ class RunRecord:
             with self._after(outcome), durable.naming(path, RunError):
                 durable.write(path, (json.dumps(content, indent=2) + "\n").encode())
         finally:
-            # The disk has refused a line that is still buffered, and the error was reported.
+            # Closing fails if a buffered line cannot be written. That write has already reported the error.
             with suppress(OSError):
                 self._file.close()
             if self._sinks is not None:
@@ -293,7 +293,7 @@ class RunRecord:
 
     @contextmanager
     def _after(self, outcome: str) -> Generator[None]:
-        """After a failed run log a disk error instead of raising it: it would hide the first error."""
+        """Log a disk error after a failed run instead of raising it, because it would hide the run's error."""
         try:
             yield
         except RunError as error:

@@ -1,7 +1,7 @@
-"""summary.json: a whole run in numbers, over all its parts; a part is one process of its driver.
+"""summary.json: the numbers of a whole run over all its parts. Each start of the driver begins a part.
 
-The lines of metrics.jsonl and the queue's counters in the journal survive a kill -9, so their numbers cover the whole
-run. The numbers under `engines` cover only the engines at work at the end, each since its start.
+The lines of metrics.jsonl and the queue's counters in the journal survive a kill -9, so numbers from them cover the
+whole run. The numbers under `engines` cover only the engines that ran at the end, each since its start.
 """
 
 from collections import Counter
@@ -19,7 +19,7 @@ from streamppo.types import EngineReport, QueueReport
 STAGES = ("rollout", "queue", "learner")
 """The stages that are restarted when they die."""
 WINDOW = 10
-"""Updates averaged in the "start" and "final" rewards."""
+"""The number of updates averaged for the "start" and the "final" reward."""
 
 
 class StartAndEnd(TypedDict):
@@ -30,7 +30,7 @@ class StartAndEnd(TypedDict):
 
 
 class LagSummary(TypedDict):
-    """Lags of tokens, in versions; None without tokens."""
+    """Lags of tokens in versions; the numbers are None if there are no tokens."""
 
     mean: float | None
     p99: int | None
@@ -41,9 +41,9 @@ class LagSummary(TypedDict):
 class LineTotals(TypedDict):
     """Numbers from the lines of metrics.jsonl.
 
-    `phases`: the newest of each process (`telemetry.catalogue.PHASES`): calls, wall seconds, CPU seconds. `lag`: of all
-    sampled tokens; `trained_lag`: of tokens within `max_lag`. `evaluations`: ordered by version; `eval_accuracy`: of
-    the first and the last version. `verdict`: compares these two, empty without them.
+    `phases` has the newest calls, wall seconds and CPU seconds of each phase by process (`telemetry.catalogue.PHASES`).
+    `lag` covers all sampled tokens, and `trained_lag` the tokens within `max_lag`. `evaluations` is ordered by version.
+    `eval_accuracy` has the accuracy of the first and of the last version, and `verdict` compares them.
     """
 
     verdict: str
@@ -66,7 +66,7 @@ class LineTotals(TypedDict):
 
 
 class QueueTotals(TypedDict):
-    """Counts of the queue since the start of the run; None without its report, because the run ended early."""
+    """The queue's counts since the start of the run; None if the run ended before the queue reported."""
 
     trajectories: int | None
     dropped: dict[str, int] | None
@@ -78,10 +78,10 @@ class QueueTotals(TypedDict):
 
 
 class EngineTotals(ReuseNumbers):
-    """Counts of the engines at the end of the run, each since it started; reuse as in context_reuse.py.
+    """Counts of the engines at the end of the run, each since its start, and their cache reuse (context_reuse.py).
 
-    `tokens_per_s`: sum over engines of tokens / own seconds. `restarts`: deaths of an engine's processes that its actor
-    survived. `stalls`: steps of environments that blocked an actor, by file and line. `agents`: agents' requests, by
+    `tokens_per_s` is the sum over engines of tokens per second. `restarts` counts the restarts of engine processes by
+    their actors. `stalls` counts environment steps that blocked an actor, by file and line. `agents` counts requests by
     outcome.
     """
 
@@ -114,11 +114,12 @@ class Summary(LineTotals, QueueTotals):
 
 
 def line_totals(lines: Sequence[Line]) -> LineTotals:
-    """The numbers of a whole run from its lines."""
+    """Return the numbers of a whole run from its lines."""
     updates = sorted((line for line in lines if "update" in line), key=lambda line: line["update"])
     known = updates_in_order(lines)
     evaluations = [(line["evaluation"], line["accuracy"]) for line in lines if "evaluation" in line]
-    # Evaluations end in any order; of a version that a resumed run repeats, the last one stays the newest.
+    # The order of the lines is the order in which evaluations ended. If a resumed run evaluated a version again, the
+    # stable sort leaves the newest result last.
     evaluations.sort(key=lambda evaluation: evaluation[0])
     restarts = Counter(line["restart"] for line in lines if "restart" in line)
     update_s = sum(line["update_s"] for line in updates)
@@ -144,14 +145,14 @@ def line_totals(lines: Sequence[Line]) -> LineTotals:
 
 
 def updates_in_order(lines: Sequence[Line]) -> list[UpdateLine | RemadeLine]:
-    """The lines of updates, original or remade, ordered by version."""
+    """Return one line for each update, original or remade, ordered by version."""
     by_version: dict[int, UpdateLine | RemadeLine] = {line["remade"]: line for line in lines if "remade" in line}
     by_version |= {line["update"]: line for line in lines if "update" in line}
     return [by_version[version] for version in sorted(by_version)]
 
 
 def final_line(summary: Summary) -> str:
-    """The last log line of a run that has made all its updates."""
+    """Return the last log line of a run that made all its updates."""
     accuracy, sampled, trained = summary["eval_accuracy"], summary["lag"], summary["trained_lag"]
     parts = [f"{summary['updates']} updates in {summary['wall_s']:.0f} s"]
     if summary["parts"] > 1:
@@ -169,7 +170,7 @@ def final_line(summary: Summary) -> str:
 
 
 def queue_totals(queue: QueueReport | None) -> QueueTotals:
-    """The queue's counts for the summary."""
+    """Return the queue's counts in the form of the summary."""
     return {
         "trajectories": queue and queue.consumed,
         "dropped": queue and queue.dropped,
@@ -182,7 +183,7 @@ def queue_totals(queue: QueueReport | None) -> QueueTotals:
 
 
 def engine_totals(engines: Sequence[EngineReport]) -> EngineTotals | None:
-    """Sum up the engines' reports; None without a report."""
+    """Return the sums over the engines' reports; None without a report."""
     if not engines:
         return None
     idle_s, swaps = sum(engine.idle_s for engine in engines), sum(engine.swaps for engine in engines)
@@ -209,14 +210,14 @@ def engine_totals(engines: Sequence[EngineReport]) -> EngineTotals | None:
 
 
 def _youngest(histogram: Mapping[str, int], too_old: int) -> dict[str, int]:
-    """Remove the `too_old` tokens of the largest lags: the lag bound excludes exactly these."""
-    left: dict[str, int] = {}
+    """Remove the `too_old` tokens with the largest lags, because `max_lag` excludes exactly these."""
+    remaining: dict[str, int] = {}
     for lag in sorted(histogram, key=int, reverse=True):
-        gone = min(too_old, histogram[lag])
-        too_old -= gone
-        if histogram[lag] > gone:
-            left[lag] = histogram[lag] - gone
-    return left
+        excluded = min(too_old, histogram[lag])
+        too_old -= excluded
+        if histogram[lag] > excluded:
+            remaining[lag] = histogram[lag] - excluded
+    return remaining
 
 
 def _lag(histograms: Sequence[Mapping[str, int]]) -> LagSummary:
@@ -236,11 +237,11 @@ def _lag(histograms: Sequence[Mapping[str, int]]) -> LagSummary:
 
 
 def _percentile(histogram: Mapping[int, int], share: float) -> int:
-    """The smallest lag that is not exceeded by `share` of all tokens."""
-    least, seen = share * sum(histogram.values()), 0
+    """Return the smallest lag such that at least `share` of all tokens have this lag or a smaller one."""
+    least, count = share * sum(histogram.values()), 0
     for lag in sorted(histogram):
-        seen += histogram[lag]
-        if seen >= least:
+        count += histogram[lag]
+        if count >= least:
             return lag
     return max(histogram)
 

@@ -1,4 +1,4 @@
-"""Times of a run's events, and texts of instant events, for the pages' timelines and the trace."""
+"""Computes when a run's events happened, and describes instant events, for the pages' timelines and the trace."""
 
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
@@ -14,19 +14,19 @@ class EngineInterval(NamedTuple):
 
     @property
     def tokens_per_s(self) -> float:
-        """Tokens sampled per second."""
+        """The number of tokens sampled per second."""
         lasts_s = max(self.line["wall_s"] - self.before["wall_s"], 1e-9)
         return (self.line["tokens"] - self.before["tokens"]) / lasts_s
 
     @property
     def idle(self) -> float:
-        """The share of the time with nothing to decode."""
+        """The share of the interval in which the engine had nothing to decode."""
         idle_s = self.line["idle_s"] - self.before["idle_s"]
         return idle_s / max(idle_s + self.line["busy_s"] - self.before["busy_s"], 1e-9)
 
 
 def engine_intervals(lines: Sequence[Line]) -> Iterator[EngineInterval]:
-    """Pair each line of a rollout actor with its previous one; the first with its start, when all counts were 0."""
+    """Pair each line of a rollout actor with the previous line, and the first with a line of zeros at its start."""
     engines: dict[str, EngineLine] = {}
     for line in lines:
         if "part" in line:
@@ -40,18 +40,18 @@ def engine_intervals(lines: Sequence[Line]) -> Iterator[EngineInterval]:
 
 
 def _start(line: EngineLine) -> EngineLine:
-    """The line that the actor would have written at its start, with the version of its first line."""
+    """Return the line that the actor would have written at its start, with the version of its first line."""
     began_s = max(0.0, line["wall_s"] - line["busy_s"] - line["idle_s"])
     return {**line, "wall_s": began_s, "tokens": 0, "busy_s": 0.0, "idle_s": 0.0}
 
 
 def requested_s(line: UpdateLine) -> float:
-    """The second of the run at which an update requested its batch; the push of the previous version began then."""
+    """Return the second of the run at which an update requested its batch and the previous version's push began."""
     return line["wall_s"] - line["update_s"]
 
 
 def describe_event(line: Line) -> tuple[str, str] | None:
-    """The kind and text of an instant event; None for any other line."""
+    """Return the kind and the text of an instant event; None for any other line."""
     if "evaluation" in line:
         accuracy = "no score" if line["accuracy"] is None else f"accuracy {line['accuracy']:.3f}"
         return "evaluation", f"{line['evaluation']}: {accuracy}"

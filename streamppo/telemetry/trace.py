@@ -1,8 +1,8 @@
-"""A run's lines as a trace for Perfetto and chrome://tracing: the work and waiting of each stage over time.
+"""Converts a run's lines to a trace for Perfetto and chrome://tracing: what each stage did over time.
 
-Format: Trace Event Format (Chromium), times in microseconds. Updates, their parts, and pushes are slices. Evaluations,
-restarts, and the driver's starts and ends are instants. The queue's trajectories, the engines' tokens and the phases of
-every process are counters between two consecutive lines.
+The format is Chromium's Trace Event Format with times in microseconds. Updates, their parts, and pushes are slices.
+Evaluations, restarts, and the driver's starts and ends are instants. The queue's trajectories, the engines' tokens per
+second and the time of each phase are counters.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -15,15 +15,15 @@ from streamppo.telemetry.metrics_file import Line, PhasesLine, UpdateLine
 Event: TypeAlias = Mapping[str, object]
 PROCESS = 1
 LANES = ("driver", "learner", "push", "evaluation")
-"""The lanes of slices and instants, from the top."""
+"""The lanes of slices and instants, from top to bottom."""
 INSIDE = ("wait_s", "score_s", "train_s")
-"""Parts of an update, in their order."""
+"""The parts of an update, in their order."""
 SHOWN = ("reward", "lag_mean", "lag_max", "ess", "entropy", "tokens_trained", "grad_norm")
-"""Metrics shown with an update."""
+"""The metrics shown with an update."""
 
 
 def events(lines: Sequence[Line], name: str) -> list[Event]:
-    """All events of the run `name`, ordered by start time."""
+    """Return all events of the run `name`, ordered by start time."""
     named: list[Event] = [_named("process_name", 0, name)]
     named += [_named("thread_name", lane, title) for lane, title in enumerate(LANES)]
     timed = [*_slices(lines), *_instants(lines), *_counters(lines)]
@@ -41,7 +41,7 @@ def _slices(lines: Sequence[Line]) -> Iterator[Event]:
     updated = pushed = 0.0
     for line in lines:
         if "update" in line:
-            # The times come from two clocks, whose difference must not make slices of a lane overlap.
+            # The times come from two clocks, whose difference must not make the slices of a lane overlap.
             begin = max(updated, timeline.requested_s(line))
             yield from _update(line, begin)
             pushed, updated = max(pushed, begin), line["wall_s"]
@@ -50,7 +50,7 @@ def _slices(lines: Sequence[Line]) -> Iterator[Event]:
 
 
 def _update(line: UpdateLine, begin: float) -> Iterator[Event]:
-    """An update from the request of its batch on; inside it the wait, scoring and training."""
+    """Yield the slice of an update since the request of its batch, and slices for waiting, scoring and training."""
     numbers: Mapping[str, object] = {**line}
     shown = {name: numbers[name] for name in SHOWN if name in numbers}
     at = begin
@@ -82,7 +82,7 @@ def _instants(lines: Sequence[Line]) -> Iterator[Event]:
 
 def _counters(lines: Sequence[Line]) -> Iterator[Event]:
     for interval in timeline.engine_intervals(lines):
-        # A counter's value holds from its event on, so the event is at the earlier line.
+        # A counter's value is valid from its event on, so the event is placed at the earlier line.
         engine, begin_s = interval.line["engine"], interval.before["wall_s"]
         yield _counter(f"{engine}: tokens a second", begin_s, {"tokens": interval.tokens_per_s})
     processes: dict[str, PhasesLine] = {}
@@ -99,7 +99,7 @@ def _counters(lines: Sequence[Line]) -> Iterator[Event]:
 
 
 def _spent(line: PhasesLine, before: PhasesLine) -> Iterator[Event]:
-    """Seconds of each phase per second since the process's last line; none if the process restarted in between."""
+    """Yield the seconds of each phase per second since the process's last line; nothing if the process restarted."""
     lasts = max(line["wall_s"] - before["wall_s"], 1e-9)
     shares = {
         name: (wall_s - before["spent"].get(name, (0, 0.0, 0.0))[1]) / lasts

@@ -1,15 +1,15 @@
-"""Everything that crosses a process, in the order of a trajectory's life.
+"""Everything that crosses a process, in the order in which a trajectory passes through the pipeline.
 
-    Prompt      tasks   -> rollout   one instance of a task, rebuilt from a ticket's identity
-    Ticket      queue   -> rollout   permission to sample one trajectory of a prompt
+        Prompt      tasks   -> rollout   one instance of a task, computed again from a ticket's identity
+        Ticket      queue   -> rollout   permission to sample one trajectory of a prompt
     Trajectory  rollout -> queue     the sampled tokens, each with its log-prob and weight version
     Failure     rollout -> queue     a ticket that failed, and the reason
     Batch       queue   -> learner   the fixed number of trajectories of one update
-    Push        learner -> weights   a version's tensors, their hashes, and the layout of its buckets
+        Push        learner -> weights   a version's tensors, their hashes, and the layout of its buckets
     *Report     every stage -> run   numbers for display
 
-Arrays travel as bytes columns (little-endian int32 / float32 / uint8), read with `ints`, `floats`, `flags`:
-a thousand tokens cost less than a microsecond to encode, against tens for a list.
+Arrays travel as bytes columns (little-endian int32, float32 or uint8), which `ints`, `floats` and `flags` read. A
+column of a thousand tokens is encoded in less than a microsecond; a list takes more than ten.
 """
 
 import hashlib
@@ -37,8 +37,9 @@ from streamppo.types.wire import utf8_safe as utf8_safe
 class Message(WireStruct, frozen=True, omit_defaults=True, repr_omit_defaults=True):
     """One turn of a chat. `role` is system, user, assistant or tool.
 
-    The chat template gets every field that is set. `content` is None if an assistant only calls tools. A tool's message
-    answers the call with the id `tool_call_id`. `fields` has all other fields, `reasoning_content` for example.
+    The chat template gets every field that is set. `content` is None in a message that only calls tools. A message with
+    the role "tool" answers the call with the id `tool_call_id`. `fields` has other fields, for example
+    `reasoning_content`.
     """
 
     role: str
@@ -49,16 +50,16 @@ class Message(WireStruct, frozen=True, omit_defaults=True, repr_omit_defaults=Tr
     fields: dict[str, Any] = {}
 
     def __hash__(self) -> int:
-        """A hash of role and content only: dicts have none."""
+        """Return a hash of role and content. The other fields contain dicts, which have no hash."""
         return hash((self.role, self.content))
 
     @property
     def text(self) -> str:
-        """The content; empty if it is None."""
+        """The content; "" if it is None."""
         return self.content or ""
 
     def plain(self) -> dict[str, Any]:
-        """The message as a dict of its set fields, the form of chat templates and TRL's rewards."""
+        """Return the message as a dict of its set fields. Chat templates and TRL's rewards expect this form."""
         known = {"name": self.name, "tool_calls": list(self.tool_calls), "tool_call_id": self.tool_call_id}
         filled = {key: value for key, value in known.items() if value}
         return {"role": self.role, "content": self.content, **self.fields, **filled}
@@ -67,8 +68,8 @@ class Message(WireStruct, frozen=True, omit_defaults=True, repr_omit_defaults=Tr
 class Template(WireStruct, frozen=True, omit_defaults=True, repr_omit_defaults=True):
     """Inputs of a chat template besides the messages: its `arguments` by name, and the JSON schemas of `tools`.
 
-    `control_tokens` decides how the name of a control token in a message or text is read: "text" reads it as plain
-    text, "parse" as the token.
+    `control_tokens` says how a control token's name in a message is tokenized: "text" as plain text, "parse" as the
+    token.
     """
 
     arguments: dict[str, Any] = {}
@@ -76,15 +77,15 @@ class Template(WireStruct, frozen=True, omit_defaults=True, repr_omit_defaults=T
     control_tokens: Literal["text", "parse"] = "text"
 
     def __hash__(self) -> int:
-        """A hash of `control_tokens` only: dicts have none."""
+        """Return a hash of `control_tokens`. The other fields contain dicts, which have no hash."""
         return hash(self.control_tokens)
 
 
 class Prompt(WireStruct, frozen=True):
-    """One instance of a task: `messages` for the chat template, or else `text`.
+    """One instance of a task: `messages` for the chat template, or `text`.
 
-    `columns` is its data row, passed to rewards by name; `source` is its data set. Only its last `max_tokens` tokens
-    are used.
+    Rewards get the data row `columns` by column name. `source` is the name of the data set. The engine gets only the
+    last `max_tokens` tokens of the prompt.
     """
 
     text: str
@@ -96,11 +97,11 @@ class Prompt(WireStruct, frozen=True):
 
 
 class ScoredText(WireStruct, frozen=True):
-    """A trajectory as input of a reward. `finish` is "length" if the completion was truncated.
+    """A trajectory in the form in which rewards get it. `finish` is "length" if the completion was truncated.
 
-    `num_tokens` is the number of sampled tokens, `tokens` their ids (int32). With several turns, `turns` has the
-    policy's text of each turn, and `completion` all of them with the observations in between. `messages` are those of a
-    chat prompt; `observations` are the environment's messages after each turn but the last.
+    `num_tokens` counts the sampled tokens, and `tokens` has their ids (int32). In an episode of several turns, `turns`
+    has the policy's text of each turn, and `completion` the texts of all turns and observations. `messages` are the
+    messages of a chat prompt. `observations` are the environment's messages after each turn except the last.
     """
 
     prompt: str
@@ -115,16 +116,16 @@ class ScoredText(WireStruct, frozen=True):
 
     @property
     def prompt_messages(self) -> tuple[Message, ...]:
-        """The prompt's messages without a final assistant message, which the completion continues."""
+        """The prompt's messages. A final assistant message is left out, because the completion continues it."""
         return self.messages[:-1] if self._prefill else self.messages
 
     @property
     def completion_messages(self) -> tuple[Message, ...]:
-        """The messages after the prompt: the policy's turns and the observations; empty if the prompt is not a chat."""
+        """The messages after the prompt: the policy's turns and the observations. Empty if the prompt is not a chat."""
         if not self.messages:
             return ()
-        first, *rest = self.turns or (self.completion,)
-        turns = [Message(role="assistant", content=text) for text in (self._prefill + first, *rest)]
+        first, *later_turns = self.turns or (self.completion,)
+        turns = [Message(role="assistant", content=text) for text in (self._prefill + first, *later_turns)]
         # A truncated trajectory may end with an observation.
         between = (*self.observations, *[()] * (len(turns) - len(self.observations)))
         return tuple(
@@ -142,10 +143,11 @@ class ScoredText(WireStruct, frozen=True):
 
 
 class Reward(WireStruct, frozen=True):
-    """A structured reward in place of a number. The trajectory's reward is `total`, the sum of all its parts.
+    """A reward with parts. The trajectory's reward is `total`, the sum of `score`, `turns` and `tokens`.
 
-    `score` is placed on the last token, `turns[k]` on the last token of turn k, `tokens[t]` on the t-th sampled token.
-    `components` are logged as reward_NAME, and compared by `gdpo` and `resample`. `explanation` is a text for display.
+    `score` is placed on the last token, `turns[k]` on the last token of turn k, and `tokens[t]` on sampled token t.
+    Each of `components` is logged as reward_NAME, and used by `gdpo` and `resample`. `explanation` is shown to the
+    user.
     """
 
     score: float = 0.0
@@ -161,10 +163,10 @@ class Reward(WireStruct, frozen=True):
 
 
 class Identity(WireStruct, frozen=True, order=True):
-    """The stable name of one trajectory; a trajectory is consumed at most once under its identity.
+    """The stable name of one trajectory. The queue delivers at most one trajectory of each identity to the learner.
 
-    `prompt` is the index in the task's endless, seeded stream of prompts: configuration and identity determine the
-    prompt. `segment` numbers the segments of an attempt; 0 without segments.
+    `prompt` is an index in the task's endless stream of prompts. The stream is seeded, so the configuration and the
+    identity determine the prompt. `segment` numbers the segments of an attempt; it is 0 without segments.
     """
 
     task: str
@@ -175,38 +177,39 @@ class Identity(WireStruct, frozen=True, order=True):
 
 
 class Ticket(WireStruct, frozen=True):
-    """Permission to sample one trajectory. `slot` is the number of its slot; smaller numbers are older."""
+    """Permission to sample one trajectory. `slot` is the number of its slot; older slots have smaller numbers."""
 
     identity: Identity
     slot: int
 
 
 class Trajectory(WireStruct, frozen=True, omit_defaults=True):
-    """One finished, scored completion, or a segment of one.
+    """One finished and scored completion, or a segment of it.
 
-    All columns but `prompt_tokens`, `candidates`, `routes`, `branches` and `turns` have T entries, T >= 1.
+    T is the number of completion tokens, at least 1. Each column has one entry for each of them, except
+    `prompt_tokens`, `candidates`, `routes`, `branches` and `turns`.
 
-    `mask` is true for tokens that the policy sampled; only these are trained on. `logprobs` are under the sampling
-    distribution. `versions` are the weight versions that sampled each token; without `versions_known` the engine did
-    not report them, and they are the oldest possible versions. `reward` is the sum of `token_rewards`; if these are
-    empty, the whole reward is on the last sampled token.
+    `mask` is true for tokens that the policy sampled. Only these are trained on. `logprobs` are log-probs under the
+    sampling distribution. `versions` are the weight versions that sampled each token. If the engine did not report
+    them, `versions_known` is false and `versions` has the oldest possible versions. `reward` is the sum of
+    `token_rewards`. If `token_rewards` is empty, the reward belongs to the last sampled token.
 
-    With top-p or top-k, `candidates` are the tokens that could have been sampled: those of token 0 in ascending order,
-    then those of token 1, and so on. `candidate_counts` has their number for each token; 0 means the whole vocabulary.
-    Without top-p and top-k both are empty.
+    With top-p or top-k, `candidates` lists the token ids that could have been sampled: first those of token 0 in
+    ascending order, then those of token 1, and so on. `candidate_counts` has the number of candidates of each token; 0
+    means the whole vocabulary. Without top-p and top-k both columns are empty.
 
-    `teacher_logprobs` are those of a teacher that is a server, 0 for tokens that were not sampled; empty without one.
-    `routes` (or empty) are the experts to which the engine routed each token of prompt and completion but the last,
-    layer by layer, in numbers of `route_bytes` (types/routes.py). `explanation` is the beginning of the reward's
-    explanation.
+    `teacher_logprobs` come from a teacher that runs as a server, and are 0 for tokens that were not sampled. The column
+    is empty without such a teacher. `routes` lists the experts of each token of the row except the last, layer by
+    layer, in numbers of `route_bytes` bytes (types/routes.py). `routes` is empty if the engine reports no experts.
+    `explanation` is the beginning of the reward's explanation.
 
-    `branches` make the row (prompt and completion) a tree (types/branches.py): int32 pairs (start, parent). Token
-    `start` of the row, which was not sampled, follows token `parent`, or no token (-1). Without branches each token
-    follows the one before it. Tokens are in order of time. `turns` are the turns of an agent's run, also those
-    that were not delivered (types/turns.py). `source` is the prompt's, where a task has several.
+    The row is the prompt and the completion. `branches` makes it a tree (types/branches.py): a pair of int32 (start,
+    parent) says that token `start` follows token `parent`, or no token (-1). Without branches each token follows the
+    previous one. The tokens are in the order of sampling. `turns` lists the turns of an agent, including turns that the
+    agent did not receive (types/turns.py). `source` is the prompt's `source`, if the task has several data sets.
 
-    A segment that is followed by others has `finish` "cut" and no reward; the last segment has the reward of the whole.
-    The last `prefix` of its `prompt_tokens` are the tokens of earlier segments.
+    If more segments follow, `finish` is "cut" and there is no reward. The last segment has the reward of the
+    completion. The last `prefix` tokens of `prompt_tokens` are tokens of earlier segments.
     """
 
     identity: Identity
@@ -234,24 +237,25 @@ class Trajectory(WireStruct, frozen=True, omit_defaults=True):
 
     @property
     def num_tokens(self) -> int:
-        """T, the length of the completion."""
+        """T, the number of completion tokens."""
         return len(self.tokens) // 4
 
     @property
     def num_sampled(self) -> int:
-        """The number of tokens that the policy sampled, without an environment's observations."""
+        """The number of tokens that the policy sampled. An environment's observations do not count."""
         return len(self.mask) - self.mask.count(0)
 
     @property
     def oldest_version(self) -> int:
-        """The oldest version that sampled a token."""
+        """The oldest version that sampled a token of the trajectory."""
         return int(ints(self.versions)[flags(self.mask)].min())
 
 
 class Failure(WireStruct, frozen=True):
-    """A failed ticket: its stage, the reason, and the number of tokens in completions that were finished.
+    """A ticket whose trajectory failed: the stage, the reason, and the number of tokens sampled in finished
+    completions.
 
-    `version` is the engine's at the start, -1 if unknown; `source` is as in `Trajectory`.
+    `version` is the engine's version at the start of sampling, or -1 if unknown. `source` is as in `Trajectory`.
     """
 
     identity: Identity
@@ -266,9 +270,9 @@ class Failure(WireStruct, frozen=True):
 class Batch(WireStruct, frozen=True):
     """The trajectories of the update from `version` to `version + 1`, in order.
 
-    Tokens sampled by a version below `min_version` are older than `max_lag` allows: they count in the denominators but
-    not in the loss (`too_old = mask`; with the other choices a batch has none). A part of a batch has the indices of
-    its `rows` (int32) in the whole batch; for a whole batch `rows` is empty.
+    Tokens sampled by a version below `min_version` exceed `max_lag`. They count in the denominators but not in the
+    loss. Only batches with `too_old = mask` have such tokens. If this is a part of a batch, `rows` (int32) has the
+    indices of its trajectories in the whole batch; otherwise `rows` is empty.
     """
 
     version: int
@@ -278,14 +282,14 @@ class Batch(WireStruct, frozen=True):
 
 
 class Outline(WireStruct, frozen=True):
-    """A batch without token ids; `prompt_lengths` [B] (int32) are the numbers of prompt tokens."""
+    """A batch without token ids. `prompt_lengths` [B] (int32) has the number of prompt tokens of each trajectory."""
 
     batch: Batch
     prompt_lengths: bytes
 
 
 class Tokens(WireStruct, frozen=True):
-    """The token ids and routes of one trajectory, in its own columns; `row` is its index in the batch."""
+    """The token ids and routes of the trajectory at index `row` of the batch; the columns are those of `Trajectory`."""
 
     row: int
     prompt_tokens: bytes
@@ -296,7 +300,7 @@ class Tokens(WireStruct, frozen=True):
 
 
 class Tensor(WireStruct, frozen=True):
-    """One parameter. `content` is the hash of its bytes, or of a rank's shard of them (weights/content.py)."""
+    """One parameter. `content` is the hash of its bytes, or of a rank's shard of it (weights/content.py)."""
 
     name: str
     dtype: str
@@ -306,7 +310,7 @@ class Tensor(WireStruct, frozen=True):
 
 
 class TensorChunk(WireStruct, frozen=True):
-    """Bytes `first : first + nbytes` of a tensor, whole or as a delta: `start : start + stored` of a bucket."""
+    """Bytes `first : first + nbytes` of a tensor, stored in bytes `start : start + stored` of a bucket."""
 
     tensor: int
     first: int
@@ -318,9 +322,9 @@ class TensorChunk(WireStruct, frozen=True):
 
 
 class Push(WireStruct, frozen=True):
-    """One version for the engines, or one rank's share of it; its deltas are relative to `base_version`.
+    """One version for the engines, or one rank's share of it. Deltas are relative to `base_version`.
 
-    `frozen` tensors are not sent: engines have them. `admitted_lag` is set if the lag is adaptive.
+    `frozen` tensors are not sent, because the engines have them. `admitted_lag` is set if the lag is adaptive.
     """
 
     version: int
@@ -335,16 +339,16 @@ class Push(WireStruct, frozen=True):
 
     @property
     def digest(self) -> str:
-        """The SHA-256 of a version's names, dtypes, shapes and content hashes; the same for any sharding."""
+        """The SHA-256 of a version's names, dtypes, shapes and content hashes. Sharding does not change it."""
         described = [(tensor.name, tensor.dtype, tensor.shape, tensor.content) for tensor in self.tensors + self.frozen]
         return hashlib.sha256(repr(described).encode()).hexdigest()
 
 
 class TokenRecord(WireStruct, frozen=True):
-    """The learner's numbers for each completion token of a batch, as of the update's start: float32 without padding.
+    """The learner's float32 numbers for each completion token of a batch at the start of its update, without padding.
 
-    `values` are the critic's, `proximal_logprobs` the learner's, if a pass before the first step computed them,
-    `advantages` those of the loss, whitened if configured. A column that was not computed is empty.
+    `values` come from the critic. `proximal_logprobs` are the learner's log-probs, if the learner computed them before
+    the first step. `advantages` are those in the loss, whitened if configured. A column that was not computed is empty.
     """
 
     values: bytes = b""

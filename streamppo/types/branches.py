@@ -1,8 +1,8 @@
-"""The branches of a row: its tokens as a tree, each token once. Pure: only numpy.
+"""The branches of a row: its tokens as a tree that holds each token once. Pure: it imports only numpy.
 
-A row is the tokens of a prompt and of its completion, numbered from 0. Without branches token t follows token t - 1.
-With a branch (start, parent), token `start` follows token `parent` instead, or no token if `parent` is -1; the tokens
-after `start` follow one another again.
+A row is the tokens of a prompt and of its completion, numbered from 0. Without branches token t follows token t - 1. A
+branch (start, parent) makes token `start` follow token `parent` instead, or no token if `parent` is -1. Each token
+after `start` follows the previous one, up to the next branch.
 
     row        0  1  2  3  4  5  6  7  8       branches (5, 2) and (8, -1)
     follows   -1  0  1  2  3  2  5  6 -1
@@ -10,8 +10,8 @@ after `start` follow one another again.
     paths      0 1 2 3 4      0 1 2 5 6 7      8
     trees      0 1 2 3 4 5 6 7      8
 
-A sampled token is predicted at the token before it in the row, so a branch starts with a token that was not sampled.
-For example, two answers to one context each have their own copy of its last token; the second copy starts a branch.
+The row's previous token predicts a sampled token, so a branch must start with a token that was not sampled. For
+example, two answers to one context each have a copy of the context's last token. The second copy starts a branch.
 """
 
 from bisect import bisect_right
@@ -23,7 +23,7 @@ from streamppo.types.wire import Flags, Ints, ints
 
 
 class Piece(NamedTuple):
-    """Consecutive tokens `start` to `end` - 1 of a row; the first one follows `parent`."""
+    """Tokens `start` to `end` - 1 of a row. The first follows `parent`, each of the others its predecessor."""
 
     start: int
     end: int
@@ -31,31 +31,31 @@ class Piece(NamedTuple):
 
 
 class Size(NamedTuple):
-    """The number of tokens under a root, and the number of tokens of each path from it."""
+    """The number of tokens in the tree under a root, and the number of tokens on the path to each leaf."""
 
     tokens: int
     paths: list[int]
 
 
 def pairs(column: bytes) -> Ints:
-    """[K, 2] (start, parent) of each branch."""
+    """Return [K, 2]: the pair (start, parent) of each branch."""
     return ints(column).reshape(-1, 2)
 
 
 def column(branches: list[tuple[int, int]]) -> bytes:
-    """The bytes column of pairs (start, parent) in ascending order of `start`; empty without branches."""
+    """Return the bytes column of pairs (start, parent), which are in ascending order of `start`."""
     return np.array(branches, dtype="<i4").tobytes()
 
 
 def flaw(column: bytes, prompt: int, mask: Flags) -> str | None:
-    """The reason why a column is not the branches of a row, of `prompt` tokens and a completion's `mask`; or None."""
+    """Return why a column is no valid list of branches for `prompt` tokens and a completion's `mask`; None if it is."""
     if len(column) % 8:
         return f"branches of {len(column)} bytes, which are not pairs of int32"
     starts, parents = pairs(column).T.astype(np.int64)
     width = prompt + len(mask)
     if (out := (starts < prompt) | (starts >= width)).any():
         start = starts[np.argmax(out)]
-        return f"a branch begins at token {start}, and the completion has the row's tokens {prompt} to {width - 1}"
+        return f"a branch begins at token {start}, but the completion's tokens are {prompt} to {width - 1}"
     if (down := np.diff(starts) <= 0).any():
         before, start = starts[np.argmax(down) :][:2]
         return f"a branch that begins at token {start} is listed after one that begins at token {before}"
@@ -70,14 +70,14 @@ def flaw(column: bytes, prompt: int, mask: Flags) -> str | None:
 
 
 def pieces(column: bytes, width: int) -> list[Piece]:
-    """The pieces of a row of `width` tokens, in order; together they cover the row."""
+    """Return the pieces into which branches divide a row of `width` tokens, in order."""
     branches = [(0, -1), *((int(start), int(parent)) for start, parent in pairs(column))]
     ends = [*(start for start, _ in branches[1:]), width]
     return [Piece(start, end, parent) for (start, parent), end in zip(branches, ends, strict=True)]
 
 
 def depths(column: bytes, width: int) -> Ints:
-    """[width] the number of ancestors of each token: its position in its path."""
+    """Return [width]: the number of ancestors of each token, which is its position in its path."""
     depth = np.arange(width, dtype=np.int32)
     for start, end, parent in pieces(column, width)[1:]:
         depth[start:end] = np.arange(end - start) + (depth[parent] + 1 if parent >= 0 else 0)
@@ -85,7 +85,7 @@ def depths(column: bytes, width: int) -> Ints:
 
 
 def paths(column: bytes, width: int) -> list[Ints]:
-    """The tokens from a root to each leaf, in the order of the leaves; a leaf is a token that no token follows."""
+    """Return the tokens from a root to each leaf (a token that no token follows), in the order of the leaves."""
     root_paths: list[Ints] = []
     cut = pieces(column, width)
     starts, parents, before = [piece.start for piece in cut], {piece.parent for piece in cut}, list[Ints]()
@@ -101,7 +101,7 @@ def paths(column: bytes, width: int) -> list[Ints]:
 
 
 def trees(column: bytes, width: int) -> list[Ints]:
-    """The tokens under each root, in the row's order."""
+    """Return the tokens under each root, in the order of the row."""
     root = np.arange(width, dtype=np.int32)
     for start, end, parent in pieces(column, width):
         root[start:end] = root[parent] if parent >= 0 else start
@@ -109,7 +109,7 @@ def trees(column: bytes, width: int) -> list[Ints]:
 
 
 def sizes(column: bytes, width: int) -> list[Size]:
-    """The sizes of `trees`, in the same order."""
+    """Return the size of each of the `trees`, in the same order."""
     cut, roots, depths, by_root = pieces(column, width), list[int](), list[int](), dict[int, Size]()
     starts, parents = [piece.start for piece in cut], {piece.parent for piece in cut}
     for start, end, parent in cut:
@@ -123,15 +123,15 @@ def sizes(column: bytes, width: int) -> list[Size]:
 
 
 def seen(column: bytes, width: int) -> tuple[Ints, Flags]:
-    """([width] the piece of each token, [P, width] a mask of each piece's own tokens and their ancestors).
+    """Return [width], the piece of each token, and [P, width], a mask of each piece's tokens and their ancestors.
 
     Within its piece, a token follows the tokens before it in the row.
     """
     cut = pieces(column, width)
     piece = np.repeat(np.arange(len(cut), dtype=np.int32), [part.end - part.start for part in cut])
-    sees = np.zeros((len(cut), width), np.bool_)
+    is_visible = np.zeros((len(cut), width), np.bool_)
     for number, (start, end, parent) in enumerate(cut):
         if parent >= 0:
-            sees[number, : parent + 1] = sees[piece[parent], : parent + 1]
-        sees[number, start:end] = True
-    return piece, sees
+            is_visible[number, : parent + 1] = is_visible[piece[parent], : parent + 1]
+        is_visible[number, start:end] = True
+    return piece, is_visible

@@ -9,9 +9,9 @@ from streamppo.types.wire import WireStruct
 class QueueReport(WireStruct, frozen=True):
     """The queue's counters since the run began, and its present contents.
 
-    `tokens` is the ledger of sampled tokens: `delivered` is the sum of all other entries. `cut` counts segments that
-    are not the last of their completion, `orphaned` those whose remaining segments failed. `skipped_prompts` were not
-    sampled, because of `algorithm.curriculum`.
+    `tokens` counts sampled tokens by outcome; `delivered` is the sum of the other entries. `cut` counts segments that
+    are followed by another segment, and `orphaned` counts segments whose later segments failed. `skipped_prompts`
+    counts prompts that `algorithm.curriculum` left out.
     """
 
     version: int
@@ -35,7 +35,8 @@ class QueueReport(WireStruct, frozen=True):
 
 
 class ScorerReport(WireStruct, frozen=True):
-    """One actor's counters of a scorer or a teacher's server; `reasons` counts failures by their first few reasons."""
+    """One actor's counters of a scorer or a teacher's server. `reasons` counts the failures for each of the first
+    reasons."""
 
     name: str
     calls: int
@@ -48,8 +49,7 @@ class ScorerReport(WireStruct, frozen=True):
 
 
 class Sample(WireStruct, frozen=True):
-    """A scored completion for display, with its version: the prompt's last `LENGTH` characters, the completion's
-    first."""
+    """A scored completion for display: the prompt's last and the completion's first `LENGTH` characters."""
 
     LENGTH: ClassVar[int] = 300
     prompt: str
@@ -59,13 +59,13 @@ class Sample(WireStruct, frozen=True):
 
 
 class EngineReport(WireStruct, frozen=True):
-    """One rollout actor's counters since it started. Seconds are wall time; `idle_s` is time with nothing to decode.
+    """One rollout actor's counters since it started. Seconds are wall time. `idle_s` is time with nothing to decode.
 
-    `too_long` counts prompts that were skipped or truncated when the task was loaded, `restarts` the restarts of the
-    engine's processes, `stalls` environment steps that blocked the actor, by file and line, `agents` the requests of
-    agents by outcome. `prompted` counts prompt tokens, `reused` those from the engine's cache, and `kv_ages` the reused
-    ones by age in versions; `context` counts tokens of earlier turns of an episode, `context_reused` those from the
-    cache. `sample` is the newest completion.
+    `too_long` counts prompts that were skipped or truncated when the task was loaded. `restarts` counts restarts of the
+    engine's processes. `stalls` counts environment steps that blocked the actor, by file and line. `agents` counts
+    requests of agents by outcome. `prompted` counts prompt tokens, and `reused` the prompt tokens from the engine's
+    cache; `kv_ages` counts the reused ones by age in versions. `context` counts the tokens of an episode's earlier
+    turns, and `context_reused` those of them that came from the cache. `sample` is the newest completion.
     """
 
     actor: str
@@ -93,7 +93,7 @@ class EngineReport(WireStruct, frozen=True):
 
 
 class EvaluationReport(WireStruct, frozen=True):
-    """The result of one actor's greedy answers to held-out prompts; `count` excludes `failed` ones, without a score."""
+    """One actor's greedy answers to held-out prompts. `count` is the number of scored answers."""
 
     actor: str
     correct: int
@@ -104,7 +104,7 @@ class EvaluationReport(WireStruct, frozen=True):
 
 
 class UpdateReport(WireStruct, frozen=True):
-    """The numbers of one update. `metrics` are named as in telemetry/catalogue.py."""
+    """The numbers of one update. telemetry/catalogue.py has the names of `metrics`."""
 
     version: int
     metrics: dict[str, float]

@@ -1,11 +1,11 @@
-"""The routes of a row: the experts of each of its tokens but the last, layer by layer. Pure: only numpy.
+"""Routes: the experts of each token of a row except the last, layer by layer. Pure: it imports only numpy.
 
     width    a number is    a token without experts
     2        int16          -1 in each layer
     1        uint8          255 in each number
 
-Example: 48 layers with 8 of 128 experts are 384 numbers a token, and 384 bytes with a width of 1. Numbers that do not
-fit a width of 1, such as expert 256 or a single missing layer, have a width of 2.
+Example: 48 layers with 8 of 128 experts give 384 numbers a token, which take 384 bytes with a width of 1. Expert 256,
+or a token whose experts are missing in one layer only, needs a width of 2.
 """
 
 from typing import TypeAlias
@@ -22,19 +22,19 @@ DTYPES = {1: np.dtype("u1"), 2: np.dtype("<i2")}
 
 
 def column(routes_SE: Routes) -> tuple[bytes, int]:
-    """The bytes column of the experts, and its width: 1 if that loses nothing."""
+    """Return the bytes column of the experts, and its width: 1 if no number is lost by it."""
     width = 1 if _fits(routes_SE) else 2
     return routes_SE.astype(DTYPES[width]).tobytes(), width
 
 
 def read(column: bytes, width: int, tokens: int) -> tuple[Numbers, Flags]:
-    """[tokens, E] the numbers, without a copy, and True for each token with experts."""
+    """Return [tokens, E], the numbers without a copy, and [tokens], True for each token with experts."""
     numbers_SE = np.frombuffer(column, dtype=DTYPES[width]).reshape(tokens, -1)
     return numbers_SE, (numbers_SE != (UNKNOWN if width == 1 else -1)).any(axis=1)
 
 
 def flaw(column: bytes, width: int, tokens: int) -> str | None:
-    """The reason why a column is not valid for this number of `tokens`; or None."""
+    """Return why a column is not valid for this number of `tokens`; None if it is valid."""
     if width not in DTYPES:
         return f"routes of {width} bytes a number"
     if len(column) % (width * tokens):
@@ -44,7 +44,7 @@ def flaw(column: bytes, width: int, tokens: int) -> str | None:
 
 
 def _fits(routes_SE: Routes) -> bool:
-    """True if a width of 1 preserves every number and every token without experts."""
+    """Return whether a width of 1 preserves every number and every token without experts."""
     if routes_SE.max(initial=0) > UNKNOWN:
         return False
     lowest_S, highest_S = routes_SE.min(axis=1, initial=UNKNOWN), routes_SE.max(axis=1, initial=-1)

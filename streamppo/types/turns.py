@@ -1,8 +1,8 @@
-"""The turns of a row: their tokens, the reused part of their contexts, and their delivery. Pure: only numpy.
+"""Turns: the tokens of a row that belong to each turn of an agent. Pure: it imports only numpy.
 
-A turn is the tokens `start` to `end` - 1 of a row (types/branches.py), sampled one after another. Of its context
-`reused` tokens came from the engine's cache. `delivered` is 0 for a turn that was not received: its tokens are only
-context, and not trained on.
+A turn samples the tokens `start` to `end` - 1 of a row (types/branches.py) one after another. `reused` tokens of the
+turn's context came from the engine's cache. `delivered` is 0 if the agent did not receive the turn. The tokens of such
+a turn are context for later turns, and are not trained on.
 
     row      0  1  2  3  4  5  6  7       prompt 0 and 1, turn (2, 4, 0, 1), message 4 and 5, turn (6, 8, 3, 1)
 """
@@ -18,7 +18,7 @@ FIELDS = 4
 
 
 class TurnPlace(NamedTuple):
-    """One turn."""
+    """The place of one turn in its row, and what became of it."""
 
     start: int
     end: int
@@ -27,22 +27,22 @@ class TurnPlace(NamedTuple):
 
 
 def column(turns: Iterable[TurnPlace]) -> bytes:
-    """The bytes column of turns, in the order of the row."""
+    """Return the bytes column of turns, which are in the order of the row."""
     return np.array([*turns], dtype="<i4").tobytes()
 
 
 def read(column: bytes) -> list[TurnPlace]:
-    """The turns of a column."""
+    """Return the turns of a column."""
     return [TurnPlace(*fields) for fields in ints(column).reshape(-1, FIELDS).tolist()]
 
 
 def undelivered(column: bytes) -> int:
-    """Count the sampled tokens of turns that were not received."""
+    """Return the number of sampled tokens in turns that were not received."""
     return sum(turn.end - turn.start for turn in read(column) if not turn.delivered) if column else 0
 
 
 def flaw(column: bytes, prompt: int, mask: Flags) -> str | None:
-    """The reason why a column is not the turns of a row, of `prompt` tokens and a completion's `mask`; or None."""
+    """Return why a column is no valid list of turns for `prompt` tokens and a completion's `mask`; None if it is."""
     if len(column) % (4 * FIELDS):
         return f"turns of {len(column)} bytes, which are not {FIELDS} int32 each"
     starts, ends, reused, delivered = ints(column).reshape(-1, FIELDS).T.astype(np.int64)
@@ -62,5 +62,5 @@ def flaw(column: bytes, prompt: int, mask: Flags) -> str | None:
     for start, end in zip(starts[delivered == 1] - prompt, ends[delivered == 1] - prompt, strict=True):
         in_turn[start:end] = True
     if (differs := in_turn != mask).any():
-        return f"token {prompt + int(np.argmax(differs))} is sampled by the mask or by a turn, and not by both"
+        return f"the mask and the turns disagree on whether token {prompt + int(np.argmax(differs))} is sampled"
     return None

@@ -1,4 +1,4 @@
-"""The wire format: the base of everything that crosses a process, its encoding, and the arrays in its columns."""
+"""The wire format: the base class of all messages between processes, their encoding, and their arrays."""
 
 from typing import TypeAlias, TypeVar
 
@@ -14,11 +14,11 @@ T = TypeVar("T")
 
 
 class WireStruct(msgspec.Struct, frozen=True, kw_only=True, gc=False):
-    """Base of everything that crosses a process: immutable, compared by value, without reference cycles."""
+    """Base class of everything that crosses a process: immutable, compared by value, without reference cycles."""
 
 
 def encode(value: object) -> bytes:
-    """`value` (a struct, or a tuple of them) as msgpack bytes."""
+    """Return a struct, or a tuple of structs, as msgpack bytes."""
     return msgspec.msgpack.encode(value)
 
 
@@ -28,20 +28,20 @@ def decode(data: bytes | memoryview, kind: type[T]) -> T:
 
 
 def utf8_safe(text: object) -> str:
-    """`text` as valid UTF-8, so that it can cross a process: an unpaired surrogate becomes a question mark."""
+    """Return `text` as valid UTF-8 that can cross a process. An unpaired surrogate becomes a question mark."""
     return str(text).encode(errors="replace").decode()
 
 
 def ints(column: bytes) -> Ints:
-    """A bytes column of int32, as a read-only array without a copy."""
+    """Return a bytes column of int32 as a read-only array without a copy."""
     return np.frombuffer(column, dtype="<i4")
 
 
 def floats(column: bytes) -> Floats:
-    """A bytes column of float32, as a read-only array without a copy."""
+    """Return a bytes column of float32 as a read-only array without a copy."""
     return np.frombuffer(column, dtype="<f4")
 
 
 def flags(column: bytes) -> Flags:
-    """A bytes column of booleans, one byte each, as a read-only array without a copy."""
+    """Return a bytes column of booleans, one byte each, as a read-only array without a copy."""
     return np.frombuffer(column, dtype=np.bool_)

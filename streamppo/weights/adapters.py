@@ -1,4 +1,4 @@
-"""Low-rank adapters, and their merge into the frozen weights. Pure: no Ray.
+"""Merges low-rank adapters into the frozen weights. Pure: no Ray.
 
     W + scale * B A        for every W [out, in] with an adapter: A [rank, in], B [out, rank]
 
@@ -16,7 +16,9 @@ A, B, WEIGHT = ".lora_A.weight", ".lora_B.weight", ".weight"
 
 
 def pair_adapters(adapters: Mapping[str, Tensor]) -> dict[str, tuple[Tensor, Tensor]]:
-    """(A, B) by the name of their W. Raises `WeightsError` for a tensor that is neither, or lacks its partner."""
+    """Return (A, B) by the name of their W. Raises `WeightsError` for a tensor that is neither, or whose partner is
+    missing.
+    """
     names = {name.removesuffix(A).removesuffix(B) for name in adapters}
     if wrong := [name for name in names if {name + A, name + B} - adapters.keys()]:
         raise WeightsError(f"{sorted(wrong)[0]} is not an adapter, or lacks the other of its two tensors")
@@ -25,7 +27,7 @@ def pair_adapters(adapters: Mapping[str, Tensor]) -> dict[str, tuple[Tensor, Ten
 
 @torch.no_grad()
 def merge_adapters(frozen: Mapping[str, Tensor], adapters: Mapping[str, Tensor], scale: float) -> dict[str, Tensor]:
-    """All weights of the model, in the order of `frozen`; a weight without an adapter is returned uncopied.
+    """Return all weights of the model in the order of `frozen`. A weight without an adapter is not copied.
 
     The sum is computed in float32 and rounded once. Raises `WeightsError` for an adapter without a matching weight.
     """

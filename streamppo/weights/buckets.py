@@ -1,7 +1,7 @@
-"""Shards of parameters packed into flat byte buckets. Pure: no Ray.
+"""Packs shards of parameters into flat byte buckets. Pure: no Ray.
 
-A bucket is a one-dimensional uint8 array of consecutive pieces, each aligned to 64 bytes. The layout depends only on
-names, shapes and sizes.
+A bucket is a one-dimensional uint8 array of consecutive pieces. Each piece is aligned to 64 bytes. The layout depends
+only on names, shapes and sizes.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -18,11 +18,11 @@ from streamppo.weights.delta import Bytes
 
 ALIGNMENT = 64
 PORTABLE = 1
-"""CUDA's flag for memory that is locked for all of its contexts."""
+"""CUDA's flag for pinned memory that all of its contexts can use."""
 
 
 class Shard(NamedTuple):
-    """One rank's shard of a parameter of global `shape`: `rows` rows from row `first_row` on.
+    """One rank's shard of a parameter with the global `shape`: `rows` rows, starting at `first_row`.
 
     A scalar has one row.
     """
@@ -34,7 +34,7 @@ class Shard(NamedTuple):
 
     @classmethod
     def whole(cls, tensor: torch.Tensor) -> "Shard":
-        """The shard that is all of `tensor`; only its shape and dtype are used."""
+        """Return the shard that covers all of `tensor`. Only the tensor's shape and dtype are used."""
         return cls(tensor.dtype, tuple(tensor.shape), 0, tensor.shape[0] if tensor.dim() else 1)
 
     @property
@@ -44,7 +44,7 @@ class Shard(NamedTuple):
 
     @property
     def first(self) -> int:
-        """The index of the shard's first byte in the whole parameter."""
+        """The offset of the shard's first byte in the whole parameter."""
         return self.first_row * self._row_bytes
 
     @property
@@ -70,10 +70,11 @@ class PackedPush(NamedTuple):
 
 
 class Buckets:
-    """Memory for one rank's share of a version: `tensors` are views of `arrays`, in the shapes of the `shards`.
+    """Memory for one rank's share of a version. `tensors` are views of `arrays` in the shapes of the `shards`.
 
-    A bucket has at most `bucket_bytes`; a larger shard gets its own bucket. The memory is reused for later versions:
-    fresh pages from the kernel cost more than hashing their content. A GPU can copy to `pinned` memory asynchronously.
+    A bucket has at most `bucket_bytes`, but a larger shard gets a bucket of its own. The memory is reused for later
+    versions, because fresh pages from the kernel cost more time than hashing their content. A GPU can copy to `pinned`
+    memory asynchronously.
     """
 
     def __init__(self, shards: Mapping[str, Shard], bucket_bytes: int, *, pinned: bool = False) -> None:
@@ -89,10 +90,10 @@ class Buckets:
         }
 
     def push(self, version: int, before: "Buckets | None" = None, *, rank: int = 0, ranks: int = 1) -> PackedPush:
-        """Describe the version in `tensors`; this hashes all of them.
+        """Describe the version in `tensors`, and hash all of them.
 
-        `before` holds the previous version in the same layout. With it, a bucket's pieces are deltas if they have at
-        most half of the bucket's bytes; otherwise the bucket is sent whole.
+        `before` holds the previous version in the same layout. If it is given, a bucket is sent as deltas, provided
+        that they take at most half of the bucket's bytes. Other buckets are sent whole.
         """
         tensors = tuple(describe_tensor(name, shard, self.tensors[name]) for name, shard in self._shards.items())
         raw = self._raw()
@@ -125,12 +126,12 @@ class Buckets:
         return PackedPush(push, arrays)
 
     def _raw(self) -> list[Bytes]:
-        """The bytes of every shard."""
+        """Return the bytes of each shard."""
         sizes = [shard.nbytes for shard in self._shards.values()]
         return [_bytes_at(self.arrays, place, size) for place, size in zip(self._places, sizes, strict=True)]
 
     def _deltas(self, raw: Sequence[Bytes], before: Sequence[Bytes]) -> list[Bytes | None]:
-        """The delta of each shard whose bucket shrinks to at most half its bytes; None for the other shards."""
+        """Return the delta of each shard whose bucket shrinks to at most half of its bytes; None for other shards."""
         widths = [shard.dtype.itemsize for shard in self._shards.values()]
         deltas = [delta.changes(*three) for three in zip(before, raw, widths, strict=True)]
         stored_bytes = [0] * len(self.arrays)
@@ -140,7 +141,7 @@ class Buckets:
         return [encoded if pays[place.bucket] else None for encoded, place in zip(deltas, self._places, strict=True)]
 
     def _pack_changed(self, stored: Sequence[Bytes], repacked: Collection[int]) -> tuple[list[_Place], list[Bytes]]:
-        """Pack the `stored` bytes of the shards in buckets `repacked` into new buckets; keep the other buckets."""
+        """Pack the `stored` bytes of shards in the buckets `repacked` into new buckets. The other buckets are kept."""
         unchanged = [number for number in range(len(self.arrays)) if number not in repacked]
         moved = [number for number, place in enumerate(self._places) if place.bucket in repacked]
         places, totals = _plan([stored[number].nbytes for number in moved], self._bucket_bytes)
@@ -158,7 +159,7 @@ class Buckets:
 
 
 def describe_tensor(name: str, shard: Shard, values: torch.Tensor) -> Tensor:
-    """Describe a tensor whose `shard` at this rank is `values`; this hashes them."""
+    """Describe a tensor whose `shard` at this rank is `values`, and hash these values."""
     return Tensor(
         name=name,
         dtype=str(shard.dtype).removeprefix("torch."),
@@ -169,7 +170,7 @@ def describe_tensor(name: str, shard: Shard, values: torch.Tensor) -> Tensor:
 
 
 def pack_whole(version: int, tensors: Mapping[str, torch.Tensor], bucket_bytes: int) -> PackedPush:
-    """Copy whole `tensors` into new buckets. See `Buckets`."""
+    """Copy complete `tensors` into new buckets (`Buckets`), and describe them."""
     buckets = Buckets({name: Shard.whole(tensor) for name, tensor in tensors.items()}, bucket_bytes)
     for name, target in buckets.tensors.items():
         target.copy_(tensors[name].detach())

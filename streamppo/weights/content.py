@@ -1,12 +1,13 @@
-"""A positional hash of a tensor's bytes; the hashes of shards add up to the hash of the whole. Pure: no Ray.
+"""A positional hash of a tensor's bytes. The hashes of shards add up to the hash of the whole tensor. Pure: no Ray.
 
     content = sum over w of coefficient(w) * word(w)   mod 2**64
 
-The bytes of a tensor are read as little-endian 32-bit words, w is a word's index in the whole tensor, and coefficients
-are odd pseudo-random 64-bit numbers. A shard sums its own words (if a word is split, its own bytes), so that the sum
-over all shards is the hash of the whole for any sharding and on any device: the learner's shards can be compared with
-an engine's tensors. This is multilinear hashing (Lemire and Kaser 2012, https://arxiv.org/abs/1202.4961): two different
-tensors collide with a probability of at most 2**-32. It detects faults, not attacks.
+The bytes of a tensor are read as little-endian 32-bit words. w is a word's index in the whole tensor, and coefficients
+are odd pseudo-random 64-bit numbers. A shard sums the words that it has, and single bytes of a word that is split. The
+sum over all shards is the hash of the whole tensor, for any sharding and on any device. For this reason the learner's
+shards can be compared with an engine's tensors. This is multilinear hashing (Lemire and Kaser 2012,
+https://arxiv.org/abs/1202.4961): two different tensors have the same hash with a probability of at most 2**-32. The
+hash detects faults, not attacks.
 """
 
 from collections.abc import Iterable, Mapping
@@ -19,17 +20,17 @@ from torch import Tensor
 from streamppo.errors import WeightsError
 
 BLOCK = 1 << 15
-"""Words per block. All blocks share one table of coefficients, times an odd factor of each block."""
+"""Words per block. All blocks share one table of coefficients, which each block multiplies by an odd factor."""
 BLOCKS_AT_ONCE = 16
-"""Blocks that a CPU widens and multiplies at a time: they stay in its cache."""
+"""The number of blocks that a CPU widens and multiplies at a time, so that they stay in its cache."""
 BLOCKS_AT_ONCE_ON_GPU = 1024
 PART_BYTES = 1 << 21
-"""Bytes that `write` copies and hashes at a time."""
+"""The number of bytes that `write` copies and hashes at a time."""
 _MASK = 2**64 - 1
 
 
 def hash_tensor(part: Tensor, first: int = 0) -> int:
-    """The hash of `part`, which starts at byte `first` of the whole tensor."""
+    """Return the hash of `part`, which starts at byte `first` of the whole tensor."""
     raw = part.detach().contiguous().view(-1).view(torch.uint8)
     if len(raw) < 8:
         return _hash_bytes(raw.tolist(), first) & _MASK
@@ -47,7 +48,7 @@ def hash_tensor(part: Tensor, first: int = 0) -> int:
 def write(into: Tensor, values: Tensor) -> int:
     """Copy `values` to a tensor of the same shape, whose dtype represents them exactly. Returns the hash of the copy.
 
-    It copies and hashes part by part, so that each part is hashed while it is in the processor's cache.
+    The tensor is copied and hashed part by part, so that each part is hashed while it is in the processor's cache.
     """
     if not into.dim() or into.device.type != "cpu":
         return hash_tensor(into.copy_(values).to(values.dtype))
@@ -60,19 +61,19 @@ def write(into: Tensor, values: Tensor) -> int:
 
 
 def check(expected: Mapping[str, int], tensors: Iterable[tuple[str, Tensor]]) -> None:
-    """Raise `WeightsError` with the first name if a tensor's hash is not the `expected` one."""
+    """Compute the tensors' hashes. Raise `WeightsError` with the first name if one differs from the `expected` hash."""
     compare(expected, ((name, hash_tensor(tensor)) for name, tensor in tensors))
 
 
 def compare(expected: Mapping[str, int], hashes: Iterable[tuple[str, int]]) -> None:
-    """Raise `WeightsError` with the first name if a `hashes` hash is not the `expected` one."""
+    """Raise `WeightsError` with the first name if a hash differs from the `expected` hash of the same name."""
     wrong = [name for name, content in hashes if content != expected[name]]
     if wrong:
-        raise WeightsError(f"{wrong[0]} is not as it was pushed ({len(wrong)} tensors are not)")
+        raise WeightsError(f"{wrong[0]} differs from what was pushed ({len(wrong)} tensors differ)")
 
 
 def _hash_words(words: Tensor, start: int) -> int:
-    """The hash of int32 `words`, the first of which has index `start`; a negative word counts modulo 2**64."""
+    """Return the hash of int32 `words`. The first has index `start`. A negative word counts modulo 2**64."""
     table, total, offset = _table(words.device), 0, 0
     blocks_at_once = BLOCKS_AT_ONCE if words.device.type == "cpu" else BLOCKS_AT_ONCE_ON_GPU
     while offset < len(words):
@@ -90,20 +91,20 @@ def _hash_words(words: Tensor, start: int) -> int:
 
 
 def _hash_blocks(blocks: Tensor, table: Tensor) -> list[int]:
-    """The sum of each block, without the block's factor."""
+    """Return the sum of each block, without the block's factor."""
     if blocks.device.type == "cpu":
-        # einsum adds the products without storing them; `astype` widens faster than einsum would.
+        # einsum adds the products without storing them. `astype` widens faster than einsum would.
         return np.einsum("bw,w->b", blocks.numpy().astype(np.int64), table.numpy()).tolist()
     return (blocks.to(torch.int64) * table).sum(1).tolist()
 
 
 def _hash_bytes(values: list[int], first: int) -> int:
-    """The contribution of single bytes: the other bytes of their words count as 0."""
+    """Return the contribution of single bytes to the hash. The other bytes of their words count as 0."""
     return sum(_byte(value, at) * _coefficient(at // 4) for at, value in enumerate(values, first))
 
 
 def _byte(value: int, at: int) -> int:
-    """The contribution of a byte to its word, whose highest byte is signed."""
+    """Return the contribution of the byte at index `at` to its word. The highest byte of a word is signed."""
     return (value - 256 if at % 4 == 3 and value > 127 else value) << 8 * (at % 4)
 
 
@@ -127,7 +128,7 @@ def _factor(block: int) -> int:
 
 
 def _split_mix(number: int) -> int:
-    """The output of SplitMix64 (Steele, Lea and Flood 2014) for one state."""
+    """Return the output of SplitMix64 (Steele, Lea and Flood 2014) for one state."""
     mixed = (number + 1) * 0x9E3779B97F4A7C15 & _MASK
     mixed = (mixed ^ mixed >> 30) * 0xBF58476D1CE4E5B9 & _MASK
     mixed = (mixed ^ mixed >> 27) * 0x94D049BB133111EB & _MASK

@@ -1,10 +1,10 @@
-"""Lossless delta coding between two versions of the same bytes. Pure: no Ray.
+"""Encodes the difference between two versions of the same bytes without loss. Pure: no Ray.
 
     gap width (1 byte) | compressed? (1 byte) | count (8 bytes) | gaps | differences, byte plane by byte plane
 
-Elements are compared by their bits, so that -0.0 and the payload of a NaN survive. A gap is the distance to the
-previous changed element, less one; if it does not fit its width, an unchanged element in between is included. A
-difference is the exclusive or of both elements' bits: for close numbers its high bytes are 0 and compress well.
+Elements are compared by their bits, so that -0.0 and the payload of a NaN are preserved. A gap is the distance to the
+previous changed element minus one. If a gap does not fit its width, an unchanged element in between is included. A
+difference is the exclusive or of the bits of both elements. For close numbers its high bytes are 0 and compress well.
 """
 
 import numpy as np
@@ -13,13 +13,13 @@ from numpy.typing import NDArray
 from streamppo.errors import WeightsError
 
 DENSE = 0.1
-"""Largest share of changed elements for which a delta is made: above it, the search costs more than it saves."""
+"""The largest share of changed elements for which a delta is made. Above it, the search costs more than it saves."""
 COMPRESSED_FROM = 1 << 14
-"""Fewest bytes of differences that are compressed. Gaps are close to random and never compressed."""
+"""The minimum number of bytes of differences that are compressed. Gaps are nearly random and never compressed."""
 CHUNK = 1 << 17
-"""Elements compared at a time: they stay in the processor's cache."""
+"""The number of elements compared at a time, so that they stay in the processor's cache."""
 SAMPLE = 1 << 12
-"""Size of the sample that estimates whether too many elements have changed."""
+"""The size of the sample that estimates whether too many elements have changed."""
 HEAD_BYTES = 10
 GAPS = {1: np.uint8, 2: np.uint16, 4: np.uint32}
 Bytes = NDArray[np.uint8]
@@ -32,7 +32,7 @@ def changes(before: Bytes, after: Bytes, width: int) -> Bytes | None:
         return None
     places, differences = changed
     gaps = np.diff(places, prepend=-1)
-    # Twice the mean gap must fit the width: some gaps are longer than the mean.
+    # The width must fit twice the mean gap, because some gaps are longer than the mean.
     mean = 2 * len(before) // width // max(1, len(gaps))
     gap_width = next(size for size in GAPS if mean < 256**size or size == max(GAPS))
     split, between = _split(gaps, gap_width)
@@ -46,17 +46,17 @@ def changes(before: Bytes, after: Bytes, width: int) -> Bytes | None:
 
 
 def apply(encoded: Bytes, into: Bytes, width: int) -> None:
-    """Apply a delta in place: `into` holds the bytes before and then the bytes after.
+    """Apply a delta in place: `into` holds the bytes before, and afterwards the bytes after.
 
-    Raises `WeightsError` for bytes that `changes` cannot have made; then `into` is unchanged.
+    Raises `WeightsError`, and leaves `into` unchanged, for bytes that `changes` cannot have made.
     """
     if encoded.nbytes < HEAD_BYTES or encoded[0] not in GAPS or encoded[1] > 1:
-        raise WeightsError("a delta has no beginning")
+        raise WeightsError("a delta has no valid head")
     gap_width, count = int(encoded[0]), int.from_bytes(encoded[2:HEAD_BYTES].tobytes(), "little")
     split, planes = encoded[HEAD_BYTES:][: count * gap_width], encoded[HEAD_BYTES:][count * gap_width :]
     elements = _elements(into, width)
     if split.nbytes != count * gap_width or count > len(elements):
-        raise WeightsError("a delta does not fit what it changes")
+        raise WeightsError("a delta does not fit the bytes that it changes")
     if encoded[1]:
         try:
             planes = np.frombuffer(_zstd().decode(planes), dtype=np.uint8)
@@ -66,7 +66,7 @@ def apply(encoded: Bytes, into: Bytes, width: int) -> None:
     gaps = np.frombuffer(split.tobytes(), dtype=GAPS[gap_width])
     places = np.cumsum(gaps, dtype=np.int64) + np.arange(count)
     if planes.nbytes != count * width or (count and not 0 <= places[-1] < len(elements)):
-        raise WeightsError("a delta does not fit what it changes")
+        raise WeightsError("a delta does not fit the bytes that it changes")
     differences = np.ascontiguousarray(planes.reshape(width, count).T)
     elements[places] ^= differences.view(elements.dtype).reshape(-1)
 
@@ -76,10 +76,10 @@ Places = NDArray[np.int64]
 
 
 def _find_changes(old: Numbers, new: Numbers) -> tuple[Places, Numbers] | None:
-    """(indices of changed elements, their differences); None if they are too many."""
+    """Return the indices of changed elements and their differences; None if too many have changed."""
     step = max(1, len(old) // SAMPLE)
     sample = old[::step] != new[::step]
-    # Stop early if more than twice the share DENSE of an even sample has changed.
+    # Stop early if more than twice the share DENSE of a sample, taken at equal distances, has changed.
     if np.count_nonzero(sample) > 2 * DENSE * len(sample):
         return None
     places, differences, count = list[Places](), list[Numbers](), 0
@@ -96,7 +96,7 @@ def _find_changes(old: Numbers, new: Numbers) -> tuple[Places, Numbers] | None:
 
 
 def _different(difference: Numbers) -> tuple[Places, Numbers]:
-    """(indices of nonzero elements, their values). It tests eight bytes at a time: most are 0."""
+    """Return the indices and the values of nonzero elements, testing eight bytes at a time, because most are 0."""
     per = 8 // difference.itemsize
     if len(difference) % per:
         at = np.flatnonzero(difference != 0)
@@ -109,24 +109,24 @@ def _different(difference: Numbers) -> tuple[Places, Numbers]:
 
 
 def _split(gaps: Places, gap_width: int) -> tuple[NDArray[np.uint64], Places]:
-    """(encoded gaps, indices of the gaps before which unchanged elements are inserted).
+    """Return the encoded gaps, and the indices of the gaps before which unchanged elements are inserted.
 
-    A long gap is split by inserted elements, and its index is repeated once for each. Only long gaps take extra work.
+    Inserted elements split a long gap. The index of the gap is repeated for each of them.
     """
     limit = 256**gap_width
     long = np.flatnonzero(gaps > limit)
     between = np.repeat(long, (gaps[long] - 1) // limit)
-    # A long gap is truncated to its width, which leaves its remainder.
+    # The conversion truncates a long gap to its width, which leaves its remainder.
     short = (gaps - 1).astype(GAPS[gap_width])
     return np.insert(short, between, limit - 1) if len(between) else short, between
 
 
 def _elements(data: Bytes, width: int) -> Numbers:
-    """View `data` as numbers of `width` bytes."""
+    """View `data` as unsigned integers of `width` bytes."""
     return data.view(f"<u{width}")
 
 
 def _zstd():
-    from numcodecs.zstd import Zstd  # Takes a third of a second; small models do not need it.
+    from numcodecs.zstd import Zstd  # This import takes a third of a second, and small models do not need it.
 
     return Zstd(level=1)

@@ -1,4 +1,4 @@
-"""Builds both ends of the configured transport; only this module matches on its kind."""
+"""Builds both ends of the configured transport. No other module depends on the kind of transport."""
 
 import shutil
 from collections.abc import Callable
@@ -17,14 +17,14 @@ from streamppo.weights.transport import Receiver, Sender
 
 
 class TransportEnds(NamedTuple):
-    """Makes a rank's end, and an actor's. Both raise `WeightsError` if a library is missing."""
+    """Functions that make a rank's end and an actor's end. Both raise `WeightsError` if a library is missing."""
 
     sender: Callable[[int], Sender]
     receiver: Callable[[], Receiver]
 
 
 def ends(config: Config) -> TransportEnds:
-    """Choose both ends of the configured transport."""
+    """Return both ends of the configured transport."""
     match config.learner.transport:
         case ObjectStore():
             from streamppo.weights import object_store
@@ -42,7 +42,7 @@ def ends(config: Config) -> TransportEnds:
 
 
 def with_run_folder(config: Config, run: Path) -> Config:
-    """The configuration for ranks and actors of `run`: a folder transport gets a folder of its own for this run."""
+    """Return the configuration for ranks and actors of `run`, with a folder for this run in a folder transport."""
     match config.learner.transport:
         case Folder(path=path):
             run_folder = (
@@ -54,7 +54,7 @@ def with_run_folder(config: Config, run: Path) -> Config:
 
 
 def create_folder(config: Config) -> None:
-    """Create the empty weights folder of a `with_run_folder` configuration, without the files of an earlier driver.
+    """Create the empty weights folder of a `with_run_folder` configuration, and delete an earlier driver's files.
 
     Raises `RunError` if it cannot be created.
     """
@@ -65,11 +65,11 @@ def create_folder(config: Config) -> None:
 
 
 def end(config: Config) -> None:
-    """Delete the weights folder of a `with_run_folder` configuration; other transports leave nothing behind."""
+    """Delete the weights folder of a `with_run_folder` configuration. Other transports leave no files."""
     if isinstance(transport := config.learner.transport, Folder):
         shutil.rmtree(transport.path, ignore_errors=True)
 
 
 def without_transport(config: Config) -> Config:
-    """The configuration of ranks whose versions are discarded, as in a replay: it needs no folder and no library."""
+    """Return the configuration of ranks whose versions are discarded. It needs no folder or library of a transport."""
     return structs.replace(config, learner=structs.replace(config.learner, transport=ObjectStore()))

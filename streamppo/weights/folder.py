@@ -1,9 +1,9 @@
-"""Buckets as files in a folder shared by ranks and rollout actors, for example on a parallel file system.
+"""Stores buckets as files in a folder that ranks and rollout actors share, for example on a parallel file system.
 
     FOLDER/rank-0-4f1c/00000012-0       bucket 0 of rank 0's share of version 12
 
-A file is written under a temporary name and renamed. It is not flushed to disk: after a crash of the machine the new
-ranks make the weights again, and a network file system makes closed files visible to other nodes.
+A file is written under a temporary name and renamed. The file is not flushed to disk: after a crash of the machine the
+restarted ranks compute the weights again. A network file system makes closed files visible to other nodes.
 """
 
 import asyncio
@@ -23,7 +23,7 @@ from streamppo.weights.delta import Bytes
 from streamppo.weights.transport import BucketGone, BucketRef
 
 MISSING_S = 300.0
-"""Seconds after which a missing bucket of the ledger means that this node does not see the folder."""
+"""If the ledger lists a bucket whose file is missing for this time, the node does not see the folder."""
 
 
 class File(WireStruct, frozen=True):
@@ -34,7 +34,7 @@ class File(WireStruct, frozen=True):
 
 
 class FolderSender:
-    """Implements `transport.Sender` for one life of `rank`; keeps two whole versions and the deltas after them."""
+    """Implements `transport.Sender` for one process of `rank`, with two whole versions and the later deltas."""
 
     def __init__(self, folder: Path, rank: int) -> None:
         self._root, self._name = folder, f"rank-{rank}-"
@@ -49,13 +49,13 @@ class FolderSender:
             return [self._write(version, number, array) for number, array in enumerate(arrays)]
 
     def drop(self, before: int) -> None:
-        """See `transport.Sender.drop`; deletes one call later, so that actors can finish reads that they have begun."""
+        """See `transport.Sender.drop`. Files are deleted one call later, so that actors can finish their reads."""
         for version in [version for version in self._names if version < self._dropped_before]:
             for path in self._names.pop(version):
                 path.unlink(missing_ok=True)
         self._dropped_before = before
         for folder in self._root.glob(f"{self._name}*"):
-            # Folders of dead ranks: the ledger no longer refers to them.
+            # Folders of earlier processes of this rank. The ledger no longer refers to them.
             if folder != self._folder:
                 shutil.rmtree(folder, ignore_errors=True)
 
@@ -96,7 +96,7 @@ class FolderReceiver:
 
 
 def _read(file: File) -> Bytes:
-    """Read a bucket, or the rest of a truncated one. It is not memory-mapped: a shrinking file would be fatal."""
+    """Read a bucket; fewer bytes if its file is truncated. A memory-mapped file that shrinks would kill the process."""
     bucket, size = np.empty(file.nbytes, dtype=np.uint8), 0
     memory = bucket.data
     with open(file.path, "rb", buffering=0) as source:

@@ -1,6 +1,6 @@
-"""The versions that can be pulled: a whole one, and the deltas from it to the newest. Pure: no Ray.
+"""The versions that engines can pull: a whole version, and the deltas from it to the newest version. Pure: no Ray.
 
-whole 12  ->  delta 13  ->  delta 14      an engine at 13 pulls one delta, an engine at 11 or without weights pulls all
+whole 12  ->  delta 13  ->  delta 14      an engine at 13 pulls one delta; an engine at 11 or without weights pulls all
 """
 
 from typing import Generic, NamedTuple, TypeVar
@@ -12,9 +12,9 @@ T = TypeVar("T")
 
 
 class PublishReply(WireStruct, frozen=True):
-    """The reply to a learner's ranks when a version is published, with its digest.
+    """The reply to a learner's ranks that have published a version with this digest.
 
-    `whole` is the whole version on which the later deltas are based; with `wants_whole` the next push must be whole.
+    `whole` is the whole version on which later deltas are based. If `wants_whole`, the next push must be whole.
     """
 
     digest: str
@@ -23,20 +23,20 @@ class PublishReply(WireStruct, frozen=True):
 
 
 class LedgerEntry(NamedTuple, Generic[T]):
-    """A published version; the transport fetches its buckets by `handle`."""
+    """A published version, and the handle with which the transport fetches its buckets."""
 
     push: Push
     handle: T
 
 
 class Ledger(Generic[T]):
-    """One learner's newest versions, each with a handle of type T; they may arrive in any order."""
+    """One learner's newest versions, each with a handle of type T. Versions may arrive in any order."""
 
     def __init__(self) -> None:
         self._entries: dict[int, LedgerEntry[T]] = {}
 
     def publish(self, push: Push, handle: T) -> None:
-        """Add a version; publishing it again replaces its handle. Versions before the newest whole one are dropped.
+        """Add a version, or replace its handle. Versions before the newest whole version are dropped.
 
         Raises `WeightsError` if the version was published with other weights.
         """
@@ -51,26 +51,26 @@ class Ledger(Generic[T]):
 
     @property
     def newest(self) -> int | None:
-        """The newest version that a chain of deltas reaches from a whole one; None if there is none."""
+        """The newest version that follows from a whole version by deltas without a gap; None if there is none."""
         chain = self._chain()
         return chain[-1].push.version if chain else None
 
     def versions_after(self, version: int) -> list[LedgerEntry[T]]:
-        """The entries, in order, that lead from `version` (-1: no weights) to the newest; empty at the newest."""
+        """Return the entries that lead from `version` (-1: no weights) to the newest version, in order."""
         chain = self._chain()
         if not chain or version < chain[0].push.version:
             return chain
         return [entry for entry in chain if entry.push.version > version]
 
     def reply_to(self, digest: str) -> PublishReply:
-        """The reply for a version with `digest`; it asks for a whole version once the deltas are as large."""
+        """Return the reply for a version with `digest`. A whole version is wanted when deltas have become as large."""
         chain = self._chain()
         first, *deltas = [sum(entry.push.bucket_bytes) for entry in chain] or [0]
         whole = chain[0].push.version if chain else 0
         return PublishReply(digest=digest, whole=whole, wants_whole=sum(deltas) >= first)
 
     def _chain(self) -> list[LedgerEntry[T]]:
-        """The newest whole version, and the deltas that follow it without a gap."""
+        """Return the newest whole version and the deltas that follow it without a gap."""
         chain: list[LedgerEntry[T]] = []
         for version in sorted(self._entries):
             entry = self._entries[version]

@@ -1,10 +1,11 @@
-"""Buckets by one-sided NIXL reads (extra `nixl`): an actor reads a rank's memory without the rank's involvement.
+"""Transfers buckets by one-sided NIXL reads (extra `nixl`): an actor reads a rank's memory while the rank computes.
 
-    block        registered memory of a rank, reused for one bucket after another
-    generation   the number of buckets that a block has held; read after the bytes, it shows that they are of one bucket
+    block        registered memory of a rank, which is reused for one bucket after another
+    generation   the number of buckets that a block has held; an actor reads it after the bytes, and knows from it
+                 that all bytes belong to the bucket that it wants
 
 NIXL uses the fastest device that both nodes have: RDMA, shared memory or TCP. Some devices need regular progress calls
-in the rank; a thread of ours makes them, because NIXL's own progress thread takes most of a core.
+in the rank. A thread of this module makes them, because NIXL's progress thread uses most of a core.
 """
 
 import asyncio
@@ -28,17 +29,17 @@ from streamppo.weights.delta import Bytes
 from streamppo.weights.transport import BucketGone, BucketRef
 
 READ_S, SLOWEST_BYTES_PER_S = 60.0, 20e6
-"""A read is given up after READ_S + bytes / SLOWEST_BYTES_PER_S seconds."""
+"""A read is abandoned after READ_S + bytes / SLOWEST_BYTES_PER_S seconds."""
 LOOK_S = 0.0005
 """Seconds between two polls of a transfer."""
 BLOCKS = 1 << 16
-"""Maximum blocks of a rank; each has a generation."""
+"""The maximum number of blocks of a rank. Each block has a generation."""
 KIND = "DRAM"
 log = logging.getLogger(__name__)
 
 
 class RemoteBucket(WireStruct, frozen=True):
-    """The reference of a bucket: the metadata of its rank's agent with all registered memory, and its address there."""
+    """The reference of a bucket: the metadata of its rank's NIXL agent, and its address in the rank's memory."""
 
     agent: bytes
     address: int
@@ -53,7 +54,7 @@ class _Block(NamedTuple):
 
 
 class NixlSender:
-    """Implements `transport.Sender`; keeps two whole versions and the deltas after them in its own memory."""
+    """Implements `transport.Sender` with two whole versions and the deltas after them in memory."""
 
     def __init__(self, *, local: bool) -> None:
         self._agent, self._lock = _agent(local=local), threading.Lock()
@@ -70,7 +71,8 @@ class NixlSender:
         blocks = [self._block(array.nbytes) for array in arrays]
         self._used.setdefault(version, []).extend(blocks)
         for block, array in zip(blocks, arrays, strict=True):
-            # Before the bytes: an actor that reads during the copy reads the new generation afterwards.
+            # The generation changes before the bytes do, so an actor that reads during the copy then reads a new
+            # generation.
             self._generations[block.number] += 1
             block.memory[: array.nbytes] = array
         with self._lock:
@@ -89,13 +91,13 @@ class NixlSender:
         ]
 
     def drop(self, before: int) -> None:
-        """See `transport.Sender.drop`; frees one call later, so that actors can finish reads that they have begun."""
+        """See `transport.Sender.drop`. Blocks are freed one call later, so that actors can finish their reads."""
         for version in [version for version in self._used if version < self._dropped_before]:
             self._free += self._used.pop(version)
         self._dropped_before = before
 
     def _block(self, nbytes: int) -> _Block:
-        """A block of at least `nbytes` and at most twice as many: the one free for longest, or a new one."""
+        """Return the block of `nbytes` to twice `nbytes` that has been free for longest, or a new block."""
         for number, block in enumerate(self._free):
             if nbytes <= block.memory.nbytes <= max(4096, 2 * nbytes):
                 return self._free.pop(number)
@@ -109,7 +111,7 @@ class NixlSender:
             self._agent.register_memory([(memory.ctypes.data, memory.nbytes, 0, "")], KIND)
 
     def _make_progress(self) -> None:
-        """Make progress calls forever, for devices that do not serve reads by themselves."""
+        """Make progress calls forever, for devices that do not serve reads on their own."""
         while True:
             with self._lock:
                 self._agent.get_new_notifs()
@@ -117,7 +119,7 @@ class NixlSender:
 
 
 class NixlReceiver:
-    """Implements `transport.Receiver`: one read at a time, in its own thread."""
+    """Implements `transport.Receiver`. A thread makes one read at a time."""
 
     def __init__(self, *, local: bool) -> None:
         self._agent, self._failures = _agent(local=local), _failures()
@@ -144,11 +146,11 @@ class NixlReceiver:
                 self._agent.remove_remote_agent(name)
             raise BucketGone(f"a rank cannot be read: {error}") from error
         if int(generation.view(np.int64)[0]) != remote.generation:
-            raise BucketGone("a rank has put newer weights there")
+            raise BucketGone("the rank has replaced this bucket by a newer one")
         return bucket[: remote.nbytes]
 
     def _read(self, name: str, address: int, into: Bytes) -> None:
-        """Fill `into` from `address` of the agent `name`. Raises `BucketGone` if it takes too long."""
+        """Fill `into` from `address` in the memory of the agent `name`. Raises `BucketGone` if it takes too long."""
         agent, place = self._agent, (into.ctypes.data, into.nbytes, 0)
         registered = agent.register_memory([(*place, "")], KIND)
         remote_memory = agent.get_xfer_descs([(address, into.nbytes, 0)], KIND)
@@ -161,19 +163,19 @@ class NixlReceiver:
                 time.sleep(LOOK_S)
                 state = agent.check_xfer_state(handle)
             if state != "DONE":
-                raise BucketGone(f"{into.nbytes} bytes of a rank were not there in time")
+                raise BucketGone(f"{into.nbytes} bytes of a rank did not arrive in time")
         finally:
             try:
                 agent.release_xfer_handle(handle)
                 agent.deregister_memory(registered)
             except self._failures:
-                # The read may not have ended: NIXL may still write to this memory.
+                # The read may not have ended, so NIXL may still write to this memory.
                 self._abandoned.append((into, registered, handle))
-                log.info("memory of %d bytes is left to a read that has not ended", into.nbytes)
+                log.info("%d bytes of memory are not freed, because a read into them has not ended", into.nbytes)
 
 
 def _agent(*, local: bool) -> Any:
-    """Make this process's NIXL agent; for a `local` run it is reachable only from this machine."""
+    """Make this process's NIXL agent. In a `local` run only this machine can reach it."""
     api = _api()
     if local:
         os.environ.setdefault("UCX_NET_DEVICES", "lo")
@@ -183,7 +185,7 @@ def _agent(*, local: bool) -> Any:
 
 
 def _api() -> ModuleType:
-    """NIXL's Python API. Raises `WeightsError` if it is not installed."""
+    """Return NIXL's Python API. Raises `WeightsError` if it is not installed."""
     try:
         return import_module("nixl._api")
     except ImportError as error:
@@ -194,6 +196,6 @@ def _api() -> ModuleType:
 
 
 def _failures() -> tuple[type[Exception], ...]:
-    """NIXL's exception types, raised for a lost peer or an unfinished read."""
+    """Return the exception types that NIXL raises for a lost peer or an unfinished read."""
     members = vars(import_module("nixl._bindings")).values()
     return tuple(member for member in members if isinstance(member, type) and issubclass(member, Exception))

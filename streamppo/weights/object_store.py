@@ -1,7 +1,7 @@
-"""Buckets through Ray's object store, which keeps a copy on each node that fetched one, until its last reference ends.
+"""Transfers buckets through Ray's object store. A node that fetched a bucket keeps a copy until no reference is left.
 
-To locate a bucket, Ray asks its owner, the rank. If that rank's node is cut off, Ray waits for a reply until TCP times
-out, which takes minutes. So every fetch has a timeout, and a late bucket is `BucketGone`.
+Ray asks the rank that owns a bucket where it is. If the network to the rank's node fails, Ray waits until TCP times
+out, which takes minutes. For this reason every fetch has a timeout, after which it raises `BucketGone`.
 """
 
 import asyncio
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 FETCH_S, LONGER_S = 20.0, 10.0
-"""The first timeout of a bucket in seconds, and its increase after each late one."""
+"""The first timeout of a bucket in seconds, and its increase after each bucket that is late."""
 
 
 class ObjectStoreSender:
@@ -30,7 +30,7 @@ class ObjectStoreSender:
         return [ray.put(array) for array in arrays]
 
     def drop(self, before: int) -> None:
-        """See `transport.Sender.drop`; nothing to do: the object store counts references."""
+        """See `transport.Sender.drop`. Does nothing, because the object store counts references."""
 
 
 class ObjectStoreReceiver:
@@ -40,9 +40,9 @@ class ObjectStoreReceiver:
         self._limit_s = FETCH_S
 
     async def fetch(self, ref: BucketRef) -> Bytes:
-        """See `transport.Receiver.fetch`. Makes no copy if the node already has the bucket.
+        """See `transport.Receiver.fetch`. If the node has the bucket, no copy is made.
 
-        Each late bucket increases the timeout by `LONGER_S`, until one arrives: the network may be slow.
+        Each late bucket increases the timeout by `LONGER_S` until a bucket arrives, because the network may be slow.
         """
         limit_s = self._limit_s
         try:
@@ -51,8 +51,9 @@ class ObjectStoreReceiver:
         except ObjectLostError as error:
             raise BucketGone(f"the object store has lost a bucket: {error}") from error
         except TimeoutError:
-            # From the timeout of this call: buckets fetched concurrently and late together increase it once.
+            # The sum starts from this call's timeout, so that buckets fetched concurrently increase the timeout only
+            # once.
             self._limit_s = limit_s + LONGER_S
-            raise BucketGone(f"a bucket has not come within {limit_s:g} s") from None
+            raise BucketGone(f"a bucket did not arrive within {limit_s:g} s") from None
         self._limit_s = FETCH_S
         return bucket

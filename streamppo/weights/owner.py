@@ -1,12 +1,12 @@
-"""Ownership of an address by one run folder: a copied run (`cp -r`) has the original's address in its files.
+"""Makes sure that only one run folder writes to an address, although a copied run (`cp -r`) has the same address.
 
 ADDRESS/owners/00000003-5e6f7a8b    the claim of the third driver: its token, and the path and inode of its folder
-RUN/remote.address                  the address, and below it the folder's tokens, which include the newest claim
+RUN/remote.address                  the address, and the tokens of the folder's claims, the newest first
 
 Each driver claims the address anew. If a folder's tokens lack the newest claim, another copy has continued the run. If
-a folder has neither the path nor the inode of the newest claim, it is the copy. A folder restored from the address may
-take the claim over: the original or the restored run owns the address, whichever driver starts first. Needs no torch,
-no Ray.
+a folder has neither the path nor the inode of the newest claim, it is the copy. A folder that is restored from the
+address may take over the newest claim: the original or the restored run owns the address, whichever driver starts
+first. This module imports neither torch nor Ray.
 """
 
 import io
@@ -23,38 +23,38 @@ from streamppo.weights.store import ADDRESS, Store, row_of, with_crc
 
 OWNERS = "owners"
 TOKENS = 4
-"""Tokens kept in a folder: its newest claim may not have reached the address."""
+"""The number of tokens stored in a folder. More than one, because the newest claim may not have reached the address."""
 log = logging.getLogger(__name__)
 
 
 class Claim(msgspec.Struct, frozen=True):
-    """A folder by its path and its inode: a moved folder keeps its inode, one restored from a backup its path."""
+    """A folder's path and inode. A moved folder keeps its inode. A folder restored from a backup keeps its path."""
 
     path: str
     inode: int
 
 
 TAKES_OVER = "+"
-"""Prefix of a claim's token that a restored run may take over, whatever its path and inode."""
+"""The prefix of a token whose claim a restored run may take over from a folder with another path and inode."""
 
 
 def tokens(run: Path) -> list[str]:
-    """The tokens of the claims by the folder `run`, the newest first."""
+    """Return the tokens of the claims by the folder `run`, the newest first."""
     return [token.removeprefix(TAKES_OVER) for token in _claim_tokens(run)]
 
 
 def token(run: Path) -> str:
-    """The token of the last claim by the folder `run`; empty without one."""
+    """Return the token of the last claim by the folder `run`; "" without a claim."""
     return next((claimed for claimed in _claim_tokens(run) if not claimed.startswith(TAKES_OVER)), "")
 
 
 def newest(names: Sequence[str]) -> str:
-    """The token of the newest claim in `names`, the names of all claims; empty without any."""
+    """Return the token of the newest claim in `names`, the names of all claims; "" without claims."""
     return max(names, default="").partition("-")[2]
 
 
 def other_owner(store: Store, run: Path) -> str:
-    """A sentence about the folder that owns the address; empty if it is the folder `run` or there is no owner.
+    """Describe the folder that owns the address; "" if the folder `run` owns it, or no folder does.
 
     Raises `CheckpointError` if the address does not answer.
     """
@@ -72,9 +72,9 @@ def other_owner(store: Store, run: Path) -> str:
 
 
 def claim(store: Store, run: Path) -> None:
-    """Claim the address for the folder `run`: write the new token into the folder and then to the address.
+    """Claim the address for the folder `run`: write a new token into the folder and then to the address.
 
-    In this order, a crash between the two leaves a folder that still has the newest token. Raises `CheckpointError` if
+    In this order, a crash between the two writes leaves a folder that has the newest token. Raises `CheckpointError` if
     the address refuses.
     """
     token, claims = uuid4().hex[:12], store.names(OWNERS)
@@ -86,11 +86,11 @@ def claim(store: Store, run: Path) -> None:
         try:
             store.delete(f"{OWNERS}/{old}")
         except CheckpointError as error:
-            log.info("a needless claim was not deleted: %s", error)
+            log.info("an old claim was not deleted: %s", error)
 
 
 def hand_over(store: Store, run: Path) -> None:
-    """Allow the folder `run`, which is restored from the address, to take over its newest claim."""
+    """Allow the folder `run`, which was restored from the address, to take over the newest claim."""
     names = store.names(OWNERS)
     write(run, store.address, [f"{TAKES_OVER}{newest(names)}"] if names else [])
 
@@ -102,12 +102,12 @@ def write(run: Path, address: str, claims: Sequence[str] = ()) -> None:
 
 
 def owns(names: Sequence[str], run: Path) -> bool:
-    """True if the folder `run` made the newest claim in `names`, or there is no claim."""
+    """Return whether the folder `run` made the newest claim in `names`; True if there are no claims."""
     return not names or newest(names) in tokens(run)
 
 
 def forget(run: Path) -> str:
-    """A sentence on how to continue a copy as a separate run."""
+    """Return a sentence on how to continue a copy as a separate run."""
     return f"to continue with it as a separate run, delete {run / ADDRESS}: it gets another address"
 
 
@@ -117,7 +117,7 @@ def _claim_tokens(run: Path) -> list[str]:
 
 
 def _read(store: Store, name: str) -> Claim | None:
-    """A claim; None if its file is truncated, or is not a claim."""
+    """Read a claim; None if its file is truncated or is not a claim."""
     row = row_of(store.read(OWNERS, name))
     try:
         return None if row is None else msgspec.json.decode(row, type=Claim)

@@ -1,9 +1,9 @@
-"""Every rank pushes its own shards concurrently with training; engines pull.
+"""Pushes a rank's shards while training continues. Engines pull them.
 
-Push   consumes a rank's share of a version in buckets    produces a version in the ledger, once all shares are there
+Push   consumes a rank's share of a version in buckets    produces a version in the ledger, when all shares are there
        waits for the previous push                         unblocks every engine's pull and the queue's next take
 
-Two sets of buckets alternate: the learner writes a version into one set while the other is pushed.
+Two sets of buckets alternate: the learner writes a version into one set while the other set is pushed.
 """
 
 import time
@@ -20,15 +20,15 @@ from streamppo.weights.ledger import PublishReply
 from streamppo.weights.transport import BucketRef, Sender
 
 SETS = 2
-"""Sets of buckets: one is written while the other is pushed."""
+"""The number of sets of buckets: one is written while the other is pushed."""
 
 
 Publish: TypeAlias = Callable[[bytes, list[BucketRef], bytes], PublishReply]
-"""Publishes an encoded `Push` with its buckets and the encoded `TokenRecord` of its batch; waits for all shares."""
+"""A function that publishes an encoded `Push`, its buckets and the encoded `TokenRecord`, and waits for all shares."""
 
 
 class PushedVersion(NamedTuple):
-    """A published version: the digest of its weights, its push time in milliseconds, and this rank's bytes."""
+    """A published version: the digest of its weights, its push time in milliseconds, and the bytes of this rank."""
 
     digest: str
     ms: float
@@ -38,10 +38,10 @@ class PushedVersion(NamedTuple):
 class Pusher:
     """Hashes one rank's shares of versions, puts them into `sender` and publishes them, in order, in a thread.
 
-    At most one push runs: `push` waits for the previous one, so memory holds at most two versions. No push waits for an
-    engine. `last` is the newest push. With `deltas`, a push has the differences to the previous version if they are
-    smaller; it is whole when the ledger asks for it. `frozen` tensors are described in every push but not sent.
-    Buckets are `pinned` for a learner on a GPU.
+    `push` waits for the previous push, so that memory holds at most two versions. A push does not wait for engines.
+    `last` is the newest push. With `deltas`, a push contains the differences to the previous version if they are
+    smaller, but it is whole if the ledger asks for it. Every push describes the `frozen` tensors without sending them.
+    The buckets of a learner on a GPU are `pinned`.
     """
 
     def __init__(
@@ -69,9 +69,10 @@ class Pusher:
         self._pushes: dict[int, tuple[bytes, list[BucketRef], bytes]] = {}
 
     def buckets(self, like: Mapping[str, Shard]) -> Buckets:
-        """The buckets for the next version, with the layout of `like`; no push reads them.
+        """Return the buckets for the next version, with the layout of `like`. No push reads them.
 
-        They may hold the version before the one being pushed: waits until the push has compared the two.
+        They may hold the version before the one that is being pushed, so this waits until the push has compared the
+        two.
         """
         if len(self._sets) < SETS:
             return Buckets(like, self._bucket_bytes, pinned=self._pinned)
@@ -86,7 +87,7 @@ class Pusher:
         admitted_lag: int | None = None,
         wait_for_copy: Callable[[], None] = lambda: None,
     ) -> PushedVersion:
-        """Start pushing the content of `filled` once `wait_for_copy` returns. Returns the previous push.
+        """Start to push the content of `filled` as soon as `wait_for_copy` returns. Returns the previous push.
 
         The push includes `learned`, the record of the version's batch, and `admitted_lag`. Raises the error of the
         previous push.
@@ -99,10 +100,10 @@ class Pusher:
         return pushed
 
     def republish(self) -> list[Future[PublishReply]]:
-        """Publish the newest whole version and all later deltas again, after the ledger has lost its state.
+        """Publish the newest whole version and all later deltas again, because the ledger has lost its state.
 
-        Each version waits in its own thread for the shares of the other ranks: they may arrive in another order, or
-        never for a version that the other ranks no longer need.
+        Each version has its own thread, in which it waits for the shares of the other ranks. These may arrive in
+        another order, or not at all if the other ranks no longer need the version.
         """
         pushes = list(self._pushes.values())
         threads = ThreadPoolExecutor(max_workers=max(1, len(pushes)), thread_name_prefix="push again")

@@ -1,11 +1,11 @@
-"""The tensors of the last pulled version, built from its buckets. Pure: no Ray.
+"""Builds the tensors of the last pulled version from its buckets. Pure: no Ray.
 
 whole, each tensor in one piece      the tensors are views of the buckets; nothing is copied
-whole, in several pieces             copied into the replica's own memory, which is reused
-delta                                applied in place in the replica's own memory
+whole, in several pieces             copied into the replica's memory, which is reused
+delta                                applied in place in the replica's memory
 
-In shared memory a version that was given to other processes is never changed: the next one gets new memory,
-with a copy of its base for deltas.
+A version in shared memory is not changed after it was given to other processes. The next version gets new memory, with
+a copy of its base if it is a delta.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -22,10 +22,11 @@ from streamppo.weights.shares import check_whole
 
 
 class Replica:
-    """The version taken last: its `push`, and its `tensors` by Hugging Face name; None and empty before the first one.
+    """The last pulled version: its `push`, and its `tensors` by Hugging Face name. Before the first version they are
+    empty.
 
-    Tensors are read-only for callers, and change with the next `take`. With `memory`, which allocates shared memory for
-    tensors of these sizes in bytes, they no longer change after `give`.
+    Callers must not change the tensors, which change with the next `take`. `memory` allocates shared memory for tensors
+    of these sizes in bytes. If it is given, tensors do not change after `give`.
     """
 
     def __init__(self, memory: Callable[[Sequence[int]], SharedTensors] | None = None) -> None:
@@ -41,25 +42,25 @@ class Replica:
 
     @property
     def version(self) -> int:
-        """The version taken last; -1 before the first one."""
+        """The last pulled version; -1 before the first one."""
         return -1 if self.push is None else self.push.version
 
     @property
     def contents(self) -> Mapping[str, int]:
-        """The expected hash of every tensor of the version; to be compared where the tensors are used."""
+        """The expected hash of each tensor of the version, for comparison where the tensors are used."""
         return {} if self.push is None else {tensor.name: tensor.content for tensor in self.push.tensors}
 
     def take(self, push: Push, buckets: Sequence[Bytes]) -> None:
-        """Become the version that `push` describes: `begin`, `put` for each of `buckets`, and `finish`."""
+        """Replace the version by the one that `push` describes and `buckets` contain."""
         self.begin(push)
         for bucket in buckets:
             self.put(bucket)
         self.finish()
 
     def begin(self, push: Push) -> None:
-        """Start taking the version that `push` describes; until `finish` the replica has no version.
+        """Start to pull the version that `push` describes. Until `finish`, the replica has no version.
 
-        Raises `WeightsError` if its deltas are relative to another version than the replica's.
+        Raises `WeightsError` if the deltas are relative to another version than the replica's.
         """
         held, self.push = self.version, None
         if push.base_version not in {None, held}:
@@ -78,21 +79,21 @@ class Replica:
             self._take_memory(push)
 
     def put(self, bucket: Bytes) -> None:
-        """Apply the next bucket of the version that was begun. Raises `WeightsError` if it does not match the push."""
+        """Apply the next bucket of the version. Raises `WeightsError` if it does not match the push."""
         push, number = self._pending, self._num_buckets
         assert push is not None, "a version was begun"
         if number >= len(push.bucket_bytes) or bucket.nbytes != push.bucket_bytes[number]:
-            raise WeightsError(f"version {push.version}: other buckets arrived than were sent")
+            raise WeightsError(f"version {push.version}: the buckets that arrived are not those that were sent")
         for piece in self._by_bucket[number]:
             self._use(push, piece, _stored(push, piece, bucket))
         self._num_buckets += 1
 
     def finish(self) -> None:
-        """Complete the version that was begun. Raises `WeightsError` if a bucket is missing."""
+        """Complete the version. Raises `WeightsError` if a bucket is missing."""
         push, self._pending = self._pending, None
         assert push is not None, "a version was begun"
         if self._num_buckets != len(push.bucket_bytes):
-            raise WeightsError(f"version {push.version}: other buckets arrived than were sent")
+            raise WeightsError(f"version {push.version}: the buckets that arrived are not those that were sent")
         if self.shared is not None:
             self.adopt(push, self.shared)
             return
@@ -102,7 +103,7 @@ class Replica:
         self.push = push
 
     def adopt(self, push: Push, shared: SharedTensors) -> None:
-        """Become the version that `push` describes, whose bytes are in `shared`."""
+        """Replace the version by the one that `push` describes, whose bytes are in `shared`."""
         self.tensors = {
             tensor.name: part.view(getattr(torch, tensor.dtype)).reshape(tensor.shape)
             for tensor, part in zip(push.tensors, shared.parts, strict=True)
@@ -110,17 +111,17 @@ class Replica:
         self.push, self.shared = push, shared
 
     def give(self) -> SharedTensors:
-        """Return the memory of the version, which is not changed any more."""
+        """Return the memory of the version, which is not changed from now on."""
         assert self.shared is not None, "the replica has shared memory"
         self._is_given = True
         return self.shared
 
     def forget(self) -> None:
-        """Forget the version: the next one must be whole."""
+        """Forget the version, so that the next one must be whole."""
         self.push = None
 
     def _take_memory(self, push: Push) -> None:
-        """Get the replica's own memory: reuse it, or allocate it, with a copy of the base version for deltas."""
+        """Reuse or allocate the replica's memory. New memory for deltas gets a copy of the base version."""
         sizes = [tensor.nbytes for tensor in push.tensors]
         if self._memory is not None:
             self._take_shared_memory(push, sizes)
@@ -131,7 +132,7 @@ class Replica:
             self._has_own_memory = True
 
     def _take_shared_memory(self, push: Push, sizes: list[int]) -> None:
-        """Get shared memory: reuse it unless it was given to others."""
+        """Reuse the replica's shared memory, or allocate new memory if it was given to other processes."""
         assert self._memory is not None, "the replica has shared memory"
         base_arrays, is_same = self._arrays, [array.nbytes for array in self._arrays] == sizes
         if push.base_version is not None and not is_same:
@@ -154,7 +155,7 @@ class Replica:
         elif stored.nbytes == into.nbytes:
             into[:] = stored
         else:
-            raise WeightsError(f"version {push.version}: {stored.nbytes} bytes came for {into.nbytes}")
+            raise WeightsError(f"version {push.version}: {stored.nbytes} bytes arrived for {into.nbytes}")
 
 
 def _is_whole(push: Push, piece: TensorChunk) -> bool:
@@ -168,7 +169,7 @@ def _stored(push: Push, piece: TensorChunk, bucket: Bytes) -> Bytes:
 
 
 class _WritableArray:
-    """Exposes a read-only array to NumPy as writable memory; keeps the array alive."""
+    """Presents a read-only array to NumPy as writable memory, and keeps the array alive."""
 
     def __init__(self, array: Bytes) -> None:
         self.array = array
@@ -177,6 +178,6 @@ class _WritableArray:
 
 def _view(tensor: Tensor, raw: Bytes) -> torch.Tensor:
     if not raw.flags.writeable:
-        # torch has no read-only tensors and warns about such arrays. Pulled weights are never written to.
+        # torch has no read-only tensors and warns about read-only arrays. Pulled weights are never written to.
         raw = np.asarray(_WritableArray(raw))
     return torch.from_numpy(raw).view(getattr(torch, tensor.dtype)).reshape(tensor.shape)

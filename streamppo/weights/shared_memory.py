@@ -1,7 +1,8 @@
-"""Memory of a version's tensors that processes of one machine share. It has no name, and is freed by its last user.
+"""Memory for a version's tensors that processes of one machine share. The memory has no name, and its last user frees
+it.
 
-A version is in blocks of about `block_bytes`; a larger tensor is alone in its block. Both ends compute the places of
-the tensors from their sizes.
+A version is in blocks of about `block_bytes`. A larger tensor has a block of its own. Sender and receiver compute the
+places of the tensors from the sizes of the tensors.
 """
 
 import os
@@ -20,29 +21,29 @@ SHARED = Path("/dev/shm")
 
 
 class NoRoom(WeightsError):
-    """/dev/shm has no room for a version now; other processes may give some back."""
+    """/dev/shm has no room for a version at present. Other processes may free some."""
 
 
 class Blocks(NamedTuple):
-    """The (block, first byte) of each tensor, and the bytes of each block."""
+    """The block and the first byte of each tensor, and the number of bytes of each block."""
 
     places: list[tuple[int, int]]
     totals: list[int]
 
 
 class SharedTensors(NamedTuple):
-    """The blocks of a version, and in them the bytes of each of its tensors, uint8."""
+    """The blocks of a version (uint8), and the part of a block that holds each tensor."""
 
     blocks: list[Tensor]
     parts: list[Tensor]
 
     def descriptors(self) -> list[int]:
-        """Return the file descriptor of each block, for `attach` in another process; the blocks keep them open."""
+        """Return the file descriptor of each block, for `attach` in another process. The blocks keep them open."""
         return [block.untyped_storage()._share_fd_cpu_()[0] for block in self.blocks]
 
 
 def plan(sizes: Iterable[int], block_bytes: int) -> Blocks:
-    """Place tensors of these bytes in blocks, in order."""
+    """Place tensors of these sizes in bytes in blocks, in order."""
     places: list[tuple[int, int]] = []
     totals: list[int] = []
     for size in sizes:
@@ -55,8 +56,8 @@ def plan(sizes: Iterable[int], block_bytes: int) -> Blocks:
 
 
 def allocate(totals: Sequence[int]) -> list[Tensor]:
-    """Return a new block for each of `totals`, in bytes. Raises `NoRoom`."""
-    # A write to a page for which there is no room would kill the process (SIGBUS).
+    """Return a new block for each size in bytes in `totals`. Raises `NoRoom`."""
+    # If there is no room for a page, a write to it would kill the process (SIGBUS).
     if SHARED.is_dir() and sum(totals) > (free := shutil.disk_usage(SHARED).free):
         raise NoRoom(
             f"{SHARED} has {free / 2**30:.1f} GiB left, and a version takes {sum(totals) / 2**30:.1f} GiB: make it "
@@ -66,22 +67,22 @@ def allocate(totals: Sequence[int]) -> list[Tensor]:
 
 
 def new(sizes: Sequence[int], block_bytes: int) -> SharedTensors:
-    """Return new memory for tensors of these bytes. Raises `NoRoom`."""
+    """Return new memory for tensors of these sizes in bytes. Raises `NoRoom`."""
     places, totals = plan(sizes, block_bytes)
     return _parts(allocate(totals), places, sizes)
 
 
 def attach(descriptors: Sequence[int], sizes: Sequence[int], block_bytes: int) -> SharedTensors:
-    """Return the memory behind another process's `descriptors`, for tensors of these bytes; closes them.
+    """Return another process's memory for tensors of these sizes in bytes, and close the `descriptors`.
 
-    Raises `WeightsError` if the blocks have other sizes than these tensors need.
+    Raises `WeightsError` if the blocks do not have the sizes that these tensors need.
     """
     places, totals = plan(sizes, block_bytes)
     try:
         shared_bytes = [os.fstat(descriptor).st_size for descriptor in descriptors]
         if shared_bytes != totals:
             raise WeightsError(
-                f"the shared memory has blocks of {shared_bytes[:3]} bytes, and the version {totals[:3]}"
+                f"the shared memory has blocks of {shared_bytes[:3]} bytes, but the version needs {totals[:3]}"
             )
         storages = [
             torch.UntypedStorage._new_shared_fd_cpu(descriptor, total)  # pyright: ignore[reportAttributeAccessIssue]
@@ -94,7 +95,7 @@ def attach(descriptors: Sequence[int], sizes: Sequence[int], block_bytes: int) -
 
 
 def is_shared(tensors: Iterable[Tensor]) -> bool:
-    """Return True if all tensors are in this machine's memory, where other processes can read them."""
+    """Return whether all tensors are in shared memory of this machine, where other processes can read them."""
     return all(tensor.device.type == "cpu" and tensor.untyped_storage().is_shared() for tensor in tensors)
 
 

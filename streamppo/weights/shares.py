@@ -1,4 +1,4 @@
-"""Joins the shares of a version, one from each rank of a learner."""
+"""Joins the shares of a version from all ranks of a learner."""
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
@@ -13,15 +13,15 @@ if TYPE_CHECKING:
     from ray import ObjectRef
 
 EncodedRecord: TypeAlias = "bytes | list[ObjectRef[bytes]]"
-"""An encoded `TokenRecord`, empty without a batch; for a queue with shards, a list with at most one reference to it."""
+"""An encoded `TokenRecord`, or b"" without a batch. A queue with shards gets a list with at most one reference."""
 T = TypeVar("T")
 R = TypeVar("R")
 REMEMBERED = 64
-"""Versions whose results are kept for ranks that repeat a call."""
+"""The number of versions whose results are kept for ranks that repeat a call."""
 
 
 class RankShare(NamedTuple, Generic[T]):
-    """One rank's share of a version, with references (of type T) of its buckets; only rank 0's `learned` is used."""
+    """One rank's share of a version with the references of its buckets. Only rank 0's `learned` is used."""
 
     push: Push
     refs: list[T]
@@ -29,13 +29,13 @@ class RankShare(NamedTuple, Generic[T]):
 
 
 class Shares(Generic[T]):
-    """The shares of incomplete versions."""
+    """The shares of versions that are incomplete."""
 
     def __init__(self) -> None:
         self._waiting: dict[int, dict[int, RankShare[T]]] = {}
 
     def add(self, share: RankShare[T]) -> list[RankShare[T]]:
-        """Add a share. Returns the version's shares, ordered by rank, once all ranks have added theirs; empty before.
+        """Add a share. If all ranks have added theirs, return the version's shares ordered by rank; otherwise [].
 
         If a rank adds two shares of a version, the last one counts.
         """
@@ -48,10 +48,10 @@ class Shares(Generic[T]):
 
 
 class ShareCollector(Generic[T, R]):
-    """One learner's versions: `publish` is called once for each version, and all ranks wait for its result.
+    """Calls `publish` once for each version when all ranks have added their shares. All ranks get its result.
 
-    A rank that adds the same share again, because Ray may repeat a call, gets the same result; a share with other
-    weights starts the version anew.
+    Ray may repeat a call: a rank that adds the same share again gets the same result. A share with other weights starts
+    the version again.
     """
 
     def __init__(self, publish: Callable[[RankShare[T]], Awaitable[R]]) -> None:
@@ -86,9 +86,9 @@ class ShareCollector(Generic[T, R]):
 
 
 def join(parts: Sequence[Push]) -> Push:
-    """The push of a whole version from the shares of all ranks; their buckets are concatenated.
+    """Return the push of a whole version from the shares of all ranks, whose buckets are concatenated.
 
-    Raises `WeightsError` if the shares are not of one version, or if a byte is missing or present twice.
+    Raises `WeightsError` if the shares belong to different versions, or if a byte is missing or present twice.
     """
     first = parts[0]
     if [part.rank for part in parts] != list(range(first.ranks)):
@@ -117,7 +117,7 @@ def join(parts: Sequence[Push]) -> Push:
 
 
 def _sum_hashes(parts: Sequence[tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
-    """The tensors of all ranks; the hash of a tensor is the sum of its shards' hashes."""
+    """Return the tensors of all ranks. The hash of a tensor is the sum of its shards' hashes."""
     columns = zip(*parts, strict=True)
     return tuple(structs.replace(same[0], content=sum(shard.content for shard in same) % 2**64) for same in columns)
 
@@ -127,11 +127,11 @@ def check_whole(push: Push) -> None:
     ends = [0] * len(push.tensors)
     for piece in sorted(push.pieces, key=lambda piece: (piece.tensor, piece.first)):
         if not 0 <= piece.tensor < len(ends) or piece.first != ends[piece.tensor]:
-            raise WeightsError(f"version {push.version}: its pieces leave out a byte, or have it twice")
+            raise WeightsError(f"version {push.version}: its pieces leave out a byte, or contain it twice")
         ends[piece.tensor] += piece.nbytes
     for tensor, end in zip(push.tensors, ends, strict=True):
         if end != tensor.nbytes:
-            raise WeightsError(f"version {push.version}: {end} of {tensor.nbytes} bytes of {tensor.name!r} came")
+            raise WeightsError(f"version {push.version}: {end} of {tensor.nbytes} bytes of {tensor.name!r} arrived")
 
 
 def _layout(part: Push) -> tuple[tuple[str, str, tuple[int, ...]], ...]:

@@ -1,7 +1,8 @@
-"""Files at an fsspec address: an object store (s3://, gs://, ...) or a folder (file://). Needs no torch, no Ray.
+"""Files at an fsspec address: an object store (s3://, gs://, ...) or a folder (file://). This module imports neither
+torch nor Ray.
 
-A run with an address keeps there what its nodes share: copies of checkpoints, and, if each node has its own disk
-(`cluster.own_disks`), the initial model that the run created and the trained one.
+A run with an address stores there what its nodes share: copies of its checkpoints. If each node has its own disk
+(`cluster.own_disks`), the run also stores the initial model that it created and the trained model.
 """
 
 import io
@@ -24,39 +25,39 @@ from streamppo.config.sections import Config
 from streamppo.errors import CheckpointError
 
 PAUSES_S = (1.0, 10.0, 60.0)
-"""Pauses in seconds before the retries of a refused write; after the last retry the error is raised."""
+"""Seconds to wait before each retry of a refused write. After the last retry the error is raised."""
 PART_BYTES = 2**24
 CHAIN = "::"
 MODEL, FINAL = "model", "final"
-"""Folders at a run's address: the initial model that the run created, and the trained one."""
+"""Folders at a run's address: the initial model that the run created, and the trained model."""
 ADDRESS = "remote.address"
-"""The file in a run's folder with the address of its copies."""
+"""The file in a run's folder that holds the address of its copies."""
 log = logging.getLogger(__name__)
 
 
 def with_crc(row: bytes) -> bytes:
-    """The content of a file with one row, after its CRC-32: in a folder a file may be half written."""
+    """Return the content of a file with one row. The CRC-32 before the row detects a half-written file."""
     return crc32(row).to_bytes(4, "little") + row
 
 
 def row_of(content: bytes) -> bytes | None:
-    """The row in a file's content; None if it is truncated or damaged."""
+    """Return the row in a file's content; None if the file is truncated or damaged."""
     return content[4:] if crc32(content[4:]).to_bytes(4, "little") == content[:4] else None
 
 
 class Store:
-    """The files at `address`. Every method raises `CheckpointError`, which names the address, if that refuses."""
+    """The files at `address`. If the address refuses, each method raises `CheckpointError`, which names the address."""
 
     def __init__(self, address: str) -> None:
         self.address = address
-        # fsspec chains file systems by "::", and one of them renders templates: the address may be untrusted.
+        # fsspec chains file systems by "::". An untrusted address could chain the one that renders templates.
         if CHAIN in address:
-            raise CheckpointError(f"{address}: names one file system inside of another: give the store's own address")
+            raise CheckpointError(f"{address}: names a file system inside another one: give the store's address")
         with self.naming_errors():
             self._files, self._root = fsspec.url_to_fs(address)
 
     def put(self, folder: str, files: Mapping[str, BinaryIO]) -> None:
-        """Copy open files, in order, to `folder` at the address, under these names; retries as in `PAUSES_S`."""
+        """Copy open files, in order, to `folder` at the address under these names, with the retries of `PAUSES_S`."""
         for name, file in files.items():
             self._put_with_retries(f"{self._root}/{folder}", name, file)
 
@@ -85,7 +86,7 @@ class Store:
             durable.rename(aside, to / name)
 
     def fetch_folder(self, folder: str, path: Path) -> None:
-        """Fetch all files of `folder` to a folder at `path`, which appears under its name only when complete."""
+        """Fetch all files of `folder` to a folder at `path`, which appears when it is complete."""
         aside = path.with_name(f"{path.name}.{uuid4().hex}{durable.ASIDE}")
         for name in self.names(folder):
             self.fetch(folder, name, aside)
@@ -96,7 +97,7 @@ class Store:
                 durable.rename(aside, path)
 
     def names(self, folder: str = "") -> list[str]:
-        """The names of the files in a folder at the address; empty if it does not exist."""
+        """Return the names of the files in a folder at the address; [] if it does not exist."""
         place = f"{self._root}/{folder}".rstrip("/")
         with self.naming_errors():
             self._files.invalidate_cache()
@@ -105,11 +106,11 @@ class Store:
             except FileNotFoundError:
                 return []
         names = sorted(path.rstrip("/").rpartition("/")[2] for path in listed)
-        # Temporary files are left over from writers that died.
+        # Writers that died leave temporary files.
         return [name for name in names if not name.endswith(durable.ASIDE)]
 
     def sizes(self, folder: str) -> dict[str, int]:
-        """The size in bytes of each file in a folder at the address; empty if it does not exist."""
+        """Return the size in bytes of each file in a folder at the address; {} if it does not exist."""
         path = f"{self._root}/{folder}"
         with self.naming_errors():
             self._files.invalidate_cache()
@@ -120,12 +121,12 @@ class Store:
         return {entry["name"].rpartition("/")[2]: int(entry["size"] or 0) for entry in listed}
 
     def read(self, folder: str, name: str) -> bytes:
-        """The content of a file."""
+        """Return the content of a file."""
         with self.naming_errors(), self._reading(f"{self._root}/{folder}/{name}") as file:
             return file.read()
 
     def _reading(self, path: str) -> AbstractContextManager[BinaryIO]:
-        """Open a file there. The folder may be another user's, with a pipe in it."""
+        """Open a file at the address. The folder may belong to another user, who may have put a pipe in it."""
         if isinstance(self._files, LocalFileSystem):
             return durable.reading(Path(path))
         return self._files.open(path, "rb")
@@ -159,7 +160,7 @@ class Store:
         file.seek(0)
         with self.naming_errors():
             self._files.makedirs(folder, exist_ok=True)
-            # An object store makes a file visible when it is complete; a folder shows half-written files.
+            # An object store makes a file visible when it is complete. A folder shows half-written files.
             is_folder = isinstance(self._files, LocalFileSystem)
             path = Path(folder) / name
             aside = f"{path}.{uuid4().hex}{durable.ASIDE}" if is_folder else f"{folder}/{name}"
@@ -171,13 +172,13 @@ class Store:
 
 
 def known_address(folder: Path) -> str:
-    """The address of the copies of the run in `folder`; empty if it has none."""
+    """Return the address of the copies of the run in `folder`; "" if it has none."""
     file = folder / ADDRESS
     return durable.read(file).decode().partition("\n")[0].strip() if file.is_file() else ""
 
 
 def bring_model(config: Config, path: str) -> None:
-    """Fetch the initial model that the run created to `path`, if this node lacks it, from the run's address."""
+    """Fetch the initial model that the run created from the run's address to `path`, if this node does not have it."""
     if config.cluster.own_disks and config.model.path == BUILTIN and not Path(path).exists():
         store = Store(config.checkpoint.remote)
         if store.names(MODEL):

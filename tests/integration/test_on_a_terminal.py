@@ -29,7 +29,7 @@ def test_a_run_draws_its_view_below_whole_lines_and_says_that_it_stops(tmp_path:
         assert gone(tmp_path)
     text = b"".join(found).decode()
     plain = re.sub(r"\x1b\[[0-9;]*m", "", text)
-    assert "Ctrl-C: a last checkpoint, and end; twice: end at once" in plain and "making builtin:tiny" in plain
+    assert "Ctrl-C: save a last checkpoint and end; twice: end at once" in plain and "making builtin:tiny" in plain
     assert not [word for word in NOISE if word in plain]
     rows = shown(text, COLUMNS)
     stopping = next(place for place, row in enumerate(rows) if row.startswith("SIGINT: stopping, a second signal"))

@@ -14,7 +14,7 @@ def test_a_ray_that_has_lost_its_gcs_ends_the_run_at_once_with_the_reason_and_it
         next(one for one in family(tmp_path) if one.name() == "gcs_server").kill()
         output, _ = process.communicate(timeout=60)
         assert process.returncode == 1 and gone(tmp_path)
-    assert "RunError: Ray's gcs_server has died (SIGKILL); resume starts another" in output
+    assert "RunError: Ray's gcs_server has died (SIGKILL); resume the run to start a new Ray" in output
     assert "gcs_server has died" in summary(tmp_path)["outcome"]
     resumed(tmp_path)
     assert [row["update"] for row in updates(tmp_path)] == list(range(1, 41))

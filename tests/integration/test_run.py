@@ -112,7 +112,7 @@ def wait_for_updates(folder: Path, count: int) -> None:
         time.sleep(0.2)
         if not family(folder):
             ends = [json.loads(file.read_text())["outcome"] for file in folder.glob("*/summary.json")]
-            pytest.fail(f"the run has ended before {count} updates: {ends}")
+            pytest.fail(f"the run ended before {count} updates: {ends}")
 
 
 def updates(folder: Path, name: str = "math") -> list[dict[str, Any]]:
@@ -258,7 +258,7 @@ def test_a_stage_that_hangs_ends_the_run_and_it_is_said_what_everybody_waits_for
         named(tmp_path, part).send_signal(signal.SIGSTOP)
         output, _ = process.communicate(timeout=120)
         assert process.returncode == 1, output
-        assert "RunError: nothing has progressed for 10 s: the driver waits for update" in output
+        assert "RunError: no progress for 10 s: the driver waits for update" in output
         assert f"; {queue}" in output
         assert gone(tmp_path), [one.cmdline() for one in family(tmp_path)]
 
@@ -271,7 +271,7 @@ def test_a_ray_that_hangs_keeps_no_run_from_ending(tmp_path: Path) -> None:
         process.send_signal(signal.SIGINT)
         output, _ = process.communicate(timeout=60)
         assert process.returncode == 1, output
-        assert "Ray has not ended within 10 s; ending without it: stopped by SIGINT" in output
+        assert "Ray has not ended within 10 s; the process ends without waiting for it: stopped by SIGINT" in output
         assert gone(tmp_path), [one.cmdline() for one in family(tmp_path)]
 
 
@@ -287,7 +287,7 @@ def test_a_killed_driver_or_raylet_leaves_no_process_of_the_run_nor_of_a_reward(
         named(tmp_path, "ray::RolloutActor").send_signal(signal.SIGSTOP)
         (process if killed == "driver" else named(tmp_path, killed)).kill()
         output, _ = process.communicate(timeout=120)
-        assert killed == "driver" or "raylet has died (SIGKILL); resume starts another" in output
+        assert killed == "driver" or "raylet has died (SIGKILL); resume the run to start a new Ray" in output
         assert gone(tmp_path), [one.cmdline() for one in family(tmp_path)]
 
 

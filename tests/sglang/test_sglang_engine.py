@@ -193,7 +193,7 @@ def test_deltas_of_two_ranks_are_served_and_what_arrives_damaged_never_reaches_s
                 present[name].copy_(parameter)
     replica.tensors["model.layers.1.mlp.down_proj.weight"][3, 5] += 1e-3
     restarts = engine.usage().restarts
-    with pytest.raises(WeightsError, match=r"layers.1.mlp.down_proj.weight is not as it was pushed \(1 tensors"):
+    with pytest.raises(WeightsError, match=r"layers.1.mlp.down_proj.weight differs from what was pushed \(1 tensors"):
         fresh.run(engine.update_weights(first + 4, replica.tensors, replica.contents))
     assert (engine.version, engine.usage().restarts) == (first + 3, restarts)
 

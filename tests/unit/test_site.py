@@ -64,7 +64,7 @@ def test_no_page_loads_anything_from_the_network(output: tuple[Path, str]) -> No
 
 
 def test_a_link_out_of_the_site_is_a_path_and_a_bar_in_the_code_of_a_table_is_a_bar(output: tuple[Path, str]) -> None:
-    assert "<code>streamppo/telemetry/catalogue.py</code>" in (output[0] / "tracking.html").read_text()
+    assert "<code>streamppo/queue/rules/ahead.py</code>" in (output[0] / "off-policy.html").read_text()
     assert "<code>eval RUN|MODEL [CONFIG]</code>" in (output[0] / "commands.html").read_text()
     assert [page.name for page in output[0].glob("*.html") if re.search(r'href="\.\./', page.read_text())] == []
 

@@ -21,11 +21,11 @@ if TYPE_CHECKING:
     from ray.actor import ActorProxy
 
 MAILBOX_CALLS = 10_000
-"""Bound on the calls that wait in an actor at one time: more than all actors ever make."""
+"""The maximum number of calls that wait in an actor at one time. All actors together never make so many."""
 
 
 def make_shards(config: Config, folder: Path) -> "list[ActorProxy[QueueShard]]":
-    """Create the queue's shards on the driver's node; an empty list if the queue stores the trajectories itself."""
+    """Create the queue's shards on the driver's node; [] if the queue stores the trajectories itself."""
     actor = ray.remote(QueueShard)
     return [
         actor.options(name=shards.name(shard), **_lasting()).remote(
@@ -42,7 +42,7 @@ def make_queue(config: Config, folder: Path) -> "ActorProxy[QueueActor]":
 
 
 def _lasting() -> dict[str, Any]:
-    """Ray options for actors on the driver's node: Ray restarts them when they die, and retries calls to them."""
+    """Return Ray options for actors on the driver's node that Ray restarts after death, and whose calls it retries."""
     lasting = {"max_concurrency": MAILBOX_CALLS, "max_restarts": -1, "max_task_retries": -1}
     return {"num_cpus": 0, "scheduling_strategy": here(), **lasting}
 
@@ -55,7 +55,7 @@ def make_rollout(
     reward_models: Mapping[str, Any],
     options: Mapping[str, object],
 ) -> "ActorProxy[RolloutActor]":
-    """Create a rollout actor named `name` with engine number `place`; `options` are Ray's, for its placement."""
+    """Create a rollout actor named `name` with engine number `place`. `options` are Ray's options for its placement."""
     actor = ray.remote(RolloutActor).options(name=name, max_concurrency=MAILBOX_CALLS, **options)
     return actor.remote(encode(config), name, place, queue, reward_models)
 
@@ -63,9 +63,9 @@ def make_rollout(
 def make_ranks(
     config: Config, queue: "ActorProxy[BatchSource]", placement: Placement, group: int = 0
 ) -> "list[ActorProxy[Rank]]":
-    """Create the learner's ranks, rank 0 first; `group` counts the run's groups of ranks.
+    """Create the learner's ranks, rank 0 first. `group` counts the run's groups of ranks.
 
-    Call all ranks and wait for all: after one rank's failure the others wait in a collective for ever.
+    Callers must call all ranks and wait for all: if one rank fails, the others wait in a collective operation forever.
     """
     actor = ray.remote(Rank)
     return [

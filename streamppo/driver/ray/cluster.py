@@ -1,4 +1,4 @@
-"""Ray: start and shutdown for a run, readable errors, and all uses of Ray's private attributes."""
+"""Starts and shuts down Ray for a run, and has readable errors and all uses of Ray's private attributes."""
 
 import functools
 import logging
@@ -35,20 +35,20 @@ if TYPE_CHECKING:
     from ray.actor import ActorHandle, ActorProxy
 
 BLAME_S = 5.0
-"""Time limit of the search for a dead actor among a group's calls after one of them failed."""
+"""After one call of a group has failed: the time limit for finding the actor that died."""
 CLOSING_S = 10.0
 """Time limit for Ray to end its processes."""
 
 TOO_LATE = "timed out during startup"
-"""Part of Ray's message when its processes have not started after 30 s, a fixed limit."""
+"""A part of Ray's message that its processes have not started within 30 s, which is a fixed limit."""
 
 TOO_LONG = "AF_UNIX path length"
-"""Part of Ray's message for a socket with a path of more than 107 bytes."""
+"""A part of Ray's message about a socket whose path has more than 107 bytes."""
 
 RAYS_OWN = ("raylet", "gcs_server", "autoscaler")
-"""The "pid" of lines by Ray's own processes; actors' lines have a number."""
+"""The "pid" fields of log lines from Ray's processes. In log lines from actors, "pid" is a number."""
 ORDERS = (RAY_TQDM_MAGIC, ray_constants.LOG_PREFIX_INFO_MESSAGE)
-"""Markers in a line by which Ray draws a progress bar, or omits the text before them."""
+"""Markers that make Ray draw a progress bar, or omit the text before them in a line."""
 
 log = logging.getLogger(__name__)
 
@@ -57,21 +57,22 @@ log = logging.getLogger(__name__)
 def ray_session(config: Config, interrupts: Interrupts) -> Generator[None]:
     """Run the block with Ray, and leave no process behind.
 
-    If Ray's shutdown hangs, this process exits after `CLOSING_S`, and all of Ray's processes with it.
+    If Ray's shutdown hangs, this process exits after `CLOSING_S`. All of Ray's processes then end too.
     """
     with orphans.kill_at_end() if config.cluster.address == LOCAL else nullcontext("") as mark:
         yield from _session(config, interrupts, mark)
 
 
 def _session(config: Config, interrupts: Interrupts, mark: str) -> Generator[None]:
-    # A closed terminal signals the whole process group; Ray's processes inherit SIG_IGN and live until we end them.
+    # A closed terminal signals the whole process group. Ray's processes inherit SIG_IGN and live until the driver ends
+    # them.
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     with started_ray(config, mark):
         yield from _in_session(config, interrupts)
 
 
 def _in_session(config: Config, interrupts: Interrupts) -> Generator[None]:
-    # Ray has installed a handler of its own.
+    # Ray has installed its own handler.
     interrupts.catch()
     try:
         yield
@@ -79,15 +80,15 @@ def _in_session(config: Config, interrupts: Interrupts) -> Generator[None]:
         last = Timer(CLOSING_S, _end_without_ray, [sys.exception()])
         last.daemon = True
         last.start()
-        _shut_down(own=config.cluster.address == LOCAL)
+        _shut_down(is_own=config.cluster.address == LOCAL)
         last.cancel()
 
 
 @contextmanager
 def command_ray(start: Callable[[str], AbstractContextManager[object]]) -> Generator[None]:
-    """Run the block of a command with its own Ray, and leave no process and no folder behind.
+    """Run the block of a command with its own Ray, and leave no process or folder behind.
 
-    `start` starts Ray, with the mark of `orphans.kill_at_end`. Signals end the command as they would without Ray.
+    `start` starts Ray with the mark of `orphans.kill_at_end`. Signals end the command in the same way as without Ray.
     """
     handlers = {number: signal.getsignal(number) for number in process.SIGNALS}
     with orphans.kill_at_end() as mark:
@@ -96,26 +97,26 @@ def command_ray(start: Callable[[str], AbstractContextManager[object]]) -> Gener
                 _install(handlers)
                 yield
         finally:
-            _shut_down(own=True)
+            _shut_down(is_own=True)
             _install(handlers)
 
 
 def _install(handlers: Mapping[signal.Signals, Any]) -> None:
-    """Reinstall signal handlers: Ray installs its own at its start, and removes all at its end."""
+    """Install signal handlers again. Ray installs its own at its start, and removes all of them at its end."""
     for number, handler in handlers.items():
         signal.signal(number, handler)
 
 
-def _shut_down(*, own: bool) -> None:
-    """End Ray, and remove the folder of logs and sockets of our `own`; a cluster manages its folders itself."""
+def _shut_down(*, is_own: bool) -> None:
+    """Shut down Ray. If it `is_own`, remove its folder with logs and sockets; a cluster manages its folders itself."""
     node = cast("Node | None", worker._global_node)
     ray.shutdown()
-    if own and node is not None:
+    if is_own and node is not None:
         _clear(Path(node.get_session_dir_path()), failed=isinstance(sys.exception(), Exception))
 
 
 def _clear(folder: Path, *, failed: bool) -> None:
-    """Remove the session folder of a Ray that has ended; after a failure keep it and log its path."""
+    """Remove the session folder of a Ray that has ended. After a failure, keep the folder and log its path."""
     if failed:
         size = sum(path.lstat().st_size for path in folder.rglob("*"))
         log.info("Ray's logs, %.1f MiB: %s", size / 2**20, folder)
@@ -128,11 +129,11 @@ def _clear(folder: Path, *, failed: bool) -> None:
 
 
 def show_origins() -> str:
-    """Show each printed line's origin from the next `ray.init` on; return the `process.MARK` of the actors."""
+    """Make Ray show the origin of each printed line from the next `ray.init` on. Returns the actors' `process.MARK`."""
     secret = secrets.token_hex(8)
     printed = ray_logging.global_worker_stdstream_dispatcher
     printed.remove_handler(__name__)
-    # It must run before Ray's own handler, which `ray.init` adds.
+    # This handler must run before Ray's handler, which `ray.init` adds.
     printed.add_handler(__name__, functools.partial(_show_lines, secret))
     return secret
 
@@ -154,21 +155,21 @@ def _without(line: str, order: str) -> str:
 
 def _end_without_ray(error: BaseException | None) -> None:
     reason = f": {error}" if error else ""
-    log.info("Ray has not ended within %g s; ending without it%s", CLOSING_S, reason)
+    log.info("Ray has not ended within %g s; the process ends without waiting for it%s", CLOSING_S, reason)
     os._exit(1)
 
 
 @contextmanager
 def started_ray(config: Config, mark: str) -> Generator[None]:
-    """Join the cluster, or start our own Ray here, whose processes have the mark of `orphans.kill_at_end`.
+    """Join the cluster, or start our own Ray, whose processes have the mark of `orphans.kill_at_end`.
 
-    The caller ends it, within the block or after it.
+    The caller ends Ray, within the block or after it.
     """
     cluster = config.cluster
     plugins.export_path()
     environment.disable_pipe_colours()
     secret = show_origins()
-    # Some data sets use hashes of strings; every actor must make the same prompts, also after a resume.
+    # Some data sets use hashes of strings. Every actor must make the same prompts, also after a resume.
     os.environ.setdefault("PYTHONHASHSEED", "0")
     if cluster.address != LOCAL:
         variables = environment.carried_variables(os.environ, environment.key_variables(config)) | {
@@ -182,7 +183,7 @@ def started_ray(config: Config, mark: str) -> Generator[None]:
         )
         yield
         return
-    # GPU libraries read a worker's environment when they are imported: a template would import them earlier.
+    # GPU libraries read a worker's environment when they are imported. A template would import them too early.
     forked = sys.platform == "linux" and not plan(config).total("GPU")
     with ExitStack() as template:
         with environment.own_ray_environment(mark, secret, forked=forked), _readable_start_errors():
@@ -201,7 +202,7 @@ def started_ray(config: Config, mark: str) -> Generator[None]:
 
 @contextmanager
 def _readable_start_errors() -> Generator[None]:
-    """Raise `RunError` if Ray's processes have not started in time, or their sockets have too long paths.
+    """Raise `RunError` if Ray's processes do not start in time, or if the paths of their sockets are too long.
 
     Ray has no exception classes for these errors.
     """
@@ -215,12 +216,12 @@ def _readable_start_errors() -> Generator[None]:
 
 
 def here() -> NodeAffinitySchedulingStrategy:
-    """Pin an actor to the driver's node, whose local disk has the run's folder."""
+    """Return Ray's option that places an actor on the driver's node, whose local disk has the run's folder."""
     return NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
 
 
 def describe(error: BaseException) -> str:
-    """Return the root cause of remote errors and exception groups, in one line."""
+    """Return the root cause of remote errors and exception groups in one line."""
     while True:
         if isinstance(error, RayTaskError) and error.cause is not None:
             error = error.cause
@@ -230,14 +231,14 @@ def describe(error: BaseException) -> str:
             break
     lines = str(error).strip().splitlines()
     if isinstance(error, ActorDiedError) and error.actor_init_failed:
-        # It died in its constructor: Ray gives only the traceback, whose last line is the error.
+        # The actor died in its constructor. Ray returns only the traceback, whose last line is the error.
         return lines[-1].removeprefix(f"{errors.__name__}.")
     text = lines[0] if lines else ""
     return text if isinstance(error, StreamppoError) else f"{type(error).__name__}: {text}"
 
 
 def death(refs: Sequence[ObjectRef[Any]]) -> RayActorError | None:
-    """Return the first actor death among the calls of one group, which explains why another call failed."""
+    """Return the first death of an actor among the calls of one group, which explains why another call failed."""
     deadline = time.monotonic() + BLAME_S
     for ref in refs:
         try:
@@ -250,7 +251,7 @@ def death(refs: Sequence[ObjectRef[Any]]) -> RayActorError | None:
 
 
 def actor_id(actor: "ActorProxy[Any]") -> str:
-    """Ray's id of an actor, equal to `actor_id` of the error of its death."""
+    """Return Ray's id of an actor. The error about its death has the same `actor_id`."""
     return cast("ActorHandle[Any]", actor)._actor_id.hex()
 
 
@@ -260,13 +261,13 @@ def inside(actor: "ActorProxy[Any]", function: Callable[..., None], *arguments: 
 
 
 def refuse_dead_ray() -> None:
-    """Raise `RunError` if a process of our own Ray has died: without it no actor can be restarted or ended."""
+    """Raise `RunError` if a process of our own Ray has died. Without it no actor can be restarted or ended."""
     node = cast("Node | None", worker._global_node)
     services = node.all_processes.items() if node is not None else ()
     for name, processes in services:
         for process_info in processes:
             if (code := process_info.process.poll()) is not None:
-                raise RunError(f"Ray's {name} has died ({_ending(code)}); resume starts another")
+                raise RunError(f"Ray's {name} has died ({_ending(code)}); resume the run to start a new Ray")
 
 
 def _ending(code: int) -> str:

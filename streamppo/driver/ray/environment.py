@@ -1,7 +1,7 @@
-"""The environment of Ray's processes.
+"""The environment variables of Ray's processes.
 
-our own Ray    its processes inherit the driver's environment, and `OWN_RAY` in addition
-a cluster      actors get the driver's `carried_variables`; all other variables come from `ray start`
+our own Ray    its processes inherit the driver's environment and `OWN_RAY`
+a cluster      actors get the driver's `carried_variables`; other variables come from `ray start`
 """
 
 import os
@@ -19,31 +19,32 @@ from streamppo.config.sections import Config
 from streamppo.driver.ray.orphans import MARK
 
 OWN_RAY = {
-    # Events of calls would make the GCS grow by 35 KiB with every update, for a dashboard that is not started.
+    # Events of calls would make Ray's GCS grow by 35 KiB with every update, for a dashboard that is not started.
     "RAY_task_events_report_interval_ms": "0",
-    # Threads of a rank that wait for each other would spin on the core that an engine needs.
+    # A rank's threads that wait for each other would otherwise occupy a core that an engine needs.
     "OMP_WAIT_POLICY": "PASSIVE",
-    # Ray's default of 15 would slow a run down under any other load.
+    # Ray's default of 15 would slow a run down if the machine has other work.
     "RAY_worker_niceness": "0",
-    # Meant for other systems; here it makes a node at 127.0.0.1, whose servers listen only there.
+    # This setting is meant for other systems. Here it makes a node at 127.0.0.1, whose servers listen only there.
     ray_constants.ENABLE_RAY_CLUSTERS_ENV_VAR: "0",
-    # Ray's processes that start or call as the driver dies look for the lost Ray for 15 s instead of a minute.
+    # If the driver dies while one of Ray's processes starts or calls, that process searches for Ray for 15 s, not for
+    # 60.
     "RAY_NUM_REDIS_GET_RETRIES": "2",
     "RAY_gcs_rpc_server_connect_timeout_s": "2",
     "RAY_py_gcs_connect_timeout_s": "3",
     "RAY_gcs_rpc_server_reconnect_timeout_s": "15",
-    # Otherwise Ray logs every retried call, also to a lost GCS at its end; the driver reports deaths itself.
+    # Otherwise Ray logs every retried call, including calls to a GCS that has ended. The driver reports deaths.
     "RAY_enable_output_error_log_if_still_retry": "0",
 }
-"""Settings of our own Ray; a variable set by the user has precedence."""
+"""Settings of our own Ray. A variable that the user has set takes precedence."""
 FORKED = {
-    # Workers that Ray starts in advance are no forks, and would never be used.
+    # Ray would start workers in advance, which are not forks and would never be used.
     "RAY_prestart_worker_first_driver": "0",
 }
-"""Settings in addition to `OWN_RAY`, if workers are forks of a template (worker_template.py)."""
+"""Settings besides `OWN_RAY` if workers are forks of a template (worker_template.py)."""
 LOOPBACK = "127.0.0.1"
 RAY_TOKEN = ".ray/auth_token"
-"""The authentication token file, in the user's home, of all Rays of the user."""
+"""The file in the user's home with the token that authenticates all Rays of the user."""
 CARRIED = ("PYTHONPATH", "PYTHONHASHSEED", "OMP_NUM_THREADS")
 CARRIED_PREFIXES = (
     "STREAMPPO_",
@@ -62,11 +63,11 @@ CARRIED_PREFIXES = (
 )
 CARRIED_SUFFIXES = ("_API_KEY", "_TOKEN", "_PROXY")
 NODE_PREFIXES = ("RAY_",)
-"""Prefixes of variables of a node, which are not carried, whatever their suffix."""
+"""Prefixes of variables that belong to a node, which are not carried, whatever their suffix."""
 
 
 def carried_variables(environment: Mapping[str, str], keys: frozenset[str]) -> dict[str, str]:
-    """Choose the driver's variables for actors on a cluster: the ones that match `CARRIED...`, and `keys`."""
+    """Return the driver's variables for actors on a cluster: those that match `CARRIED...`, and `keys`."""
     return {name: value for name, value in environment.items() if name in keys or _is_general(name)}
 
 
@@ -77,7 +78,7 @@ def _is_general(name: str) -> bool:
 
 
 def key_variables(config: Config) -> frozenset[str]:
-    """The variables with API keys of the configured reward services, teacher and engines.
+    """Return the variables with API keys of the configured reward services, teacher and engines.
 
     The engines' variable has a default name, so it counts only if it is set.
     """
@@ -92,26 +93,26 @@ def key_variables(config: Config) -> frozenset[str]:
 
 
 def disable_pipe_colours() -> None:
-    """Switch Ray's colour codes off if standard output is not a terminal, or NO_COLOR is set."""
+    """Switch off Ray's colour codes if standard output is not a terminal, or if NO_COLOR is set."""
     if os.environ.get("NO_COLOR") or not sys.stdout.isatty():
         os.environ["RAY_COLOR_PREFIX"] = "0"
 
 
 @contextmanager
 def own_ray_environment(mark: str, log_mark: str, *, forked: bool = False) -> Generator[None]:
-    """Set the environment for a start of our own Ray in the block: only this machine can reach it.
+    """Set the environment for starting our own Ray in the block. Only this machine can reach that Ray.
 
-    Its processes have both marks. `forked`: its workers are forks.
+    Ray's processes get both marks. `forked` says whether its workers are forks.
     """
     before = ray_constants.ENABLE_RAY_CLUSTER
     os.environ |= {MARK: mark, process.MARK: log_mark}
     for name, value in (OWN_RAY | (FORKED if forked else {})).items():
         os.environ.setdefault(name, value)
-    # Ray has read the variable when it was imported.
+    # Ray read the variable when it was imported.
     ray_constants.ENABLE_RAY_CLUSTER = False
     try:
         yield
-        # Ray creates the token with default permissions, but it must keep other users of the machine out.
+        # Ray creates the token with default permissions, with which other users of the machine could read it.
         with suppress(OSError):
             (Path.home() / RAY_TOKEN).chmod(0o600)
     finally:

@@ -1,7 +1,7 @@
-"""SIGINT, SIGTERM and SIGHUP: recorded by the handler, raised when the driver checks for them.
+"""Records SIGINT, SIGTERM and SIGHUP in a handler, and raises `Interrupted` when the driver checks for them.
 
-An exception in a signal handler can surface anywhere: in an import that swallows it, or in Ray, which converts it.
-SIGHUP (a closed terminal) stays ignored if the run was started that way (`nohup`).
+An exception in a signal handler could be raised anywhere: in an import that swallows it, or in Ray, which converts it.
+If SIGHUP (a closed terminal) was ignored when the run started (`nohup`), it stays ignored.
 """
 
 import shlex
@@ -17,9 +17,9 @@ from streamppo.terminal import harmless
 
 
 class Interrupts:
-    """The first signal is recorded; a second one ends the process at once, and local Ray processes with it.
+    """Records the first signal. A second signal ends this process and local Ray processes at once.
 
-    `run` is the run's folder, None before it exists; `say` writes a line at once, from the handler.
+    `run` is the run's folder, or None before it exists. `say` writes a line at once, from the handler.
     """
 
     def __init__(self) -> None:
@@ -31,7 +31,7 @@ class Interrupts:
         self.catch()
 
     def catch(self) -> None:
-        """Install the handlers: at the start, and again after a library has installed its own."""
+        """Install the handlers, at the start and again after a library has installed its own."""
         if self._noted is None:
             for number in self._signals:
                 signal.signal(number, self._note)
@@ -45,11 +45,11 @@ class Interrupts:
         self._noted = number
         signal.signal(signal.SIGINT, signal.SIG_DFL)
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        # A closed terminal sends it more than once.
+        # A terminal that is closed sends SIGHUP more than once.
         signal.signal(signal.SIGHUP, signal.SIG_IGN)
         self._announce(signal.Signals(number).name)
 
     def _announce(self, name: str) -> None:
-        """Announce the stop at once: the driver may check for signals seconds later."""
+        """Announce the stop at once, because the driver may check for signals only seconds later."""
         resume = f"; continue with: streamppo resume {harmless(shlex.quote(str(self.run)))}" if self.run else ""
         self.say(f"{name}: stopping, a second signal stops at once{resume}\n")

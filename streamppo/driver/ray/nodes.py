@@ -1,7 +1,7 @@
 """Checks that every node of a cluster sees the same run: its folder, model, data and plug-ins.
 
-The driver writes a random token into the run's folder. Before it loads anything, each rank and rollout actor must read
-the same token at the same path: another folder of that name would lack the checkpoints of other nodes.
+The driver writes a random token into the run's folder. Before a rank or rollout actor loads anything, it must read the
+same token at the same path. A different folder of that name would lack the checkpoints of other nodes.
 """
 
 import importlib.util
@@ -37,7 +37,7 @@ class Needs(NamedTuple):
 
 
 def rank_needs(config: Config, folder: Path) -> Needs:
-    """Write the token into `folder` and return a learner rank's needs. Raises `RunError` if the write fails.
+    """Write the token into `folder`, and return a learner rank's needs. Raises `RunError` if the write fails.
 
     With `cluster.own_disks` the ranks do not need the folder, and no token is written.
     """
@@ -50,7 +50,7 @@ def rank_needs(config: Config, folder: Path) -> Needs:
 
 
 def rollout_needs(config: Config, rank: Needs) -> Needs:
-    """Return a rollout actor's needs: the `rank`'s, and those of prompts and rewards."""
+    """Return a rollout actor's needs: the `rank`'s needs, and those of prompts and rewards."""
     scorers, task = config.reward.scorers.values(), config.task
     sources = task.sources.values() if isinstance(task, DataTask) else ()
     data = [path for source in sources for path in (source.data, source.evaluation) if path]
@@ -64,7 +64,7 @@ def rollout_needs(config: Config, rank: Needs) -> Needs:
 
 
 def check_visible(actor: object, needs: Needs) -> None:
-    """Raise `RunError` with the node's name if this process's node lacks anything; runs inside an actor."""
+    """Raise `RunError` with the node's name if its node lacks one of the `needs`. Runs inside an actor."""
     if missing := missing_needs(needs):
         raise RunError(
             f"node {platform.node()} lacks {'; '.join(missing)}: every node needs the same folders under the same "
@@ -73,7 +73,7 @@ def check_visible(actor: object, needs: Needs) -> None:
 
 
 def missing_needs(needs: Needs) -> list[str]:
-    """List the needs that this process does not find."""
+    """Return the needs that this process does not find."""
     missing: list[str] = []
     token = Path(needs.folder) / TOKEN
     if not needs.folder:
@@ -81,7 +81,7 @@ def missing_needs(needs: Needs) -> list[str]:
     elif not token.is_file():
         missing.append(f"the run's folder {needs.folder}")
     elif token.read_text() != needs.token:
-        missing.append(f"the run's folder {needs.folder}: another one of that name is there")
+        missing.append(f"the run's folder {needs.folder} (a different folder has this name)")
     missing += [path for path in needs.paths if not Path(path).exists()]
     missing += [f"the plug-in {name}" for name in needs.plugins if not _is_importable(name.rpartition(":")[0])]
     missing += [f"the environment variable {name}" for name in needs.variables if name not in os.environ]
@@ -89,7 +89,7 @@ def missing_needs(needs: Needs) -> list[str]:
 
 
 def _input_folders(config: Config) -> tuple[str, ...]:
-    """The ranks' input folders, such as models and pretraining runs, and the folder of the folder transport."""
+    """Return the ranks' input folders, such as models and pretraining runs, and the folder of the folder transport."""
     algorithm, transport = config.algorithm, config.learner.transport
     folders = [config.model.path, algorithm.critic.model, algorithm.critic.pretrain, algorithm.teacher.model]
     folders += [transport.path] if isinstance(transport, Folder) else []
@@ -97,14 +97,14 @@ def _input_folders(config: Config) -> tuple[str, ...]:
 
 
 def _local(names: Sequence[str]) -> tuple[str, ...]:
-    """The absolute paths of the names that exist on the driver's node; other names are on a hub."""
+    """Return the absolute paths of the names that exist on the driver's node. Other names belong to a hub."""
     return tuple(
         str(Path(name).resolve()) if not os.path.isabs(name) else name for name in names if Path(name).exists()
     )
 
 
 def _is_importable(module: str) -> bool:
-    """Return True if a module, or a file on the Python path, exists; imports nothing of it."""
+    """Return whether a module, or a file on the Python path, exists, without importing it."""
     if module.endswith(".py"):
         return any((Path(folder) / module).is_file() for folder in ("", *sys.path))
     try:

@@ -1,11 +1,11 @@
-"""Ends the processes of a run's own Ray that outlive their driver.
+"""Ends the processes of a run's own Ray that survive their driver.
 
-Ray's raylet dies with the driver. Its children (agents, actors, their processes) check for it, but not while they are
-stopped or wait for the lost Ray. `kill_at_end` therefore starts a watcher process. When the driver or the block ends,
-for whatever reason, the watcher kills every process that inherited the mark. Orphans have lost their parent, so only
-the mark identifies them. A program with another environment is not found.
+Ray's raylet dies with the driver. The raylet's children (agents, actors and their processes) check for it, but not
+while they are stopped or wait for Ray. For this reason `kill_at_end` starts a watcher process. When the driver or the
+block ends in any way, the watcher kills every process that inherited the mark. Orphans have lost their parent, so only
+the mark identifies them. A program that was started with another environment is not found.
 
-This file runs as a script, with only Python's standard library. The watcher needs Linux; elsewhere only Ray's own
+This file runs as a script with only Python's standard library. The watcher needs Linux. On other systems only Ray's own
 cleanup works.
 """
 
@@ -23,24 +23,24 @@ from uuid import uuid4
 MARK = "STREAMPPO_OWN_RAY"
 """The environment variable that all processes of a run's own Ray inherit."""
 ROUND_S, ROUNDS = 0.02, 500
-"""Time between two scans of all processes, in which new processes are killed at birth; and the most scans."""
+"""Seconds between two scans of all processes, in which new processes are killed; and the maximum number of scans."""
 EMPTY_ROUNDS = 3
-"""Successive scans without a marked process until the watcher ends: a process that forks and exits may evade one."""
+"""The watcher ends after this many scans in a row without a marked process. A process that forks may evade one scan."""
 LOOK_MS = 500
-"""Time between two checks for the driver, if the kernel offers no pidfd."""
+"""Milliseconds between two checks for the driver, if the kernel has no pidfd."""
 ENDING_S = 15.0
-"""How long the block's end waits for the last process to end."""
+"""Seconds for which the end of the block waits for the last process to end."""
 
 
 @contextmanager
 def kill_at_end() -> Generator[str]:
-    """Yield a value of `MARK`; kill every process with that value when the block or this process ends."""
+    """Yield a value for `MARK`. Kill every process with that value when the block or this process ends."""
     value = f"{os.getpid()}-{uuid4().hex}"
     if sys.platform != "linux":
         yield value
         return
     command = [sys.executable, "-I", "-S", __file__, str(os.getpid()), value]
-    # In a session of its own it gets no signals of the driver's group, such as a terminal's.
+    # In a session of its own, the watcher gets no signals of the driver's group, such as those of a terminal.
     watcher = subprocess.Popen(
         command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True
     )
@@ -54,7 +54,7 @@ def kill_at_end() -> Generator[str]:
 def marked_processes(value: str) -> Iterator[int]:
     """Yield the pids of this user's live processes with `value` in `MARK`, the highest pid first.
 
-    In this order, a caller that kills each at once rarely misses a child of a process that forks and exits.
+    A caller that kills each process at once then rarely misses a child of a process that forks and exits.
     """
     for pid in sorted((int(name) for name in os.listdir("/proc") if name.isdigit()), reverse=True):
         if _is_marked(pid, value):
@@ -69,7 +69,7 @@ def _is_marked(pid: int, value: str) -> bool:
 
 
 def _wait(driver: int) -> None:
-    """Wait until standard input, held open by the driver, or the driver itself, our parent, ends."""
+    """Wait until the driver (our parent) ends, or until standard input, which the driver holds open, ends."""
     poll = select.poll()
     poll.register(0, select.POLLIN | select.POLLHUP)
     try:
@@ -77,7 +77,7 @@ def _wait(driver: int) -> None:
         poll.poll()
     except ProcessLookupError:
         return
-    # Old kernels and seccomp filters have no pidfd. A child forked by the driver may hold our standard input open.
+    # Old kernels and seccomp filters have no pidfd. A child that the driver forked may hold our standard input open.
     except OSError:
         while not poll.poll(LOOK_MS) and os.getppid() == driver:
             pass
@@ -90,14 +90,14 @@ def _main(driver: int, value: str) -> None:
     empty = 0
     for _ in range(ROUNDS):
         newest = _newest_pid()
-        found = _kill(marked_processes(value)) + _kill_at_birth(newest, value)
-        empty = 0 if found else empty + 1
+        killed = _kill(marked_processes(value)) + _kill_at_birth(newest, value)
+        empty = 0 if killed else empty + 1
         if empty == EMPTY_ROUNDS:
             return
 
 
 def _kill(pids: Iterator[int]) -> int:
-    """Kill each of `pids`; return their number, the vanished included."""
+    """Kill each of `pids`. Returns their number, including those that had already ended."""
     count = 0
     for pid in pids:
         count += 1
@@ -107,20 +107,20 @@ def _kill(pids: Iterator[int]) -> int:
 
 
 def _kill_at_birth(newest: int, value: str) -> int:
-    """Kill marked processes that are born in the next `ROUND_S`, or since `newest` was the newest; return their number.
+    """Kill marked processes that start within `ROUND_S` or after `newest` started. Returns their number.
 
-    A process that forks and exits every few milliseconds is gone before a scan of all processes comes to it.
+    A process that forks and exits every few milliseconds ends before a scan of all processes reaches it.
     """
     count, deadline = 0, time.monotonic() + ROUND_S
     while time.monotonic() < deadline:
         last, newest = newest, _newest_pid()
-        born = range(last + 1, newest + 1) if last <= newest else range(1, newest + 1)  # pids start again at the top
+        born = range(last + 1, newest + 1) if last <= newest else range(1, newest + 1)  # pids restart at 1
         count += _kill(pid for pid in born if _is_marked(pid, value))
     return count
 
 
 def _newest_pid() -> int:
-    """The pid of the process, or thread, that was started last."""
+    """Return the pid of the process or thread that was started last."""
     return int(Path("/proc/loadavg").read_text().split()[-1])
 
 

@@ -1,11 +1,11 @@
-"""A run's placement group in Ray: bundles of CPUs and GPUs, reserved together or not at all.
+"""A run's placement group in Ray: bundles of CPUs and GPUs that are reserved together.
 
-separate         a bundle for each rank, and one for each actor; in a cluster one for neighbouring ranks
-shared GPUs      both ask for less than one GPU: rank i and rollout actors i, i + ranks, ... share one GPU
+separate         a bundle for each rank and each actor; in a cluster one bundle for neighbouring ranks
+shared GPUs      ranks and actors each need less than one GPU: rank i and rollout actors i, i + ranks, ... share a GPU
 reward models    a bundle for each reward model with GPUs
 
-They are reserved together: else a stage could wait for ever for another stage's GPU. A restarted actor finds its bundle
-free. Rollout actors that are added later are placed outside the group.
+If bundles were not reserved together, a stage could wait forever for a GPU that another stage holds. A restarted actor
+finds its bundle free. Rollout actors that are added later are placed outside the group.
 """
 
 import logging
@@ -24,8 +24,7 @@ log = logging.getLogger(__name__)
 
 
 class PlacementPlan(NamedTuple):
-    """Bundles and their users: rank i has bundle `ranks[i]`, rollout actor i `actors[i]`, an actor that only evaluates
-    `evaluators[i]`, a reward model `models[name]`."""
+    """Bundles, and the index of the bundle of each rank, rollout actor, actor that only evaluates, and reward model."""
 
     bundles: list[Bundle]
     ranks: list[int]
@@ -34,14 +33,14 @@ class PlacementPlan(NamedTuple):
     models: dict[str, int]
 
     def total(self, resource: str) -> float:
-        """The total demand for "CPU" or "GPU"."""
+        """Return the total demand for "CPU" or "GPU"."""
         return sum(bundle.get(resource, 0.0) for bundle in self.bundles)
 
 
 def plan(config: Config, *, rollout: bool = True, together: int = 1) -> PlacementPlan:
     """Plan a bundle for every rank, and with `rollout` for every rollout actor and reward model.
 
-    `together` is the number of neighbouring ranks in a bundle, which Ray never divides between nodes.
+    `together` is the number of neighbouring ranks in a bundle. Ray never divides a bundle between nodes.
     """
     learner, engine = config.learner, config.rollout
     count = config.engines if rollout else 0
@@ -53,21 +52,21 @@ def plan(config: Config, *, rollout: bool = True, together: int = 1) -> Placemen
         bundles += [_bundle(engine.threads, engine.gpus) for _ in range(count)]
     else:
         places = [number % learner.ranks for number in range(count)]
-        # A whole GPU, so that Ray does not put two ranks on one.
+        # The bundle has a whole GPU, so that Ray does not place two ranks on the same GPU.
         bundles = [
             _bundle(learner.thread_count + engine.threads * places.count(rank), 1.0) for rank in range(learner.ranks)
         ]
-    beside = {name: len(bundles) + number for number, name in enumerate(models)}
+    model_bundles = {name: len(bundles) + number for number, name in enumerate(models)}
     bundles += [{"GPU": gpus} for gpus in models.values()]
-    return PlacementPlan(bundles, ranks, places[: engine.actors], places[engine.actors :], beside)
+    return PlacementPlan(bundles, ranks, places[: engine.actors], places[engine.actors :], model_bundles)
 
 
 def ranks_per_node(config: Config, nodes: Sequence[Mapping[str, float]]) -> int:
-    """Count the neighbouring ranks that belong on one node and fit there; `nodes` are a cluster's resources.
+    """Return the number of neighbouring ranks that belong on one node and fit there. `nodes` are a cluster's resources.
 
-    These are the ranks of a replica if the model has several replicas, else those that exchange tokens in every layer
-    (`learner.mesh`: context, tensor, expert), else 1. Ray orders equal bundles arbitrarily: of 32 ranks on four
-    nodes with eight GPUs, rank 0 was on one node and ranks 1 to 7 on another.
+    These are the ranks of a replica if the model has several replicas; otherwise the ranks that exchange tokens in
+    every layer (`learner.mesh`: context, tensor, expert); otherwise 1. Ray orders equal bundles arbitrarily: of 32
+    ranks on four nodes with eight GPUs, rank 0 was on one node and ranks 1 to 7 on another.
     """
     learner, mesh = config.learner, config.learner.mesh
     if shares_gpus(config) or learner.gpus % 1:
@@ -82,7 +81,7 @@ def ranks_per_node(config: Config, nodes: Sequence[Mapping[str, float]]) -> int:
 
 
 def exchanging(config: Config) -> int:
-    """Count the neighbouring ranks that exchange tokens in every layer."""
+    """Return the number of neighbouring ranks that exchange tokens in every layer."""
     return math.lcm(config.learner.mesh.slices, config.learner.mesh.expert)
 
 
@@ -91,7 +90,7 @@ def _bundle(cpus: int, gpus: float) -> Bundle:
 
 
 def shortage(plan: PlacementPlan, present: Mapping[str, float]) -> str:
-    """Describe the resources that `plan` needs beyond the `present` ones; "" if they suffice."""
+    """Describe the resources that `plan` needs beyond those `present`; "" if they suffice."""
     missing = [
         f"{plan.total(resource):g} {resource}s (there are {present.get(resource, 0):g})"
         for resource in ("GPU", "CPU")
@@ -101,12 +100,12 @@ def shortage(plan: PlacementPlan, present: Mapping[str, float]) -> str:
 
 
 def refuse_impossible(config: Config, *, rollout: bool = True) -> None:
-    """Raise `RunError` for a demand that our own Ray can never meet. A cluster may grow, so there a run waits."""
+    """Raise `RunError` for a demand that our own Ray can never meet. A cluster may grow, so a run waits for it."""
     import ray
 
     resources: Mapping[str, float] = ray.cluster_resources()
     if config.cluster.cpus is None:
-        # Our own Ray is started with as many CPUs as the configuration needs.
+        # Our own Ray is started with the number of CPUs that the configuration needs.
         resources = {**resources, "CPU": math.inf}
     if config.cluster.address == LOCAL and (missing := shortage(plan(config, rollout=rollout), resources)):
         raise RunError(
@@ -116,7 +115,7 @@ def refuse_impossible(config: Config, *, rollout: bool = True) -> None:
 
 
 def _cluster_ranks_per_node(config: Config) -> int:
-    """`ranks_per_node` of the running Ray; logs if ranks that exchange tokens may be on several nodes."""
+    """Return `ranks_per_node` of the running Ray. Logs if ranks that exchange tokens may be on several nodes."""
     import ray
 
     if config.cluster.address == LOCAL:
@@ -145,10 +144,10 @@ class Placement:
         return self._options(self._plan.ranks[number], learner.thread_count, learner.gpus)
 
     def actor(self, number: int) -> Options:
-        """Return the Ray options of rollout actor `number`; beyond the plan, a demand outside the placement group.
+        """Return the Ray options of rollout actor `number`. An actor that was not planned is placed outside the group.
 
-        A cluster may grow to meet that demand. Our own Ray does not count the CPUs of an actor beyond the plan: the
-        user decides how many actors the machine can run.
+        A cluster may grow for such an actor. Our own Ray does not count its CPUs, because the user decides how many
+        actors the machine can run.
         """
         rollout = self._config.rollout
         if number >= len(self._plan.actors):
@@ -157,7 +156,7 @@ class Placement:
         return self._options(self._plan.actors[number], rollout.threads, rollout.gpus)
 
     def evaluator(self, number: int) -> Options:
-        """Return the Ray options of the actor `number` of those that only evaluate."""
+        """Return the Ray options of the actor `number` among those that only evaluate."""
         rollout = self._config.rollout
         return self._options(self._plan.evaluators[number], rollout.threads, rollout.gpus)
 
@@ -167,7 +166,7 @@ class Placement:
         return self._options(self._plan.models[name], 0, gpus) if gpus else {"num_cpus": 0}
 
     def waiting(self) -> str:
-        """Describe the resources that Ray lacks for the bundles; "" once all are reserved."""
+        """Describe the resources that Ray lacks for the bundles; "" if all are reserved."""
         import ray
         from ray.util import placement_group_table
 

@@ -1,17 +1,17 @@
 """Starts Ray's workers as forks of a template: one process that has imported the libraries of ranks and engines.
 
 The import of torch, transformers and Ray takes 7 s of CPU in each worker. The template imports them once, while Ray
-starts: a run starts sooner, a dead worker is replaced at once, and workers share the memory of the libraries.
+starts. A run then starts sooner, a dead worker is replaced at once, and workers share the memory of the libraries.
 
 driver      starts the template, and gives Ray the launcher as the Python of its workers (`py_executable`)
 launcher    replaces `python` in the command of a worker; sends its arguments, environment, folder and standard streams
             to the template, and ends when the fork ends
 template    forks, and the fork runs the worker's script
 
-A launcher whose template has died runs the script itself, as Ray would have done.
+If the template has died, the launcher runs the worker's script itself, as Ray would have done.
 
-This file runs as a script in both roles; the launcher imports only Python's standard library. It needs Linux. A process
-on a GPU is not forked: GPU libraries read the worker's environment when they are imported.
+This file runs as a script in both roles. The launcher imports only Python's standard library. It needs Linux. A process
+on a GPU is not forked, because GPU libraries read the worker's environment when they are imported.
 """
 
 import importlib
@@ -36,7 +36,7 @@ from secrets import token_hex
 from typing import NamedTuple
 
 FORKS, LAUNCHES = "forks", "launches"
-"""The two roles: of the template, and of a launcher."""
+"""The two roles of this script: template and launcher."""
 LIBRARIES = (
     "torch",
     "transformers.masking_utils",
@@ -52,27 +52,27 @@ ACTORS = (
     "streamppo.rollout.embedded.engine",
     "streamppo.rollout.worker",
 )
-"""The imports in the environment of the first worker: Ray reads its variables when it is imported."""
+"""Modules imported in the environment of the first worker, because Ray reads its variables at import."""
 RANDOM = {"numpy": "random.seed", "torch": "default_generator.seed"}
 """Modules with a global random state, and the function that reseeds it."""
 LIMITS = [value for name, value in vars(resource).items() if name.startswith("RLIMIT_")]
 OOM_SCORE = Path("/proc/self/oom_score_adj")
-"""This process's rank among out-of-memory victims: Ray has workers killed before its own processes."""
+"""The kernel's out-of-memory score of this process. Ray makes the kernel kill workers before its own processes."""
 READY = b"ready"
-"""The template's first message, once it can fork: a launcher that has given up by then sends nothing."""
+"""The template's first message, when it can fork. A launcher that has given up by then sends nothing."""
 STREAMS = 3
-"""Standard input, output and error."""
+"""The number of standard streams: input, output and error."""
 NUMBER_BYTES = 8
 WAIT_S = 30.0
-"""Time limit of a launcher for a template that still imports; Ray gives a worker 60 s to start."""
+"""Time limit of a launcher for a template that is still importing. Ray gives a worker 60 s to start."""
 SEND_S = 10.0
-"""Time limit for a launcher's message; other launchers wait meanwhile."""
+"""Time limit for a launcher's message. Other launchers wait meanwhile."""
 LOOK_S = 0.5
-"""Time between two checks for a fork's end, if the kernel offers no pidfd."""
+"""Seconds between two checks for a fork's end, if the kernel has no pidfd."""
 
 
 class WorkerStart(NamedTuple):
-    """The properties of the process that Ray started, for its fork; `limits` are those of `resource`, by number."""
+    """The properties of the process that Ray started, which its fork takes over. `limits` are those of `resource`."""
 
     arguments: list[str]
     environment: Mapping[str, str]
@@ -85,7 +85,7 @@ class WorkerStart(NamedTuple):
 
 
 def _describe_process(arguments: list[str]) -> WorkerStart:
-    """The properties of this process."""
+    """Return the properties of this process."""
     return WorkerStart(
         arguments,
         dict(os.environ),
@@ -99,7 +99,7 @@ def _describe_process(arguments: list[str]) -> WorkerStart:
 
 
 def _become(start: WorkerStart) -> None:
-    """Take the properties of the process that Ray started, and run `python SCRIPT ARGUMENTS`."""
+    """Take over the properties of the process that Ray started, and run `python SCRIPT ARGUMENTS`."""
     os.environ.clear()
     os.environ.update(start.environment)
     os.chdir(start.folder)
@@ -118,7 +118,7 @@ def _become(start: WorkerStart) -> None:
 
 
 def _reseed() -> None:
-    """Reseed the libraries' random numbers in this fork; Python's `random` does so itself."""
+    """Reseed the libraries' random numbers in this fork. Python's `random` reseeds itself."""
     for name, seed in RANDOM.items():
         if module := sys.modules.get(name):
             operator.attrgetter(seed)(module)()
@@ -128,10 +128,10 @@ def _reseed() -> None:
 def running(
     libraries: Sequence[str] = LIBRARIES, actors: Sequence[str] = ACTORS, wait_s: float = WAIT_S
 ) -> Generator[str]:
-    """Run a template with this process's environment during the block; yield Ray's `py_executable`.
+    """Run a template with this process's environment during the block. Yields Ray's `py_executable`.
 
     The template imports `libraries` at once, and `actors` in the environment of the first worker. It ends with the
-    block or with this process; its forks live on.
+    block or with this process, but its forks continue.
     """
     # A name in the abstract namespace leaves no file behind. Sandboxes may share the namespace, but not the secret.
     name, secret = f"streamppo-{token_hex(16)}", token_hex(16)
@@ -143,10 +143,10 @@ def running(
             [sys.executable, __file__, FORKS, str(listener.fileno()), arguments],
             stdin=subprocess.PIPE,
             pass_fds=[listener.fileno()],
-            # Ray sets it in a worker, but OpenMP reads it when torch is imported.
+            # Ray sets this variable in a worker, but OpenMP reads it when torch is imported.
             env={"OMP_NUM_THREADS": "1", **os.environ},
-            # Its own group gets no signals of the driver's, such as a terminal's. A fork can join its launcher's group,
-            # because all are of one session.
+            # In a group of its own, the template gets no signals of the driver's group, such as those of a terminal.
+            # All processes are in one session, so a fork can join its launcher's group.
             process_group=0,
         )
     with template:
@@ -157,7 +157,7 @@ def running(
 
 
 def _launch(name: str, secret: str, wait_s: float, arguments: list[str]) -> None:
-    """Have the template fork a worker, and wait for its end; without a template become the worker."""
+    """Make the template fork a worker, and wait until the worker ends. Without a template, become the worker."""
     if pid := _request_fork(name, secret, wait_s, arguments):
         _wait(pid)
     else:
@@ -165,7 +165,7 @@ def _launch(name: str, secret: str, wait_s: float, arguments: list[str]) -> None
 
 
 def _request_fork(name: str, secret: str, wait_s: float, arguments: list[str]) -> int:
-    """The pid of the fork; 0 if the template has ended or is not ready."""
+    """Return the pid of the fork; 0 if the template has ended or is not ready."""
     with suppress(OSError), socket.socket(socket.AF_UNIX) as channel:
         message = json.dumps([secret, _describe_process(arguments)]).encode()
         channel.settimeout(wait_s)
@@ -180,7 +180,7 @@ def _request_fork(name: str, secret: str, wait_s: float, arguments: list[str]) -
 
 
 def _is_same_user(channel: socket.socket) -> bool:
-    """True if the process at the other end is this user's."""
+    """Return whether the process at the other end belongs to this user."""
     _, user, _ = struct.unpack("3i", channel.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i")))
     return user == os.getuid()
 
@@ -197,15 +197,16 @@ def _wait(pid: int) -> None:
 
 
 def _prepare(names: list[str], path: list[str]) -> None:
-    """Import modules with the driver's search path `path`; a fork then has the search path of a worker of Ray.
+    """Import modules with the driver's search path `path`. Forks get the search path of a worker of Ray.
 
-    After an error end silently: workers that Python starts raise the same error, and it is reported as theirs.
+    After an error, the template ends silently: Ray's workers then start as usual, raise the same error, and it is
+    reported.
     """
     worker_path, sys.path = sys.path, path
     try:
         from streamppo.process import without_gc
 
-        # No fork's garbage collection visits these objects, which would copy their memory.
+        # The garbage collection of a fork does not visit these objects, because a visit would copy their memory.
         with without_gc():
             for name in names:
                 importlib.import_module(name)
@@ -218,7 +219,7 @@ def _prepare(names: list[str], path: list[str]) -> None:
 def _serve(
     listener: socket.socket, libraries: list[str], actors: list[str], path: list[str], secret: str
 ) -> WorkerStart:
-    """Fork for every launcher, until standard input ends. Returns only in the forks."""
+    """Fork for every launcher until standard input ends. Returns only in the forks."""
     _prepare(libraries, path)
     missing = actors
     while True:
@@ -246,7 +247,7 @@ def _serve(
 
 
 def _receive(channel: socket.socket, secret: str) -> tuple[WorkerStart | None, list[int]]:
-    """Return a launcher's message, None without one in time, and its standard streams."""
+    """Return a launcher's message (None if it does not arrive in time) and its standard streams."""
     streams: list[int] = []
     message = b""
     with suppress(OSError, ValueError, TypeError):
@@ -263,11 +264,11 @@ def _receive(channel: socket.socket, secret: str) -> tuple[WorkerStart | None, l
 
 
 def _fork(channel: socket.socket) -> bool:
-    """Return True in the fork, after it has sent its pid to the launcher, and False here, also without a fork.
+    """Fork. Returns True in the fork, which has sent its pid to the launcher, and False in the template or on failure.
 
-    A fork without a launcher ends, like a worker that is killed while it starts.
+    If its launcher has ended, the fork ends too, like a worker that is killed while it starts.
     """
-    # The kernel removes an ended fork at once, without a wait here.
+    # The kernel then removes a fork that has ended, without a wait here.
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     try:
         if os.fork():
@@ -283,10 +284,10 @@ def _fork(channel: socket.socket) -> bool:
 
 
 if __name__ == "__main__":
-    role, where, *rest = sys.argv[1:]
+    role, address, *options = sys.argv[1:]
     if role == LAUNCHES:
-        _launch(where, rest[0], float(rest[1]), rest[2:])
+        _launch(address, options[0], float(options[1]), options[2:])
     else:
         if not sys.flags.safe_path:
             del sys.path[0]
-        _become(_serve(socket.socket(fileno=int(where)), *json.loads(rest[0])))
+        _become(_serve(socket.socket(fileno=int(address)), *json.loads(options[0])))

@@ -1,4 +1,4 @@
-"""Out-of-memory kills by the kernel, read from the counter of this process's cgroup, version 1 or 2.
+"""Counts processes that the kernel killed for lack of memory, by the cgroup of this process (version 1 or 2).
 
 version 2    CGROUP/memory.events "oom_kill 3"         CGROUP/memory.max
 version 1    CGROUP/memory.oom_control "oom_kill 3"    CGROUP/memory.limit_in_bytes
@@ -11,15 +11,15 @@ from streamppo.process import CGROUPS
 
 MEMBERSHIP = Path("/proc/self/cgroup")
 COUNTERS = {"memory.events": "memory.max", "memory.oom_control": "memory.limit_in_bytes"}
-"""File with the number of kills -> file with the limit, for either version."""
+"""For each version: the file with the number of kills, and the file with the memory limit."""
 UNLIMITED = 2**60
-"""Version 1 writes a number above this where there is no limit."""
+"""If there is no limit, version 1 writes a number above this."""
 
 
 class MemoryKills:
-    """Kills since the creation of this object. The file `membership` names this process's cgroups under `cgroups`.
+    """Counts kills since this object was created. The file `membership` names this process's cgroups under `cgroups`.
 
-    The limits of a cgroup's parents apply too, so every level with a counter is read.
+    The limits of a cgroup's parents also apply, so the counters of all levels are read.
     """
 
     def __init__(self, cgroups: Path = CGROUPS, membership: Path = MEMBERSHIP) -> None:
@@ -27,7 +27,7 @@ class MemoryKills:
         self._known = self._count()
 
     def explain(self) -> str:
-        """Describe the kernel's memory kills since the last call, with the memory limit; "" if there was none."""
+        """Describe the memory kills since the last call, with the memory limit; "" if there were none."""
         before, self._known = self._known, self._count()
         if self._known <= before:
             return ""
@@ -40,13 +40,13 @@ class MemoryKills:
 
 
 def limit(cgroups: Path = CGROUPS, membership: Path = MEMBERSHIP) -> int | None:
-    """The smallest memory limit of this process's cgroups in bytes, shared by all their processes; None without one."""
+    """Return the smallest memory limit in bytes of this process's cgroups; None without a limit."""
     levels = _levels(cgroups, durable.read_kernel(membership))
     return min((at_level for level in levels if (at_level := _limit(level)) is not None), default=None)
 
 
 def _levels(cgroups: Path, memberships: str) -> list[Path]:
-    """The folders that count kills: a process's memory cgroup and its parents."""
+    """Return the folders that count kills: a process's memory cgroup and its parents."""
     levels: list[Path] = []
     for line in memberships.splitlines():
         _, controllers, path = line.split(":", 2)

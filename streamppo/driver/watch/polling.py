@@ -1,9 +1,9 @@
-"""Periodic requests of the driver: silent actors, and the reports of the queue and the engines.
+"""The driver's periodic requests: which actors are silent, and reports of the queue and the engines.
 
-A silent actor is alive for Ray and sends no heartbeat: it is stopped, or in a function that never returns. Rollout
-actors and ranks send the queue a heartbeat every `BEAT_S`, concurrently with their work: neither a long swap nor a long
-collective delays it. After a stop of the queue or of the driver, perhaps with all other processes, actors get time to
-call again before they count as silent.
+A silent actor is alive for Ray but sends no heartbeat: it is stopped, or in a function that does not return. Rollout
+actors and ranks send the queue a heartbeat every `BEAT_S`, concurrently with their work. For this reason neither a long
+swap of weights nor a long collective operation delays heartbeats. If the queue or the driver was stopped, all other
+processes may have been stopped too. Actors then get time to send a heartbeat before they count as silent.
 """
 
 import time
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class Heartbeats:
-    """Calls `on_silence` with name and reason for every actor whose last heartbeat is older than `limit_s`."""
+    """Calls `on_silence` with the name and the reason for every actor whose last heartbeat is older than `limit_s`."""
 
     def __init__(
         self,
@@ -39,22 +39,22 @@ class Heartbeats:
         self._is_asked = False
 
     def check(self, actors: Sequence[str]) -> None:
-        """Ask the queue which of `actors`, named, are silent; at most four times within `limit_s`.
+        """Ask the queue which of `actors` (names) are silent, at most four times within `limit_s`.
 
-        Call it often: the driver was stopped if it was not called for a quarter of `limit_s`.
+        Must be called often: if it was not called for a quarter of `limit_s`, the driver was stopped.
         """
         present = time.monotonic()
         if present - self._called > self._limit_s / 4:
             self._checked = present
         self._called = present
-        # A stopped queue answers all calls at once when it continues: the newest ones would not be late.
+        # A stopped queue answers all calls together when it continues, so the newest answers would not be late.
         if self._is_asked or present - self._checked < self._limit_s / 4:
             return
         self._checked, self._is_asked = present, True
 
         def report_silent(silent: list[str]) -> None:
             self._is_asked = False
-            # A queue that answers late was itself stopped, and has not read the heartbeats of that time.
+            # If the queue answers late, it was stopped and has not read the heartbeats of that time.
             if time.monotonic() - present < self._limit_s / 4:
                 for name in silent:
                     self._on_silence(name, f"silent for more than {self._limit_s:g} s")
@@ -63,7 +63,7 @@ class Heartbeats:
 
 
 class ReportPolling:
-    """Passes the reports of queue and rollout actors to `record`, every `display.reports_s`."""
+    """Passes the reports of the queue and the rollout actors to `record`, every `display.reports_s` seconds."""
 
     def __init__(self, queue: "ActorProxy[QueueActor]", calls: WatchedCalls, record: RunRecord) -> None:
         self._queue = queue

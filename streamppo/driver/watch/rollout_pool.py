@@ -1,8 +1,8 @@
 """A run's actors with engines: those that sample, or those that only evaluate.
 
-created -> loading -> at work -> gone    dead, silent, or no longer wanted
+created -> loading -> at work -> removed    because it is dead, silent, or no longer wanted
 
-A gone actor gets no more calls. Its unfinished samples go back to the queue, which ignores all its later messages.
+A removed actor gets no more calls. The queue takes back the actor's unfinished samples and ignores its later messages.
 """
 
 from collections.abc import Callable
@@ -24,12 +24,14 @@ if TYPE_CHECKING:
 Kind: TypeAlias = Literal["rollout", "evaluation"]
 """The beginning of an actor's name. Actors that only evaluate follow the versions and request no tickets."""
 PARTS = 32
-"""Parts of an evaluation with at least as many prompts. Each answered part counts as progress for the watchdog."""
+"""The number of parts of an evaluation with at least as many prompts. An answered part is progress for the watchdog."""
 
 
 @dataclass(slots=True, eq=False)
 class RolloutHandle:
-    """A rollout actor, its name, and its number in the placement plan (placement.py); `at_work` once it has loaded."""
+    """A rollout actor, its name, and its number in the placement plan (placement.py). `at_work` is true when it is
+    loaded.
+    """
 
     name: str
     place: int
@@ -43,11 +45,11 @@ class RolloutHandle:
 
 
 class RolloutPool:
-    """The actors of one kind, the oldest first, in `handles`.
+    """The actors of one kind in `handles`, the oldest first.
 
-    `create(name, place)` creates an actor in the first free place; `note` records a restart. Names are never reused,
-    because the queue ignores a gone actor for ever. After a resume the names start again: the queue is new, and earlier
-    actors have no handle to it.
+    `create(name, place)` creates an actor in the first free place. `note` records a restart. Names are not reused,
+    because the queue ignores a removed actor permanently. In a resumed run the names start again: its queue is new, and
+    earlier actors cannot reach it.
     """
 
     def __init__(
@@ -73,26 +75,26 @@ class RolloutPool:
     # --- the number of actors --------------------------------------------------------------------------------
 
     def resize(self, wanted: int) -> None:
-        """Create actors, or dismiss the newest, until there are `wanted`."""
+        """Create actors, or remove the newest, until there are `wanted`."""
         for handle in self.handles[wanted:]:
             self._dismiss(handle)
         while len(self.handles) < wanted:
             self._create_actor()
 
     def generate(self) -> None:
-        """Start every actor, and from now on every new one: the learner has pushed weights."""
+        """Start all actors, and from now on each new actor. The learner must have pushed weights."""
         if not self.generating:
             self.generating = True
             for handle in self.handles:
                 self._start(handle)
 
     def replace(self, lost_id: str | None, reason: str) -> None:
-        """Replace the actor with Ray's id `lost_id`, unless it is gone already."""
+        """Replace the actor with Ray's id `lost_id`, unless it was removed already."""
         if handle := next((handle for handle in self.handles if handle.actor_id == lost_id), None):
             self._replace(handle, reason)
 
     def replace_silent(self, name: str, reason: str) -> None:
-        """Replace the actor named `name`, unless it is gone already."""
+        """Replace the actor named `name`, unless it was removed already."""
         if handle := next((handle for handle in self.handles if handle.name == name), None):
             self._replace(handle, reason)
 
@@ -109,7 +111,7 @@ class RolloutPool:
             self._start(self.handles[-1])
 
     def _start(self, handle: RolloutHandle) -> None:
-        """Let an actor load, and then generate or follow the versions until it is killed."""
+        """Make an actor load, and then generate or follow the versions until it is killed."""
 
         def run(version: int) -> None:
             handle.at_work = True
@@ -131,19 +133,20 @@ class RolloutPool:
     # --- the actors at work ----------------------------------------------------------------------------------
 
     def at_work(self) -> list[RolloutHandle]:
-        """The loaded actors, which answer at once."""
+        """Return the loaded actors, which answer at once."""
         return [handle for handle in self.handles if handle.at_work]
 
     def loading(self) -> list[str]:
-        """The names of the actors that are still loading."""
+        """Return the names of the actors that are still loading."""
         return [handle.name for handle in self.handles if not handle.at_work]
 
     def evaluate(self, prompts: int, min_version: int, on_reports: Callable[[list[EvaluationReport]], None]) -> None:
         """Request greedy answers to held-out prompts by engines at `min_version` or later.
 
-        Each actor at work gets a part of the prompts at once, and samples meanwhile; there are at least min(`PARTS`,
-        prompts) parts, and part i has prompts i, i + parts, i + 2 parts, ... Actors that are still loading get no part
-        while others are at work. The part of a lost actor goes to another. `on_reports` gets the reports of all parts.
+        The prompts are divided into at least min(`PARTS`, prompts) parts. Part i has prompts i, i + parts, i + 2 parts,
+        and so on. Each actor at work gets a part at once, and samples meanwhile. Actors that are loading get a part
+        only if no actor is at work. If an actor is lost, another gets its part. `on_reports` gets the reports of all
+        parts.
         """
         reports: list[EvaluationReport] = []
         parts = max(len(self._answering()), min(PARTS, prompts))
@@ -162,5 +165,5 @@ class RolloutPool:
             self._calls.watch(request(part), RunStage.EVALUATION, collect, repeat=lambda part=part: request(part))
 
     def _answering(self) -> list[RolloutHandle]:
-        """The actors at work, or all while none is."""
+        """Return the actors at work, or all actors if none is at work."""
         return self.at_work() or self.handles

@@ -1,12 +1,12 @@
-"""Calls to actors: the driver waits for some and watches all others meanwhile.
+"""Calls to actors: the driver waits for some of them, and handles the answers to all others meanwhile.
 
-    under way -> answered             `on_value` gets the value, inside a later `wait` or `drain`
-              -> its actor has died   `on_death` replaces the actor or raises; `repeat` calls another actor
-              -> failed               RunError
-              -> forgotten            its actor was dismissed
+    pending -> answered              `on_value` gets the value, inside a later `wait` or `drain`
+            -> its actor has died    `on_death` replaces the actor or raises; `repeat` calls another actor
+            -> failed                RunError
+            -> forgotten             its actor was removed
 
-`on_tick` is called at least every `TICK_S` while the driver waits. A longer time without it is one in which this
-process was stopped (Ctrl-Z, SIGSTOP of a scheduler): nobody else is blamed for it.
+While the driver waits, `on_tick` is called at least every `TICK_S`. If more time passes between two calls, this process
+was stopped (Ctrl-Z, SIGSTOP of a scheduler), and no actor is blamed for that time.
 """
 
 import time
@@ -22,9 +22,9 @@ from streamppo.driver.ray.cluster import death, describe
 from streamppo.errors import RunError
 
 TICK_S = 0.5
-"""The longest wait of the driver between two calls of `on_tick`."""
+"""The maximum number of seconds between two calls of `on_tick`."""
 LOOK_S = 5.0
-"""The most seconds of a stall between two of its checks; they are `TICK_S` apart in a driver that runs."""
+"""The maximum number of seconds that one check adds to a stall. While the driver runs, checks are `TICK_S` apart."""
 T = TypeVar("T")
 
 
@@ -40,7 +40,7 @@ class RunStage(StrEnum):
 
 
 class WatchedCall(NamedTuple):
-    """A watched call. `name` is its actor or stage, for messages; `repeat` makes the call to another actor."""
+    """A watched call. `name` is its actor or stage, for messages. `repeat` makes the same call to another actor."""
 
     stage: RunStage
     name: str
@@ -51,8 +51,8 @@ class WatchedCall(NamedTuple):
 class WatchedCalls:
     """The unfinished calls.
 
-    `on_death` gets the name of a call whose actor has died, and the error; `on_tick` gets the driver's reason to wait.
-    An exception of either ends the run or the learner.
+    `on_death` gets the name of a call whose actor has died, and the error. `on_tick` gets what the driver waits for. An
+    exception of either function ends the run or the learner.
     """
 
     def __init__(self, on_death: Callable[[str, RayActorError], None], on_tick: Callable[[str], None]) -> None:
@@ -62,10 +62,10 @@ class WatchedCalls:
         self.reset_stall()
 
     def wait(self, refs: Sequence[ObjectRef[T]], doing: str) -> list[T]:
-        """Return the values of `refs`, calls to queue or learner, and handle every watched call meanwhile.
+        """Return the values of `refs`, calls to queue or learner, and handle all other calls meanwhile.
 
-        Raises `RunError` when a call fails, and any exception of `on_death` and `on_tick`. `doing` is the reason to
-        wait, for messages.
+        Raises `RunError` if a call fails, and any exception of `on_death` and `on_tick`. `doing` says in messages what
+        the driver waits for.
         """
         pending = list(refs)
         while pending:
@@ -83,7 +83,7 @@ class WatchedCalls:
         name: str = "",
         repeat: Callable[[], ObjectRef[T]] | None = None,
     ) -> None:
-        """Call `on_value` with the value of `ref` during a later `wait`; a failed call ends the run."""
+        """Call `on_value` with the value of `ref` during a later `wait`. A call that fails ends the run."""
         self._watched[ref] = WatchedCall(stage, name or stage, on_value, repeat)
 
     def watch_all(self, refs: Sequence[ObjectRef[T]], stage: RunStage) -> None:
@@ -92,31 +92,31 @@ class WatchedCalls:
             self.watch(ref, stage, _ignore)
 
     def drain(self, stage: RunStage) -> None:
-        """Wait until calls of `stage` are no longer watched."""
+        """Wait until no call of `stage` is watched."""
         while any(watched.stage == stage for watched in self._watched.values()):
             self._look(stage, [])
         self.reset_stall()
 
     def forget(self, stage: RunStage, name: str = "") -> None:
-        """Stop watching the calls of `stage`; with `name`, only this actor's."""
+        """Stop watching the calls of `stage` that have this `name`, or that were given no name."""
         forgotten = (stage, name or stage)
         self._watched = {ref: call for ref, call in self._watched.items() if (call.stage, call.name) != forgotten}
 
     def reset_stall(self) -> None:
-        """Restart the stall timer: there was progress."""
+        """Restart the stall timer, because there was progress."""
         self._stalled_s, self._checked = 0.0, time.monotonic()
 
     def check_stall(self, limit_s: float, doing: str, explain: Callable[[], str]) -> None:
-        """Raise `RunError`, with what `explain` returns, if nothing has progressed for `limit_s`."""
+        """Raise `RunError` with the text of `explain` if there was no progress for `limit_s` seconds."""
         present = time.monotonic()
         self._stalled_s += min(present - self._checked, LOOK_S)
         self._checked = present
         if self._stalled_s >= limit_s:
-            raise RunError(f"nothing has progressed for {limit_s:g} s: the driver waits for {doing}; {explain()}")
+            raise RunError(f"no progress for {limit_s:g} s: the driver waits for {doing}; {explain()}")
 
     def _look(self, doing: str, pending: Sequence[ObjectRef[Any]]) -> list[ObjectRef[Any]]:
-        """Handle the answers to `pending` and watched calls that come within `TICK_S`; return the answered calls."""
-        # A watched call may also be pending, and `ray.wait` takes each ref once.
+        """Handle the answers to `pending` and watched calls that arrive within `TICK_S`. Returns the answered calls."""
+        # A watched call may also be pending, and `ray.wait` accepts each reference only once.
         ready, _ = ray.wait(list({*pending, *self._watched}), num_returns=1, timeout=TICK_S)
         for ref in ready:
             self._handle(ref, doing, pending)

@@ -1,8 +1,8 @@
-"""Shows a run to the user: the live view on a terminal, plain log lines anywhere else.
+"""Shows a run to the user: as a live view on a terminal, and as plain log lines elsewhere.
 
-a terminal                              the view (view.py), drawn at most every `DRAW_S`
-NO_COLOR                                the view without colours
-TERM=dumb, no UTF-8, a pipe, a file     a log line every `EVERY_S`; in a notebook too
+a terminal                                          the view (view.py), drawn at most every `DRAW_S` seconds
+a terminal with NO_COLOR                            the view without colours
+TERM=dumb, no UTF-8, a pipe, a file, a notebook     a log line every `EVERY_S` seconds
 """
 
 import logging
@@ -25,49 +25,49 @@ from streamppo.telemetry.live.view import final_rows, view
 from streamppo.telemetry.metrics_file import Line
 
 EVERY_S = 10.0
-"""Seconds between two lines without a terminal."""
+"""Seconds between two log lines about updates."""
 DRAW_S, CLOCK_S = 0.5, 1.0
-"""Least seconds between two drawings after a change, and without a change."""
+"""Minimum seconds between two drawings: after a change, and without a change."""
 REPORTS_S = 2.0
-"""Seconds between two reports of queue and engines for the view."""
+"""Seconds between two reports of queue and engines for the live view."""
 STDOUT = 1
 MEMINFO = Path("/proc/meminfo")
 CGROUP = Path("/sys/fs/cgroup")
-"""Mount point of a container's own cgroup."""
+"""Mount point of a container's cgroup."""
 GIB = 2**30
 
 log = logging.getLogger(__name__)
 
 
 class Display(Protocol):
-    """Shows a run to the user; `RunRecord` calls it."""
+    """Shows a run to the user. `RunRecord` calls it."""
 
     reports_s: float
     """Seconds between two reports of queue and engines."""
 
     def line(self, line: Line) -> None:
-        """Show an event of the run, in the form of a line of metrics.jsonl."""
+        """Show an event of the run, given as a line of metrics.jsonl."""
         ...
 
     def update(self, text: str, *, is_last: bool) -> None:
-        """Show one more update, as a readable line."""
+        """Show an update, given as a readable line."""
         ...
 
     def tick(self, doing: str, wall_s: float) -> None:
-        """Update the time, `wall_s` since the run's start; `doing` is the driver's reason to wait."""
+        """Show that the run has lasted `wall_s` seconds, and that the driver waits for `doing`."""
         ...
 
     def say(self, text: str) -> None:
-        """Announce the stop of the run at once, from a signal handler."""
+        """Announce at once, from a signal handler, that the run stops."""
         ...
 
     def close(self) -> None:
-        """Stop drawing; later log lines still appear."""
+        """Stop drawing. Later log lines still appear."""
         ...
 
 
 def display(config: Config, folder: Path, diagnosis: Diagnosis | None = None) -> Display:
-    """Choose the display for standard output; it hides findings that are over in the run's `diagnosis`."""
+    """Return the display for standard output, which hides warnings about findings of `diagnosis` that have ended."""
     utf8 = (sys.stdout.encoding or "").lower().replace("-", "") == "utf8"
     if sys.stdout.isatty() and utf8 and os.environ.get("TERM") != "dumb":
         return LiveView(empty_state(config, folder, diagnosis))
@@ -75,14 +75,14 @@ def display(config: Config, folder: Path, diagnosis: Diagnosis | None = None) ->
 
 
 def empty_state(config: Config, folder: Path, diagnosis: Diagnosis | None = None) -> RunState:
-    """The empty state of a run; the owner of `diagnosis` adds the lines to it."""
+    """Return the state of a run without lines. The caller adds the run's lines to `diagnosis`."""
     queue = config.queue
     lag_bound = f"{queue.bound}{' in the mean' if queue.admission == 'mean' else ''}"
     return RunState(config.name, str(folder), config.updates, lag_bound, queue.batch_size, diagnosis=diagnosis)
 
 
 class PlainLines:
-    """A log line every `EVERY_S`, and one for the last update."""
+    """Logs a line every `EVERY_S` seconds, and a line for the last update."""
 
     reports_s = EVERY_S
 
@@ -90,19 +90,19 @@ class PlainLines:
         self._logged_at = time.monotonic()
 
     def line(self, line: Line) -> None:
-        """Show nothing: important events have log lines of their own."""
+        """Show nothing, because important events are logged elsewhere."""
 
     def update(self, text: str, *, is_last: bool) -> None:
-        """Log the line if it is the last, or if `EVERY_S` have passed since the previous one."""
+        """Log the line if it is the last, or if `EVERY_S` seconds have passed since the previous line."""
         if is_last or time.monotonic() - self._logged_at > EVERY_S:
             self._logged_at = time.monotonic()
             log.info(text)
 
     def tick(self, doing: str, wall_s: float) -> None:
-        """Show nothing: the time needs no log line."""
+        """Show nothing, because the time needs no log line."""
 
     def say(self, text: str) -> None:
-        """Write to the file descriptor, because the handler may have interrupted a write to `sys.stdout`."""
+        """Write to the file descriptor, because the signal may have interrupted a write to `sys.stdout`."""
         with suppress(OSError):
             os.write(STDOUT, text.encode())
 
@@ -111,7 +111,7 @@ class PlainLines:
 
 
 class LiveView:
-    """The view at the bottom of the terminal; plain lines once the terminal is gone."""
+    """Draws the view at the bottom of the terminal, and logs plain lines if the terminal closes."""
 
     reports_s = REPORTS_S
 
@@ -126,12 +126,12 @@ class LiveView:
         logging.getLogger("streamppo").addHandler(self._warnings)
 
     def line(self, line: Line) -> None:
-        """Add the line to the state; a later tick shows it."""
+        """Add the line to the state. A later tick shows it."""
         self._state.add(line)
         self._changed = True
 
     def update(self, text: str, *, is_last: bool) -> None:
-        """Keep the line for a terminal that is too small; without a terminal, use the plain lines."""
+        """Store the line for a terminal that is too small for the view. Log it if the terminal has closed."""
         self._state.line = text
         if self._closed or self._screen.size() is None:
             self._plain.update(text, is_last=is_last)
@@ -150,7 +150,7 @@ class LiveView:
             self._draw(lambda: view(self._state, size.columns, size.lines))
 
     def say(self, text: str) -> None:
-        """Write above the view; the next drawing explains how to stop at once."""
+        """Write above the view. The next drawing explains how to end at once."""
         self._state.stopping = self._changed = True
         self._screen.say(text)
 
@@ -159,7 +159,7 @@ class LiveView:
         if self._closed:
             return
         size = self._screen.size()
-        if self._screen.shown and size:
+        if self._screen.has_rows and size:
             self._state.doing = ""
             self._draw(lambda: final_rows(self._state, size.columns))
         self._leave()
@@ -177,25 +177,28 @@ class LiveView:
             lines = capture.get().split("\n")
             self._screen.draw([ScreenRow(line, row.cell_len) for line, row in zip(lines, rows, strict=True)])
         except Exception:
-            # A bug in the view must not end the run.
+            # An error in the view must not end the run.
             self._leave()
             log.exception("the live view has failed; the run continues with plain lines")
 
 
 class _Warnings(logging.Handler):
-    """Keeps the newest warning of the driver."""
+    """Stores the newest warning of the driver."""
 
     def __init__(self, state: RunState) -> None:
         super().__init__(logging.WARNING)
         self._state = state
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Keep the record's first line."""
+        """Store the first line of the warning."""
         self._state.warn(record.getMessage().partition("\n")[0])
 
 
 def memory_in_use() -> tuple[float, float] | None:
-    """(used without droppable files, total) memory of this machine or container in GiB; None if it cannot be read."""
+    """Return the used memory (without droppable caches) and the total memory of the machine or container in GiB.
+
+    Returns None if they cannot be read.
+    """
     try:
         rows = dict(line.split(":", 1) for line in MEMINFO.read_text().splitlines())
         total, free = (int(rows[name].split()[0]) * 1024 for name in ("MemTotal", "MemAvailable"))

@@ -1,4 +1,4 @@
-"""The pipeline in the live view: lag, queue, waiting, speed and memory."""
+"""The rows of the live view about the pipeline: lag, queue, waiting, speed and memory."""
 
 from rich.text import Text
 
@@ -9,29 +9,29 @@ from streamppo.telemetry.live.state import RunState
 LABEL = 10
 """Cells of a row's label."""
 WAITS = 0.1
-"""A stage is reported as waiting from this share of its time on."""
+"""A stage counts as waiting if it waits for at least this share of its time."""
 BUCKETS = ((0, 0), (1, 1), (2, 2), (3, 4), (5, 8), (9, None))
-"""Buckets of lags: those of the metrics, with one bucket for all lags from 9 on, to fit a line."""
+"""Buckets of lags, as in the metrics. All lags from 9 on share a bucket, so that the row fits the terminal."""
 TALL_BAR = 24
-"""Cells of the longest bar of the lag histogram with a row for each bucket."""
+"""Cells of the longest bar if each bucket of lags has its own row."""
 
 
 def labelled_row(label: str, *parts: str | tuple[str, str]) -> Text:
-    """Begin a row with its label."""
+    """Return a row that begins with its label."""
     return Text.assemble((f"{label:<{LABEL}}", "dim"), *parts)
 
 
 def pipeline(state: RunState, width: int, *, tall: bool = False) -> list[list[Text]]:
-    """Lay out lag, queue, waiting, speed and memory; a part without data has no row.
+    """Return the rows for lag, queue, waiting, speed and memory; no rows for a part without data.
 
-    `tall` gives each bar of the lag histogram its own row.
+    `tall` gives each bucket of lags its own row.
     """
     lags = _tall_lags(state, width) if tall else _lags(state, width)
     return [lags, _queue(state, width), waits(state, width), _speed(state, width), _memory(state)]
 
 
 def waits(state: RunState, width: int) -> list[Text]:
-    """Show how much learner and engines wait: shares of the newest updates, and of the engines' last interval."""
+    """Show how long the learner waits in the newest updates, and the engines between their newest two lines."""
     learner, engines = state.learner_waits, state.engines_idle
     if learner is None:
         return []
@@ -40,7 +40,7 @@ def waits(state: RunState, width: int) -> list[Text]:
 
 
 def verdict(learner: float, engines: float) -> str:
-    """Describe which of learner and engines waits, given their waiting shares."""
+    """Say whether the learner or the engines wait, given their waiting shares."""
     if max(learner, engines) < WAITS:
         return "neither for long"
     return "learner for engines" if learner >= engines else "engines for learner"
@@ -57,7 +57,7 @@ def _share(share: float | None) -> tuple[str, str]:
 
 
 def _buckets(state: RunState) -> dict[str, float]:
-    """Share of the tokens in each bucket of lags, up to the largest present lag."""
+    """Return the share of the tokens in each bucket of lags, up to the largest lag present."""
     histogram = state.lag_histogram
     total, oldest = sum(histogram.values()), max(histogram, default=0)
     shares: dict[str, float] = {}
@@ -93,14 +93,14 @@ def _tall_lags(state: RunState, width: int) -> list[Text]:
 
 
 def _queue(state: RunState, width: int) -> list[Text]:
-    """Show the ready trajectories as a share of a batch, and the number being sampled."""
+    """Show the number of ready trajectories as a share of a batch, and the number being sampled."""
     if not state.ready + state.in_flight:
         return []
     row = labelled_row("queue", (f"{state.ready}", "bold"), f" of {state.batch_size} ready ")
     text = f" {state.in_flight} being sampled"
     cells = max(1, min(20, width - row.cell_len - len(text)))
-    done = bar(state.ready / max(1, state.batch_size), cells)
-    return [row.append(done, "green").append("─" * (cells - len(done)), "dim").append(text)]
+    filled = bar(state.ready / max(1, state.batch_size), cells)
+    return [row.append(filled, "green").append("─" * (cells - len(filled)), "dim").append(text)]
 
 
 def _speed(state: RunState, width: int) -> list[Text]:
@@ -120,7 +120,7 @@ def _speed(state: RunState, width: int) -> list[Text]:
 
 
 def _memory(state: RunState) -> list[Text]:
-    """Show the memory of the driver's machine, the peak GPU memory of rank 0, and restarts."""
+    """Show the memory of the driver's machine, the peak GPU memory of rank 0, and the number of restarts."""
     row = labelled_row("memory")
     if state.memory is not None:
         used, total = state.memory

@@ -1,11 +1,10 @@
-"""Rows at the bottom of a terminal that are redrawn in place, while all other output scrolls above them.
+"""Redraws rows at the bottom of a terminal in place, while all other output scrolls above them.
 
-    log lines, replacement and Ray's       whole lines, inserted above the rows; then left to the terminal's scrollback
-    row 1 .. row n                  drawn in one write; the cursor stays after the last one
+    printed lines     inserted above the rows; later they scroll up like other output of the terminal
+    row 1 .. row n    drawn in one write; the cursor stays after the last row
 
 While rows are shown, `sys.stdout` and `sys.stderr` are replaced, because Ray prints its actors' lines from another
-thread. A printed line costs time in proportion to its length: only the line is wrapped, and the rows are rewritten
-unchanged.
+thread. Printing a line is cheap: the line is wrapped, and the rows are written again unchanged.
 """
 
 import io
@@ -23,14 +22,14 @@ ERASE_LINE, ERASE_BELOW = "\033[K", "\033[J"
 
 
 class ScreenRow(NamedTuple):
-    """One row as written to the terminal, and its width in cells."""
+    """One row as it is written to the terminal, and its width in cells."""
 
     text: str
     cells: int
 
 
 class Screen:
-    """The rows on the terminal behind `sys.stdout`; none until the first `draw`."""
+    """The rows on the terminal at `sys.stdout`. Before the first `draw` there are no rows."""
 
     def __init__(self) -> None:
         self._lock = Lock()
@@ -39,8 +38,8 @@ class Screen:
         self._replaced: dict[str, tuple[TextIO, StreamAbove]] = {}
 
     @property
-    def shown(self) -> bool:
-        """True while there are rows."""
+    def has_rows(self) -> bool:
+        """Whether rows are shown."""
         return bool(self._rows)
 
     @property
@@ -49,29 +48,29 @@ class Screen:
         return self._replaced["stdout"][0] if "stdout" in self._replaced else sys.stdout
 
     def size(self) -> os.terminal_size | None:
-        """Columns and rows, 0 if the terminal does not report them; None without a terminal."""
+        """Return the terminal's columns and rows, 0 if it does not report them; None if there is no terminal."""
         try:
             return os.get_terminal_size(self.terminal.fileno()) if self.terminal.isatty() else None
         except (OSError, ValueError):
             return None
 
     def draw(self, rows: Sequence[ScreenRow]) -> None:
-        """Replace the rows."""
+        """Replace the rows on the screen by `rows`."""
         self._replace_streams()
         with self._locked():
             erase, self._rows = self._to_first_row(), rows
             self._write(erase + self._drawn())
 
-    def above(self, text: str) -> None:
-        """Write whole lines above the rows, wrapped between words."""
+    def write_above(self, text: str) -> None:
+        """Write complete lines above the rows, wrapped between words."""
         size = self.size()
         with self._locked():
             self._write(self._with(wrap(text, size.columns if size else 0)))
 
     def say(self, text: str) -> None:
-        """Write whole lines above the rows from a signal handler, without waiting for the lock.
+        """Write complete lines above the rows from a signal handler, without waiting for the lock.
 
-        A writer that the handler has interrupted writes them afterwards.
+        If the handler interrupted a writer, that writer writes the lines after its own.
         """
         if not self._lock.acquire(blocking=False):
             self._postponed.append(text)
@@ -83,7 +82,7 @@ class Screen:
             self._lock.release()
 
     def leave(self) -> None:
-        """Leave the rows on the screen; later output goes below them."""
+        """Leave the rows on the screen, and let later output appear below them."""
         for _, replacement in self._replaced.values():
             replacement.finish()
         with self._locked():
@@ -98,7 +97,7 @@ class Screen:
     def _replace_streams(self) -> None:
         for name in ("stdout", "stderr"):
             stream = getattr(sys, name)
-            # A stream that is redirected to a file stays as it is.
+            # A stream that is redirected to a file is not replaced.
             if name not in self._replaced and stream.isatty():
                 replacement = StreamAbove(stream, self)
                 self._replaced[name] = stream, replacement
@@ -112,17 +111,17 @@ class Screen:
                 self._write(self._with(self._postponed.popleft()))
 
     def _write(self, text: str) -> None:
-        # A lost terminal must not stop the run.
+        # A closed terminal must not stop the run.
         with suppress(OSError, ValueError):
             self.terminal.write(text)
             self.terminal.flush()
 
     def _with(self, text: str) -> str:
-        """The output that inserts `text` above the rows."""
+        """Return the output that inserts `text` above the rows."""
         return f"{self._to_first_row()}{ERASE_BELOW if self._rows else ''}{text}{self._drawn()}"
 
     def _to_first_row(self) -> str:
-        """Move to the beginning of the first row, counting rows that a narrowed terminal has wrapped."""
+        """Return the output that moves to the first row, also if a narrowed terminal has wrapped rows."""
         if not self._rows:
             return ""
         size = self.size()
@@ -138,9 +137,10 @@ class Screen:
 
 
 class StreamAbove(io.TextIOBase):
-    """A stream in place of standard output or standard error: its whole lines appear above the rows.
+    """Replaces standard output or standard error: its complete lines appear above the rows.
 
-    A line written in pieces, as `print` does, is buffered per thread until its newline, so threads do not mix.
+    `print` writes a line in pieces. The pieces are buffered per thread until the newline, so threads do not mix their
+    lines.
     """
 
     def __init__(self, stream: TextIO, screen: Screen) -> None:
@@ -153,15 +153,15 @@ class StreamAbove(io.TextIOBase):
         return self._stream.encoding
 
     def write(self, text: str, /) -> int:
-        """Write whole lines, and buffer the rest for the next call."""
-        whole, newline, rest = (getattr(self._partial, "text", "") + text).rpartition("\n")
-        self._partial.text = rest
+        """Write the complete lines, and buffer the text after the last newline."""
+        complete, newline, incomplete = (getattr(self._partial, "text", "") + text).rpartition("\n")
+        self._partial.text = incomplete
         if newline:
-            self._screen.above(whole + newline)
+            self._screen.write_above(complete + newline)
         return len(text)
 
     def finish(self) -> None:
-        """Write this thread's buffered line, if there is one."""
+        """Write the line that this thread has buffered, if there is one."""
         if getattr(self._partial, "text", ""):
             self.write("\n")
 
@@ -170,7 +170,7 @@ class StreamAbove(io.TextIOBase):
         return True
 
     def isatty(self) -> bool:
-        """Return the original stream's answer."""
+        """Return whether the original stream is a terminal."""
         return self._stream.isatty()
 
     def fileno(self) -> int:

@@ -1,6 +1,6 @@
-"""The state shown by the live view, collected from the lines of metrics.jsonl as they are written.
+"""The state that the live view shows, collected from the lines of metrics.jsonl as they are written.
 
-The view of a finished run can be built from its file, and a resumed run starts with the curves of its earlier parts.
+The same state can be built from the file of a finished run. A resumed run starts with the curves of its earlier parts.
 """
 
 from collections import Counter, deque
@@ -12,13 +12,13 @@ from streamppo.telemetry.diagnosis import Diagnosis
 from streamppo.telemetry.metrics_file import EngineLine, EvaluationLine, Line, SampleLine, UpdateLine, numbers
 
 WINDOW = 20
-"""Updates averaged in speeds and shares."""
+"""The number of newest updates that speeds and shares cover."""
 CURVES = ("reward", "entropy", "ess", "length", "lag_mean")
-"""Metrics with a curve."""
+"""The metrics with a curve."""
 
 
 class Pace(NamedTuple):
-    """The time at which an update was recorded, its duration and its waiting."""
+    """The time at which an update was recorded, its duration, its waiting time and its tokens."""
 
     wall_s: float
     update_s: float
@@ -27,7 +27,7 @@ class Pace(NamedTuple):
 
 
 class EngineLines(NamedTuple):
-    """The newest line of a rollout actor, and the previous one."""
+    """The newest line of a rollout actor, and the line before it."""
 
     newest: EngineLine
     before: EngineLine | None
@@ -37,9 +37,9 @@ class EngineLines(NamedTuple):
 class RunState:
     """The state of one run.
 
-    `lag_bound`: the bound on lag in words. `line`: the newest update in one line. `doing`: the driver's reason to wait.
-    `stopping`: true after a signal. `memory`: (used, total) in GiB. `ended`: the outcome. `diagnosis`: its findings;
-    its owner adds the lines.
+    `lag_bound` is the bound on the lag in words. `line` describes the newest update. `doing` is what the driver waits
+    for. `stopping` is true after a signal. `memory` is (used, total) in GiB. `ended` is the outcome. `diagnosis` has
+    the findings; the caller adds the lines to it.
     """
 
     name: str
@@ -69,7 +69,7 @@ class RunState:
     diagnosis: Diagnosis | None = None
 
     def add(self, line: Line) -> None:
-        """Add one line."""
+        """Add one line of metrics.jsonl."""
         self.wall_s = max(self.wall_s, line["wall_s"])
         if "update" in line:
             self._add_update(line)
@@ -83,7 +83,7 @@ class RunState:
             self._add_engine(line)
         elif "restart" in line:
             self.restarts += 1
-            # The dead actor writes no more lines.
+            # The actor that died writes no more lines.
             self.engines = {} if line["restart"] == "rollout" else self.engines
         elif "part" in line:
             self._begin_part()
@@ -91,44 +91,44 @@ class RunState:
             self.ended = line["end"]
 
     def warn(self, text: str) -> None:
-        """Remember the newest warning."""
+        """Store the newest warning."""
         self.warning, self.warned_s = text, self.wall_s
 
     # --- derived numbers -------------------------------------------------------------------------------------
 
     @property
     def present_warning(self) -> str:
-        """The newest warning, unless it is a finding that no longer holds."""
+        """The newest warning, unless it is about a finding that has ended."""
         sign = self.diagnosis and self.diagnosis.findings.get(self.warning.partition(":")[0])
         return "" if sign and not sign.holds else self.warning
 
     @property
     def seconds_left(self) -> float | None:
-        """The remaining seconds at the speed of the newest updates; None while there are fewer than two."""
+        """The remaining seconds at the speed of the newest updates; None before the second update."""
         update_s = self.update_s
         return None if update_s is None else update_s * max(0, self.updates - self.version)
 
     @property
     def update_s(self) -> float | None:
-        """Mean seconds between two updates, over the newest ones."""
+        """Mean seconds between two updates, over the newest updates."""
         return None if self._lasted_s is None else self._lasted_s / (len(self.paces) - 1)
 
     @property
     def learner_waits(self) -> float | None:
-        """The share of the learner's time spent waiting for batches."""
+        """The share of its time for which the learner waited for batches."""
         update_s = sum(pace.update_s for pace in self.paces)
         return sum(pace.wait_s for pace in self.paces) / update_s if update_s else None
 
     @property
     def engines_idle(self) -> float | None:
-        """The share of the engines' time with nothing to decode, between their two newest lines."""
+        """The share of time in which engines had nothing to decode, between their two newest lines."""
         idle_s = sum(_since(engine, "idle_s") for engine in self.engines.values())
         lived_s = idle_s + sum(_since(engine, "busy_s") for engine in self.engines.values())
         return idle_s / lived_s if lived_s > 0 else None
 
     @property
     def sampled_per_s(self) -> float | None:
-        """Tokens sampled per second by all engines together."""
+        """Tokens per second sampled by all engines together."""
         totals = [
             (_since(engine, "tokens"), _since(engine, "idle_s") + _since(engine, "busy_s"))
             for engine in self.engines.values()
@@ -138,19 +138,19 @@ class RunState:
 
     @property
     def trained_per_s(self) -> float | None:
-        """Tokens trained on per second."""
+        """Tokens per second that the learner trained on."""
         if self._lasted_s is None:
             return None
         return sum(pace.tokens_trained for pace in list(self.paces)[1:]) / max(self._lasted_s, 1e-9)
 
     @property
     def _lasted_s(self) -> float | None:
-        """Seconds from the oldest to the newest entry of `paces`; None with fewer than two."""
+        """Seconds from the oldest to the newest entry of `paces`; None if there are fewer than two."""
         return self.paces[-1].wall_s - self.paces[0].wall_s if len(self.paces) > 1 else None
 
     @property
     def lag_histogram(self) -> dict[int, int]:
-        """Tokens of the newest batches by lag."""
+        """The numbers of tokens of the newest batches by lag."""
         totals: Counter[int] = Counter()
         for histogram in self.lags:
             totals.update({int(lag): count for lag, count in histogram.items()})
@@ -170,7 +170,7 @@ class RunState:
 
     def _add_evaluation(self, line: EvaluationLine) -> None:
         if line["accuracy"] is not None:
-            # Evaluations end in any order, and a resumed run repeats some.
+            # Evaluations end in any order, and a resumed run repeats some of them.
             known = dict(self.held_out) | {line["evaluation"]: line["accuracy"]}
             self.held_out = sorted(known.items())
 
@@ -180,7 +180,8 @@ class RunState:
         self.sampled = line["sampled"] or self.sampled
 
     def _begin_part(self) -> None:
-        """Reset engines and speeds: earlier engines are gone, and the time between two parts does not count."""
+        """Reset engines and speeds, because the earlier engines have ended and the time between two parts does not
+        count."""
         self.engines = {}
         self.paces.clear()
         self.ready = self.in_flight = 0
@@ -188,5 +189,5 @@ class RunState:
 
 
 def _since(engine: EngineLines, name: Literal["tokens", "busy_s", "idle_s"]) -> float:
-    """The increase from the previous line to the newest, or from 0 if it is the first."""
+    """Return the increase from the previous line to the newest line, or from 0 if there is no previous line."""
     return engine.newest[name] - (engine.before[name] if engine.before else 0)

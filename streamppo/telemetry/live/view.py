@@ -1,10 +1,10 @@
-"""The live view: the state of a run as rows of text, for a terminal of any size.
+"""Lays out the state of a run as rows of text for a terminal of any size.
 
-below 60 columns, or 8 rows    one line: the progress of the run
-from 60 columns                one column of rows; the most important ones if they do not fit
+below 60 columns or 8 rows     one line: the progress of the run
+from 60 columns                one column; if its rows do not fit, the most important ones
 from 120 columns               curves on the left, the pipeline on the right
 
-Curves are taller on a terminal with more rows.
+If the terminal has more rows, curves are taller.
 """
 
 from collections.abc import Callable, Sequence
@@ -19,28 +19,28 @@ from streamppo.telemetry.metrics_file import FINISHED
 from streamppo.terminal import harmless
 
 LEAST_COLUMNS, LEAST_ROWS = 60, 8
-"""A smaller terminal gets one line."""
+"""A smaller terminal shows one line."""
 WIDE = 120
-"""Terminal columns from which the layout has two columns."""
+"""The layout has two columns if the terminal has at least this number of columns."""
 GAP = 4
-"""Cells between them."""
+"""Cells between the two columns."""
 STYLES = {"reward": "green", "entropy": "blue", "ess": "magenta", "length": "yellow", "lag_mean": "cyan"}
-SHOWN = {"reward": "reward", "entropy": "entropy", "ess": "ess", "length": "length", "lag_mean": "lag"}
-"""Curves and their labels, the most important first."""
-CTRL_C = "Ctrl-C: a last checkpoint, and end; twice: end at once"
-STOPPING = "stopping: a last checkpoint, and end; Ctrl-C: end at once"
+LABELS = {"reward": "reward", "entropy": "entropy", "ess": "ess", "length": "length", "lag_mean": "lag"}
+"""The labels of the curves, the most important first."""
+CTRL_C = "Ctrl-C: save a last checkpoint and end; twice: end at once"
+STOPPING = "stopping: a last checkpoint is saved; Ctrl-C: end at once"
 VALUE, RANGE = 8, 14
-"""Cells of the newest value before a curve, and of the range after it."""
+"""Cells of the newest value before a curve, and of the value range after it."""
 TREND = 3
-"""Least evaluations for a curve of accuracy over versions."""
+"""The accuracy has a curve over versions if there are at least this many evaluations."""
 TALLEST = 8
-"""Maximum rows of a curve."""
+"""The maximum number of rows of a curve."""
 VERSION = 7
 """Cells of the version of the newest accuracy."""
 
 
 def view(state: RunState, columns: int, rows: int) -> list[Text]:
-    """Lay out the state for a terminal: rows of at most `columns` - 1 cells, with some rows left for log lines."""
+    """Return rows of at most `columns` - 1 cells, and leave some of the terminal's rows for log lines."""
     width, room = columns - 1, _room(rows)
     if columns < LEAST_COLUMNS or rows < LEAST_ROWS:
         texts = [_line(state, width)]
@@ -54,7 +54,7 @@ def view(state: RunState, columns: int, rows: int) -> list[Text]:
 
 
 def final_rows(state: RunState, columns: int) -> list[Text]:
-    """Lay out the rows that remain in the scrollback after the run."""
+    """Return the rows that remain on the terminal after the run."""
     width = columns - 1
     if columns < LEAST_COLUMNS:
         return [_line(state, width)]
@@ -67,7 +67,7 @@ def final_rows(state: RunState, columns: int) -> list[Text]:
 
 
 def _room(rows: int) -> int:
-    """The rows of the view: three quarters of the terminal's, so that log lines stay visible, but at least 12."""
+    """Return the number of rows for the view: three quarters of the terminal's rows, but at least 12."""
     return min(rows - 1, max(rows * 3 // 4, 12))
 
 
@@ -75,7 +75,7 @@ def _room(rows: int) -> int:
 
 
 def _narrow(state: RunState, width: int, room: int) -> list[Text]:
-    """Choose rows by importance until the room is used up; show them in layout order.
+    """Choose rows by importance until `room` rows are used, and return them in the order of the layout.
 
     If all rows fit, the curves use the remaining room.
     """
@@ -104,28 +104,30 @@ def _narrow(state: RunState, width: int, room: int) -> list[Text]:
 
 def _wide(state: RunState, width: int, room: int) -> list[Text]:
     half = (width - GAP) // 2
-    above = [_title(state, width), _progress(state, width)]
-    below = [_warning(state, width)] if state.present_warning else []
-    below += [*_sample(state, width), _footer(state)]
-    middle = max(1, room - len(above) - len(below) - 2)
+    head_rows = [_title(state, width), _progress(state, width)]
+    foot_rows = [_warning(state, width)] if state.present_warning else []
+    foot_rows += [*_sample(state, width), _footer(state)]
+    middle = max(1, room - len(head_rows) - len(foot_rows) - 2)
 
     def curves(height: int) -> list[Text]:
-        others = [row for name in list(SHOWN)[1:] for row in _curve(state, name, half, height)]
-        return [*_reward(state, half, height), *_held_out(state, half, height), *others]
+        other_curves = [row for name in list(LABELS)[1:] for row in _curve(state, name, half, height)]
+        return [*_reward(state, half, height), *_held_out(state, half, height), *other_curves]
 
     curve_rows = curves(_height(lambda height: len(curves(height)), middle))
-    right = [row for part in pipeline(state, half, tall=True) for row in part]
-    rows = [_beside(a, b, half) for a, b in zip_longest(curve_rows[:middle], right[:middle], fillvalue=Text())]
-    blank = [Text()] if room > len(above) + len(rows) + len(below) + 1 else []
-    return [*above, *blank, *rows, *blank, *below]
+    pipeline_rows = [row for part in pipeline(state, half, tall=True) for row in part]
+    rows = [
+        _join_columns(a, b, half) for a, b in zip_longest(curve_rows[:middle], pipeline_rows[:middle], fillvalue=Text())
+    ]
+    blank = [Text()] if room > len(head_rows) + len(rows) + len(foot_rows) + 1 else []
+    return [*head_rows, *blank, *rows, *blank, *foot_rows]
 
 
 def _height(rows: Callable[[int], int], room: int) -> int:
-    """The largest height of curves at which all rows fit; 1 if none does."""
+    """Return the largest height of curves with which all rows fit; 1 if none fits."""
     return next((height for height in range(TALLEST, 1, -1) if rows(height) <= room), 1)
 
 
-def _beside(left: Text, right: Text, half: int) -> Text:
+def _join_columns(left: Text, right: Text, half: int) -> Text:
     row = left.copy()
     row.truncate(half, pad=True)
     return row.append(" " * GAP).append_text(right)
@@ -143,15 +145,15 @@ def _title(state: RunState, width: int) -> Text:
 
 
 def _line(state: RunState, width: int) -> Text:
-    """Show the newest update, or the driver's reason to wait; in full if the terminal's width is unknown."""
+    """Show the newest update or what the driver waits for, unshortened if the terminal's width is unknown."""
     text = harmless(state.line or state.doing)
     return Text(text if width < 0 else text[:width])
 
 
 def _progress(state: RunState, width: int) -> Text:
-    """Show the progress of the run with the time left, or with the driver's reason to wait outside of updates.
+    """Show the progress of the run, and the time left or, outside of updates, what the driver waits for.
 
-    For a finished run it shows the total time.
+    A finished run shows its total time.
     """
     count = f"{state.version}/{state.updates}"
     time_left = seconds(state.wall_s)
@@ -176,12 +178,12 @@ def _reward(state: RunState, width: int, height: int) -> list[Text]:
 
 
 def _curve(state: RunState, name: str, width: int, height: int) -> list[Text]:
-    """Show the newest value of a metric and its curve; the label is in the curve's top row."""
-    return _drawn(SHOWN[name], state.curves[name], width, height, STYLES[name])
+    """Show a metric's newest value and curve, with the label in the curve's top row."""
+    return _drawn(LABELS[name], state.curves[name], width, height, STYLES[name])
 
 
 def _held_out(state: RunState, width: int, height: int = 1) -> list[Text]:
-    """Show the held-out accuracy; `v20` is the version of the newest evaluation."""
+    """Show the held-out accuracy. `v20` is the version of the newest evaluation."""
     cells = width - VERSION - LABEL - VALUE - RANGE
     rows = _drawn("held-out", _over_versions(state.held_out, cells), width - VERSION, height, "bright_cyan")
     if state.held_out:
@@ -190,9 +192,9 @@ def _held_out(state: RunState, width: int, height: int = 1) -> list[Text]:
 
 
 def _over_versions(held_out: Sequence[tuple[int, float]], cells: int) -> list[float]:
-    """Interpolate accuracies linearly over versions, one value for each cell of the curve.
+    """Interpolate the accuracies linearly over versions, with one value for each cell of the curve.
 
-    With fewer than `TREND` evaluations, or fewer cells than evaluations, return the accuracies themselves.
+    Return the accuracies unchanged if there are fewer than `TREND` of them, or more than cells.
     """
     if len(held_out) < TREND or cells < len(held_out):
         return [accuracy for _, accuracy in held_out]
@@ -226,21 +228,21 @@ def _end(state: RunState, width: int) -> Text:
 
 
 def _sample(state: RunState, width: int) -> list[Text]:
-    """Show a prompt's end and its completion in one row, with control characters made harmless."""
+    """Show the end of a prompt and the beginning of its completion in one row, without control characters."""
     if state.sampled is None:
         return []
     sample = state.sampled
     tail = f"  reward {sample['reward']:.3g}  v{sample['version']}"
     room = width - LABEL - len(tail) - 3
     prompt, completion = harmless(sample["prompt"]), harmless(sample["completion"])
-    # A prompt ends with its question; the completion gets at least half of the row.
+    # A prompt ends with its question, so its end is shown. The completion gets at least half of the row.
     prompt = _tail(prompt, max(room // 2, room - len(completion)))
     shown_completion = truncate(completion, room - Text(prompt).cell_len)
     return [labelled_row("sample", (prompt, "dim"), (" → ", "dim"), shown_completion, (tail, "dim"))]
 
 
 def _tail(text: str, width: int) -> str:
-    """The last `width` cells of `text`."""
+    """Return the last `width` cells of `text`."""
     short = text
     while Text(short).cell_len > width:
         short = short[max(1, len(short) - width) :]

@@ -1,5 +1,5 @@
 "use strict";
-// Below the pointer: the value of every curve, read back from its points. Charts may come and go meanwhile.
+// Shows the value of every curve at the pointer, read from its points. The page may replace charts meanwhile.
 const charts = new WeakMap();
 
 function chartOf(svg) {

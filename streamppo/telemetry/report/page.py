@@ -1,4 +1,4 @@
-"""report.html: one file that opens offline. Text of a run is escaped, and the page loads nothing else."""
+"""Renders report.html: one file that opens offline. Text from a run is escaped, and the page loads no other file."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -13,11 +13,11 @@ from streamppo.telemetry.report.plot import Bar, Curve, Point
 from streamppo.telemetry.report.view import RunsTable, View
 
 COLOURS = 6
-"""Number of curve colours in the page's style; further runs reuse them from the first."""
+"""The number of curve colours in the page's style. If there are more runs, colours repeat."""
 
 
 class Panel(NamedTuple):
-    """A chart of metrics of the catalogue with one unit; `says` explains how to read it."""
+    """A chart of metrics with one unit. `says` explains to the user how to read it."""
 
     title: str
     metrics: tuple[str, ...]
@@ -26,59 +26,59 @@ class Panel(NamedTuple):
 
 
 PANELS = (
-    Panel("Reward", ("reward",), says="Rising: the policy learns this part of the reward."),
+    Panel("Reward", ("reward",), says="If it rises, the policy learns this part of the reward."),
     Panel(
         "Held-out accuracy",
         ("accuracy",),
         "share",
-        "Rising: it learns the task. A single dip may be noise; two in a row are a fall.",
+        "If it rises, the policy learns the task. A single dip may be noise; two in a row are a fall.",
     ),
     Panel(
         "Entropy",
         ("entropy",),
         "nats per token",
-        "It falls as the policy becomes certain. Near zero while answers are wrong: no more exploration.",
+        "It falls as the policy becomes certain. Near zero, the policy no longer explores.",
     ),
     Panel(
         "KL",
         ("behavior_kl", "proximal_kl", "reference_kl", "teacher_kl"),
         "nats",
-        "Distance between policies. Small and level is good; a jump is an update that went too far.",
+        "Distance between policies. A small and level KL is good. A jump means that an update went too far.",
     ),
     Panel(
         "Effective sample size",
         ("ess", "ess_sequence"),
         "share",
-        "Near 1: old tokens are as good as new ones. ess below 0.3: few of them count, so lower queue.max_lag.",
+        "Near 1, old tokens are as useful as new ones. Below 0.3, few tokens count: lower queue.max_lag.",
     ),
     Panel(
         "Ratio",
         ("ratio_p01", "ratio_p50", "ratio_p99"),
         "current / proximal",
-        "current / proximal: at 1 the update has not moved the policy. A wider band means larger steps.",
+        "At 1 the update has not changed the policy. A wider band means larger steps.",
     ),
     Panel(
         "Clip fraction",
         ("clip_fraction_high", "clip_fraction_low"),
         "share of tokens",
-        "Above 0.3 the steps are too large. Always 0 is normal with one step an update.",
+        "Above 0.3 the steps are too large. With one step an update it is always 0.",
     ),
     Panel(
         "Gradient norm",
         ("grad_norm", "critic_grad_norm"),
-        says="Level is good. A point far above the others is a spike; see if the reward falls after it.",
+        says="A level norm is good. A point far above the others is a spike: see if the reward falls after it.",
     ),
     Panel(
         "Lag",
         ("lag_mean", "lag_max"),
         "versions",
-        "Age of the tokens that are trained on. The closer to 0, the closer to synchronous PPO.",
+        "Age of the tokens that are trained on. At 0 training is synchronous PPO.",
     ),
     Panel(
         "Learner waits",
         ("wait_share",),
         "share of time",
-        "Near 1: engines or rewards are too slow. Near 0: the learner is the slowest part.",
+        "Near 1, engines or rewards are too slow. Near 0, the learner is the slowest part.",
     ),
     Panel("Tokens a second", ("learner_tokens_per_s",), "tokens/s"),
     Panel("Seconds of an update", ("update_s", "train_s", "score_s", "wait_s"), "s"),
@@ -87,39 +87,39 @@ PANELS = (
         "Shares of the batch",
         ("truncated", "equal_groups"),
         "share",
-        "truncated: answers without an end. equal_groups near 1: no sample is better than another, right or wrong.",
+        "truncated: answers that were cut off. equal_groups: near 1, no sample of a group is better than another.",
     ),
     Panel("Value loss", ("value_loss",)),
     Panel(
         "Explained variance",
         ("explained_variance",),
         "share",
-        "1: the critic predicts the rewards. 0: it is no better than a constant; below 0 it is worse.",
+        "At 1 the critic predicts the rewards. At 0 it is no better than a constant, and below 0 it is worse.",
     ),
-    Panel("Policy loss", ("policy_loss",), says="Its height is not a measure of the policy."),
+    Panel("Policy loss", ("policy_loss",), says="Its height does not measure the policy's quality."),
     Panel(
         "Engine and learner at lag 0",
         ("mismatch",),
         "nats per token",
-        "Near 0: both compute the same policy. Above 0.05 the engine samples from another one.",
+        "Near 0, both compute the same policy. Above 0.05, the engine samples from another policy.",
     ),
     Panel("Learning rate", ("lr",)),
     Panel("Push", ("push_ms",), "ms"),
     Panel("Memory of rank 0", ("peak_memory_mib",), "MiB"),
 )
-"""The charts in their order; a chart is omitted if no run has its metrics."""
+"""The charts in their order. A chart is left out if no run has its metrics."""
 COMPUTED = {
     "accuracy": "share of held-out prompts with a correct greedy answer, by the version evaluated",
-    "wait_share": "wait_s / update_s: share of the learner's time without a batch",
+    "wait_share": "wait_s / update_s: share of the learner's time spent waiting for a batch",
 }
-"""Texts of the curves that are computed here."""
+"""Texts of the curves that are computed in this file."""
 
 
 class Chart(NamedTuple):
-    """A panel with its drawing, the texts of its metrics, and its curves for the legend.
+    """A panel with its drawing, the texts of its metrics (`help`), and its curves for the legend.
 
-    `is_flat` is true if every curve is constant, such as a clip fraction if nothing can be clipped. `says` explains how
-    to read it.
+    `is_flat` is true if every curve is constant; a clip fraction is, if nothing can be clipped. `says` explains to the
+    user how to read the chart.
     """
 
     title: str
@@ -135,9 +135,9 @@ def render(
     differences: Sequence[tuple[str, RunsTable]] = (),
     predicted: Sequence[tuple[str, RunsTable]] = (),
 ) -> str:
-    """The page of one run, or of several in comparison.
+    """Return the page of one run, or of several runs in comparison.
 
-    Each of `differences` and `predicted` is a sentence with a table.
+    Each of `differences` and `predicted` is a sentence and its table.
     """
     environment = Environment(loader=FileSystemLoader(Path(__file__).parent), autoescape=True)
     environment.globals |= {
@@ -166,15 +166,15 @@ def render(
 
 
 def curves(run_view: View) -> str:
-    """The HTML of only a run's curves, for a notebook, in the order of the panels."""
+    """Return the HTML of a run's curves for a notebook, in the order of the panels."""
     drawn = [f"<figure><h3>{chart.title}</h3>{chart.drawing}</figure>" for chart in charts([run_view])]
     style = (Path(__file__).parent / "page.css").read_text()
-    body = "".join(drawn) or '<p class="none">No update was made yet.</p>'
+    body = "".join(drawn) or '<p class="none">No update has been made.</p>'
     return f'<style>{style} body {{ padding: 0; }}</style><div class="grid">{body}</div>'
 
 
 def charts(views: Sequence[View]) -> list[Chart]:
-    """The panels with data, and one for the components of the reward; flat charts come last."""
+    """Return the panels with data and a panel of the reward's components, with flat charts last."""
     lines = [_by_version(run_view) for run_view in views]
     components = sorted({name for run in lines for line in run for name in line if name.startswith("reward_")})
     panels = [*PANELS, *([Panel("Parts of the reward", tuple(components))] if components else [])]
@@ -200,7 +200,7 @@ def _chart(panel: Panel, views: Sequence[View], lines: Sequence[Sequence[Mapping
 
 
 def _by_version(run_view: View) -> list[Mapping[str, object]]:
-    """The lines of updates, original or remade; each has its version under the name `update`."""
+    """Return one line for each update, original or remade, with its version under the name `update`."""
     return [
         {"update": line["remade"], **line} if "remade" in line else line
         for line in summary.updates_in_order(run_view.lines)
@@ -231,7 +231,7 @@ def _sentence(metric: str) -> str:
 
 
 def lags(run_view: View) -> Markup:
-    """Tokens by lag; masked ones in another colour."""
+    """Draw tokens by lag, with masked tokens in another colour."""
     totals = summary.line_totals(run_view.lines)
     sampled, trained = totals["lag"]["histogram"], totals["trained_lag"]["histogram"]
     every = sampled if max(sampled, default=0) > plot.MOST_COLUMNS else range(max(sampled, default=-1) + 1)

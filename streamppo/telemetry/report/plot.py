@@ -1,7 +1,7 @@
-"""Charts as SVG: curves, bars, heat maps over time, and a timeline. Colours come from the style, for light and dark.
+"""Draws charts as SVG: curves, bars, heat maps over time, and a timeline. The page's style has light and dark colours.
 
-The page's script computes values from the points of a curve: `data-box` of its SVG has the ranges of the axes. bokeh
-would take 2 s of CPU and 1.3 MB for as many charts.
+The page's script computes values from the points of a curve and from the ranges of the axes in `data-box`. The library
+bokeh would need 2 s of CPU and 1.3 MB for the same charts.
 """
 
 import math
@@ -15,28 +15,28 @@ from markupsafe import Markup, escape
 WIDTH, HEIGHT = 480.0, 200.0
 LEFT, RIGHT, TOP, BOTTOM = 46.0, 8.0, 18.0, 20.0
 MOST_POINTS = 400
-"""Maximum points of a curve; with more data each point is the mean of several."""
+"""The maximum number of points of a curve. With more data, each point is the mean of several values."""
 MOST_COLUMNS = 120
-"""Maximum columns of a heat map; with more data each is the sum of several."""
+"""The maximum number of columns of a heat map. With more data, each column is the sum of several histograms."""
 PARTS = 16
-"""Equal bins of a histogram."""
+"""The number of equal bins of a histogram."""
 NAME = 64.0
-"""Width reserved for the name of the x axis."""
+"""The width reserved for the name of the x axis."""
 MOST_ROWS = 16
 """The top row of a heat map, which includes all larger numbers."""
 TICKS, X_TICKS = 4, 6
 FEW = 12
-"""A curve with fewer points has a dot at each; with more it has only a line."""
+"""A curve with fewer points has a dot at each point."""
 TREND = 3
-"""Least points that are joined by a line."""
+"""Fewer points are not joined by a line."""
 LEAST_SMOOTHED, SAW_TOOTH = 30, 0.04
-"""A curve is smoothed from this many points on, if their mean distance from their neighbours exceeds this share of the
-height."""
+"""A curve is smoothed if it has this many points and the mean distance of a point from its neighbours exceeds this
+share of the height."""
 Point = tuple[float, float]
 
 
 class Curve(NamedTuple):
-    """A named line through points; `colour` is an index of the page's style."""
+    """A named line through points. `colour` is an index of the page's style."""
 
     label: str
     points: Sequence[Point]
@@ -45,7 +45,7 @@ class Curve(NamedTuple):
 
     @property
     def is_flat(self) -> bool:
-        """True if all values are the same."""
+        """Whether all values are equal."""
         return len({y for _, y in self.points}) < 2
 
 
@@ -58,7 +58,7 @@ class Bar(NamedTuple):
 
 
 class Event(NamedTuple):
-    """A time interval in a lane of a timeline, with a text; `strength` is the opacity of its colour, 0 to 1."""
+    """A time interval in a lane of a timeline, with a text. `strength` is the opacity of its colour, 0 to 1."""
 
     lane: str
     begin_s: float
@@ -69,16 +69,17 @@ class Event(NamedTuple):
 
 
 class Histogram(NamedTuple):
-    """Amounts by whole number, such as tokens by lag, at one x."""
+    """Amounts by whole number at one x, for example tokens by lag."""
 
     x: float
     amounts: Mapping[int, int]
 
 
 def curves(all_curves: Sequence[Curve], x_name: str, unit: str = "") -> Markup:
-    """Draw curves over one x axis; empty without points. `unit` is the unit of their values.
+    """Draw curves over one x axis; empty without points. `unit` is the unit of the values.
 
-    A curve that ends before the others has a dot at its end. A jagged curve is pale, with its running mean in front.
+    A curve that ends before the others has a dot at its end. A jagged curve is pale, and its running mean is drawn over
+    it.
     """
     all_curves = [curve._replace(points=_thin_out(_finite(curve.points))) for curve in all_curves]
     if not any(curve.points for curve in all_curves):
@@ -96,7 +97,7 @@ def curves(all_curves: Sequence[Curve], x_name: str, unit: str = "") -> Markup:
 
 
 def bars(all_bars: Sequence[Bar], unit: str) -> Markup:
-    """Draw one bar for each amount, side by side; `unit` names the amounts and the labels."""
+    """Draw one bar for each amount, side by side. `unit` names the amounts and the labels."""
     total = sum(bar.amount for bar in all_bars)
     if not total:
         return Markup("")
@@ -115,7 +116,7 @@ def bars(all_bars: Sequence[Bar], unit: str) -> Markup:
 
 
 def histogram(values: Sequence[float], x_name: str, unit: str) -> Markup:
-    """Draw a histogram over a linear axis: a bar for each value if they are few, else equal bins."""
+    """Draw a histogram over a linear axis: a bar for each distinct value if they are few, otherwise equal bins."""
     values = [value for value in values if math.isfinite(value)]
     if not values:
         return Markup("")
@@ -141,7 +142,7 @@ def histogram(values: Sequence[float], x_name: str, unit: str) -> Markup:
 
 
 def heat(columns: Sequence[Histogram], x_name: str, y_name: str) -> Markup:
-    """Draw a heat map of histograms over an x axis; the colour is deeper for a larger share of a column."""
+    """Draw histograms over an x axis as a heat map. A larger share of a column has a deeper colour."""
     columns = _merge_bins([distribution for distribution in columns if sum(distribution.amounts.values()) > 0])
     if not columns:
         return Markup("")
@@ -168,7 +169,7 @@ def heat(columns: Sequence[Histogram], x_name: str, y_name: str) -> Markup:
 
 
 def timeline(events: Sequence[Event], begin_s: float = 0.0) -> Markup:
-    """Draw a lane for each kind of event over the run's seconds from `begin_s` on."""
+    """Draw a lane for each kind of event over the seconds of the run, starting at `begin_s`."""
     events = [event._replace(begin_s=max(begin_s, event.begin_s)) for event in events if event.end_s >= begin_s]
     if not events:
         return Markup("")
@@ -254,18 +255,18 @@ def _ticks(axis: _Axis, count: int = TICKS) -> list[float]:
     power = 10.0 ** math.floor(math.log10(rough))
     step = next(power * factor for factor in (1, 2, 5, 10) if power * factor >= rough)
     first, last = math.ceil(axis.low / step), math.floor(axis.high / step)
-    # In floats 3 * 0.1 is not 0.3.
+    # In floating point 3 * 0.1 is not 0.3.
     return [float(f"{number * step:.10g}") for number in range(first, last + 1)]
 
 
 def _marks(x_axis: _Axis) -> list[str]:
-    """The numbers below the x axis; its right end has the name instead."""
+    """Return the numbers below the x axis, whose right end is left free for the axis's name."""
     places = [(x_axis.place(tick), abbreviate(tick)) for tick in _ticks(x_axis, X_TICKS)]
     return [_text(x, HEIGHT - 5, text, "middle") for x, text in places if x < WIDTH - NAME]
 
 
 def _names(x_name: str, unit: str) -> list[str]:
-    """The names of both axes."""
+    """Return the names of both axes."""
     return [_text(WIDTH - RIGHT, HEIGHT - 5, x_name, "end"), _text(2, 11, unit, "start")]
 
 
@@ -278,7 +279,7 @@ def _rules(y_axis: _Axis) -> list[str]:
 
 
 def abbreviate(number: float) -> str:
-    """1234567 -> 1.23M; numbers below 10,000 with four digits."""
+    """Shorten a number: 1234567 -> 1.23M; a number below 10,000 has four digits."""
     for size, letter in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e4, "k")):
         if abs(number) >= size:
             return f"{number / (1e3 if letter == 'k' else size):.3g}{letter}"
@@ -286,7 +287,7 @@ def abbreviate(number: float) -> str:
 
 
 def _curve(curve: Curve, x_axis: _Axis, y_axis: _Axis) -> list[str]:
-    """Draw a curve with its label, and its running mean and dots if needed."""
+    """Draw a curve with its label, and with its running mean and dots if needed."""
     points, kind = curve.points, f"c{curve.colour}{' dashed' if curve.dashed else ''}"
     smooth = _smooth(points)
     form = " raw" if smooth else " loose" if len(points) < TREND else " few" if len(points) < FEW else ""
@@ -307,7 +308,7 @@ def _polyline(points: Sequence[Point], x_axis: _Axis, y_axis: _Axis, attributes:
 
 
 def _smooth(points: Sequence[Point]) -> list[Point]:
-    """The running mean of a jagged curve; empty for a smooth one."""
+    """Return the running mean of a jagged curve; empty for a smooth curve."""
     ys = [y for _, y in points]
     if len(ys) < LEAST_SMOOTHED:
         return []

@@ -1,4 +1,4 @@
-"""The data of one run in a report, and the tables that follow from metrics.jsonl."""
+"""The data of one run in a report, and the tables that are computed from metrics.jsonl."""
 
 import traceback
 from collections import Counter
@@ -23,41 +23,41 @@ from streamppo.types import QueueReport
 
 T = TypeVar("T")
 AGES = 12
-"""Ages of reused context that have a row."""
+"""The number of rows for ages of reused context."""
 
 
 def make_part(part: Callable[[], T]) -> tuple[T | None, str]:
-    """Make a part of a page. Returns (part, ""), or (None, the reason) after a failure."""
+    """Compute a part of a page. Returns (part, ""), or (None, the reason) if that fails."""
     try:
         return part(), ""
     except StreamppoError as error:
         return None, str(error)
-    # A bug in one part is shown in its place; the page has the other parts.
+    # If the code of one part has a bug, the page shows the error there, and the other parts as usual.
     except Exception as error:
         place = traceback.extract_tb(error.__traceback__)[-1]
         return None, f"{type(error).__name__}: {error} ({Path(place.filename).name}:{place.lineno})"
 
 
 def or_dash(value: float | None, form: str) -> str:
-    """Fill a number into `form`, such as "{:.3f}"; "-" for None."""
+    """Format a number with `form`, such as "{:.3f}"; "-" for None."""
     return "-" if value is None else form.format(value)
 
 
 def section(caller: Callable[[], Markup]) -> Markup:
-    """A section of a page, or after a failure a paragraph with the reason."""
+    """Return a section of a page, or a paragraph with the reason if it cannot be computed."""
     content, why = make_part(caller)
     return Markup(f'<p class="none">{escape(why)}</p>') if content is None else content
 
 
 class TextPiece(NamedTuple):
-    """Consecutive tokens of one version, as text; `lag` is None if the policy did not sample them."""
+    """Text of consecutive tokens of one version. `lag` is None if the policy did not sample them."""
 
     text: str
     lag: int | None
 
 
 class TrainedSample(NamedTuple):
-    """A trajectory of the batch of the update that made `version`."""
+    """A trajectory of the batch from which the update made `version`."""
 
     version: int
     title: str
@@ -76,10 +76,10 @@ class NamedNumber(NamedTuple):
 
 @dataclass(slots=True)
 class View:
-    """One run, or a replay under another configuration, which has only `lines`.
+    """One run, or one replay under another configuration. A replay has only `lines`.
 
-    `queue`: the counters in its journal, None without one. `failures`: reasons with counts, the most frequent first.
-    `notes`: missing parts of the report.
+    `queue` has the counters of the run's journal, or None if there is no journal. `failures` has the reasons and their
+    counts, the most frequent first. `notes` lists parts that the report lacks.
     """
 
     name: str
@@ -107,12 +107,12 @@ class View:
 
 
 def evaluations(view: View) -> list[EvaluationLine]:
-    """The evaluation lines of a run."""
+    """Return the evaluation lines of a run."""
     return [line for line in view.lines if "evaluation" in line]
 
 
 def condition_class(condition: str) -> str:
-    """The colour class of a run's condition or outcome; unknown outcomes are failures."""
+    """Return the colour class of a run's condition or outcome. Unknown outcomes count as failures."""
     known = {FINISHED: FINISHED, "running": "running", "killed": "killed", "replayed": "replayed"}
     if condition.startswith("Interrupted"):
         return "stopped"
@@ -120,17 +120,17 @@ def condition_class(condition: str) -> str:
 
 
 def condition_word(condition: str) -> str:
-    """The condition in one word; for an error its first line."""
+    """Return the condition in one word, or the first line of an error."""
     return condition.strip().partition("\n")[0] if condition_class(condition) == "failed" else condition
 
 
 def signs(view: View) -> tuple[list[Sign], list[Sign]]:
-    """(findings that hold, findings that are over)."""
+    """Return the findings that hold, and the findings that have ended."""
     return [sign for sign in view.findings if sign.holds], [sign for sign in view.findings if not sign.holds]
 
 
 def headline(view: View) -> list[NamedNumber]:
-    """The most important numbers of a run."""
+    """Return the most important numbers of a run."""
     totals = summaries.line_totals(view.lines)
     rows = [NamedNumber("verdict", totals["verdict"])] if totals["verdict"] else []
     rows += [NamedNumber("outcome", view.outcome), NamedNumber("updates", f"{totals['updates']}")]
@@ -158,14 +158,14 @@ def headline(view: View) -> list[NamedNumber]:
 
 
 class RunsTable(NamedTuple):
-    """The headlines of several runs as a table: the runs' names, and rows of a name and one value per run."""
+    """The headlines of several runs as a table. A row is a name and one value per run."""
 
     runs: Sequence[str]
     rows: Sequence[tuple[str, Sequence[str]]]
 
 
 def compare_headlines(views: Sequence[View]) -> RunsTable | None:
-    """The headlines of several runs; None for a single run."""
+    """Return the headlines of several runs as a table; None for a single run."""
     if len(views) < 2:
         return None
     headlines = [{row.name: row.value for row in headline(view)} for view in views]
@@ -184,12 +184,12 @@ def _ends(totals: LineTotals) -> list[NamedNumber]:
 
 
 def ledger(view: View) -> tuple[list[NamedNumber], str]:
-    """The delivered tokens by outcome, and a sentence that compares their sum with the deliveries.
+    """Return the delivered tokens by outcome, and a sentence that compares their sum with the deliveries.
 
-    All counts are as of the journal's version; lines of later updates are excluded. The learner counts the tokens of
-    its batches; the queue counts delivered, abandoned and waiting tokens.
+    All counts are those of the journal's version, and lines of later updates are excluded. The learner counts the
+    tokens of its batches. The queue counts delivered, abandoned and waiting tokens.
 
-    Example: 100 delivered, 20 waiting and lines of 70 trained tokens: the sum has 10 less.
+    Example: 100 tokens delivered, 20 waiting and 70 in the lines of updates: the sum is 10 less.
     """
     if view.queue is None:
         return [], ""
@@ -200,16 +200,16 @@ def ledger(view: View) -> tuple[list[NamedNumber], str]:
     unknown = tokens["consumed"] - all_tokens if missing else 0
     parts = [
         ("trained on", trained, ""),
-        ("masked", masked, "beyond queue.max_lag, in a batch and out of its loss"),
-        ("left out", all_tokens - trained - masked, "in a batch and out of its loss: filters, equal groups"),
+        ("masked", masked, "beyond queue.max_lag: in a batch, but not in its loss"),
+        ("left out", all_tokens - trained - masked, "in a batch, but not in its loss: filters, equal groups"),
         ("trained on or not", unknown, "in batches of updates that have no line in metrics.jsonl"),
         ("dropped: too old", tokens["too_old"], "sampled again"),
         ("dropped: abandoned", tokens["abandoned"], "another sample of the group failed too often"),
-        ("dropped: resampled", tokens["resampled"], "the group taught nothing"),
-        ("failed", tokens["failed"], "sampled, and without a score"),
+        ("dropped: resampled", tokens["resampled"], "the group had no learning signal"),
+        ("failed", tokens["failed"], "sampled, but without a score"),
         ("dead letters", tokens["dead_letters"], "could not be trained on"),
         ("duplicates", tokens["duplicates"], "not expected: delivered twice, or by an actor marked dead"),
-        ("waiting", tokens["waiting"], "ready, in the queue"),
+        ("waiting", tokens["waiting"], "ready in the queue"),
         ("leased", tokens["leased"], "in the batch of an update that has not published its version"),
     ]
     rows = [NamedNumber(name, f"{count:,}", remark) for name, count, remark in parts if count or name == "trained on"]
@@ -222,8 +222,8 @@ def _sum(delivered: int, total: int, version: int, missing: int) -> str:
         return f"{text}the sum has {abs(delivered - total):,} {'less' if total < delivered else 'more'}."
     if missing:
         lines = "line of 1 update is" if missing == 1 else f"lines of {missing:,} updates are"
-        return f"{text}exactly the sum. The {lines} missing, so the queue's count stands for their tokens."
-    return f"{text}exactly the sum of what learner and queue have counted."
+        return f"{text}exactly the sum. The {lines} missing, so the queue's count is used for their tokens."
+    return f"{text}exactly the sum of the learner's and the queue's counts."
 
 
 def _version(line: UpdateLine | RemadeLine) -> int:
@@ -231,7 +231,7 @@ def _version(line: UpdateLine | RemadeLine) -> int:
 
 
 def _in_batches(known: Sequence[UpdateLine | RemadeLine]) -> dict[str, int]:
-    """Sums of token counts over updates, one line for each."""
+    """Return the sums of token counts over updates, given one line for each update."""
     names = ("tokens", "tokens_trained", "tokens_too_old")
     values = {name: [line.get(name, 0) for line in known] for name in names}
     return {
@@ -241,7 +241,7 @@ def _in_batches(known: Sequence[UpdateLine | RemadeLine]) -> dict[str, int]:
 
 
 def lengths(view: View) -> list[NamedNumber]:
-    """Mean lengths of trained and of sampled completions, and the bias between them."""
+    """Return the mean lengths of trained and of sampled completions, and the bias between them."""
     if view.queue is None or not view.queue.consumed:
         return []
     queue, dropped = view.queue, view.queue.dropped["too_old"]
@@ -254,11 +254,11 @@ def lengths(view: View) -> list[NamedNumber]:
 
 
 ATTEMPTS = ("attempts", "failed", "dropped", "lost", "masked", "undelivered", "reward", "all others 0")
-"""Columns of the table of attempts."""
+"""The columns of the table of attempts."""
 
 
 def attempts(view: View) -> tuple[str, RunsTable] | None:
-    """The ends of the attempts, in a sentence and a table; None without data."""
+    """Describe how attempts ended in a sentence and a table; None without data."""
     if (table := view.attempts) is None:
         return None
     rows = [
@@ -293,14 +293,14 @@ def attempts(view: View) -> tuple[str, RunsTable] | None:
 
 
 def reuse(view: View) -> list[NamedNumber]:
-    """The reuse of caches: shares, and the tokens from caches by the age of the weights."""
+    """Return the shares of prompt tokens that came from caches, and their numbers by the age of the weights."""
     reused = context_reuse.mean_shares(context_reuse.newest_lines(view.lines))
     rows = list[NamedNumber]()
     if reused.prefixes is not None:
         rows.append(NamedNumber("prompts", f"{reused.prefixes:.0%}", "prefix_reused: tokens that came from a cache"))
     if reused.contexts is not None:
         rows.append(NamedNumber("contexts of turns", f"{reused.contexts:.0%}", "context_reused; turns allow 100%"))
-    # Age 0 alone is not shown: samples share their prompt in every run.
+    # Age 0 alone is not shown, because samples share their prompt in every run.
     ages = reused.ages if any(reused.ages) else {}
     rows += [
         NamedNumber(f"computed {age:,} versions before", f"{count:,}", "tokens from a cache")
@@ -314,18 +314,18 @@ def reuse(view: View) -> list[NamedNumber]:
 AGENTS = {
     "runs": "played to their end",
     "failed": "without a reward: sampled again",
-    "requests": "of all runs",
-    "joined": "repeated while the answer was under way",
-    "disconnected": "hung up before their answer",
-    "cut off at the end": "under way when their run ended",
+    "requests": "in all runs",
+    "joined": "repeated before the answer was complete",
+    "disconnected": "disconnected before the answer",
+    "cut off at the end": "not answered when their run ended",
     "over budget": "beyond max_turns or max_tokens",
     "undelivered tokens": "sampled but not received, and not trained on",
 }
-"""The meaning of agents' counters, in the order of the table; refusals of other kinds follow."""
+"""The meaning of agents' counters, in the order of the table. Counters of other refusals follow them."""
 
 
 def agents(view: View) -> list[NamedNumber]:
-    """Count the requests of agents by outcome, over the rollout actors at work."""
+    """Count the requests of agents by outcome over all rollout actors of the newest part."""
     counts: Counter[str] = Counter()
     for line in context_reuse.newest_lines(view.lines):
         counts.update(line.get("agents", {}))
@@ -334,7 +334,7 @@ def agents(view: View) -> list[NamedNumber]:
 
 
 def events(view: View) -> list[Event]:
-    """The timeline: parts, updates and the waits before them, pushes, rollout actors, evaluations, restarts."""
+    """Return the timeline: parts, updates and the waits before them, pushes, rollout actors, evaluations, restarts."""
     listed: list[Event] = []
     updates = [line for line in view.lines if "update" in line]
     for line in updates[:: max(1, len(updates) // MOST_POINTS + 1)]:
@@ -356,7 +356,7 @@ def events(view: View) -> list[Event]:
 
 
 def _unreported(lines: Sequence[Line], intervals: Sequence[EngineInterval]) -> list[Event]:
-    """The time since the last line of each rollout actor of the newest part, which has no data yet."""
+    """Return the time since the newest line of each rollout actor, for which there are no data."""
     end_s = max((line["wall_s"] for line in lines), default=0.0)
     begun_s = max((line["wall_s"] for line in lines if "part" in line), default=0.0)
     newest = {
@@ -376,20 +376,24 @@ def _engine(interval: EngineInterval) -> Event:
 
 
 UNREPORTED, FINISHED_COLOUR = 8, 2
-"""Colours of time without data yet, and of a successful end."""
+"""The colour index of time without data, and of a successful end."""
 INSTANTS = {
     "evaluation": ("evaluation", "after update ", 1),
     "restart": ("restart", "", 3),
     "part": ("driver", "", 4),
     "end": ("driver", "", 3),
 }
-"""Lane, text prefix and colour, by the kind of instant event."""
+"""The lane, text prefix and colour of each kind of instant event."""
 
 
 def duration(seconds: float) -> str:
-    """4000 -> 1 h 06 min."""
-    hours, rest = divmod(round(seconds), 3600)
-    minutes, seconds_left = divmod(rest, 60)
+    """Format seconds: 4000 -> 1 h 06 min."""
+    hours, remainder_s = divmod(round(seconds), 3600)
+    minutes, seconds_left = divmod(remainder_s, 60)
     return (
-        f"{hours} h {minutes:02d} min" if hours else f"{minutes} min {seconds_left:02d} s" if minutes else f"{rest} s"
+        f"{hours} h {minutes:02d} min"
+        if hours
+        else f"{minutes} min {seconds_left:02d} s"
+        if minutes
+        else f"{remainder_s} s"
     )

@@ -4,6 +4,6 @@
                                                  |
     driver: sinks.py starts it, checks it        +--> runs/NAME/trackers/KIND.json: its progress
 
-The file is the queue: a slow, stopped or killed process loses nothing and sends the rest when the run is resumed. The
-driver never waits for a tracker, except for `sinks.END_S` at its end.
+metrics.jsonl is the queue between driver and tracker. A slow, stopped or killed tracker loses nothing: it sends the
+missing lines after the run is resumed. The driver waits for trackers only at its end, at most `sinks.END_S` seconds.
 """

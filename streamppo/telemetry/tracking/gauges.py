@@ -1,4 +1,4 @@
-"""The names of Prometheus gauges, derived from the catalogue's.
+"""Derives the names of Prometheus gauges from the names of the catalogue.
 
 reward          streamppo_reward{run="math"}
 ess_lag_3-4     streamppo_ess_lag_of{run="math", of="3-4"}
@@ -10,15 +10,15 @@ from streamppo.telemetry import catalogue
 
 PREFIX = "streamppo_"
 VERSION = "version"
-"""The version of the newest point, as a metric."""
+"""The metric that holds the version of the newest point."""
 RUN, OF = "run", "of"
-"""Labels: the run's name; the bucket, component or actor of a catalogue name that ends in _."""
+"""Labels: the run's name; and the bucket, component or actor that follows a catalogue name that ends in _."""
 TEXTS = {**catalogue.ENTRIES, VERSION: "updates that were made"}
-"""Every metric, by its name in the catalogue."""
+"""The help text of each metric, by its name in the catalogue."""
 
 
 class Gauge(NamedTuple):
-    """A gauge: its name, its help text, and the value of its label `of`, if it has one."""
+    """A gauge: its name, its help text, and the value of its label `of`; "" without that label."""
 
     name: str
     text: str
@@ -26,12 +26,12 @@ class Gauge(NamedTuple):
 
     @property
     def labels(self) -> tuple[str, ...]:
-        """Names of its labels."""
+        """The names of the gauge's labels."""
         return (RUN, OF) if self.of else (RUN,)
 
 
 def gauge(metric: str) -> Gauge | None:
-    """Find the gauge of a metric; None for one that is not in the catalogue."""
+    """Return the gauge of a metric; None if the catalogue lacks the metric."""
     if metric == VERSION:
         return Gauge(name(VERSION), TEXTS[VERSION], "")
     entry = catalogue.find(metric)
@@ -39,5 +39,5 @@ def gauge(metric: str) -> Gauge | None:
 
 
 def name(entry: str) -> str:
-    """The gauge's name for a name of the catalogue."""
+    """Return the gauge's name for a name of the catalogue."""
     return f"{PREFIX}{entry}{OF if entry.endswith('_') else ''}"

@@ -1,6 +1,6 @@
-"""A Grafana dashboard for the gauges, from the catalogue: `python -m streamppo.telemetry.tracking.grafana FILE`.
+"""Builds a Grafana dashboard from the catalogue: `python -m streamppo.telemetry.tracking.grafana FILE`.
 
-Each query matches the endpoint's gauges and Ray's, whose names begin with ray_.
+Each query finds the gauges of the endpoint and those of Ray, whose names begin with ray_.
 """
 
 import json
@@ -23,20 +23,20 @@ ROWS = {
     ),
     "Pipeline": ("queue_ready", "queue_in_flight", "engine_tokens_", "engine_idle_s_", "wait_s", "update_s", "push_ms"),
 }
-"""Open panels; every other metric has a panel in the last row, which is closed."""
-REST = "Everything else"
+"""Rows of panels that are open. All other metrics have panels in the last row, which is closed."""
+LAST_ROW = "Everything else"
 COUNTERS = ("engine_tokens_", "engine_busy_s_", "engine_idle_s_")
-"""Growing gauges: their panels show the rate."""
+"""Gauges that only grow, whose panels show the rate."""
 WIDTH, HEIGHT, COLUMNS = 8, 7, 3
 
 
 def dashboard() -> dict[str, object]:
-    """The whole dashboard; data source and runs are chosen in Grafana."""
+    """Return the whole dashboard. The user chooses the data source and the runs in Grafana."""
     open_entries = {entry for row in ROWS.values() for entry in row}
     closed_entries = tuple(entry for entry in gauges.TEXTS if entry not in open_entries)
     panels: list[dict[str, object]] = []
     top = 0
-    for title, entries in [*ROWS.items(), (REST, closed_entries)]:
+    for title, entries in [*ROWS.items(), (LAST_ROW, closed_entries)]:
         row, below = _row(title, entries, top, len(panels) + 1)
         panels += [row, *below]
         top += 1 + HEIGHT * -(-len(entries) // COLUMNS)
@@ -52,16 +52,16 @@ def dashboard() -> dict[str, object]:
 
 
 def text() -> str:
-    """The dashboard as JSON for Grafana's import."""
+    """Return the dashboard as JSON for Grafana's import."""
     return json.dumps(dashboard(), indent=1) + "\n"
 
 
 def _row(
     title: str, entries: tuple[str, ...], top: int, number: int
 ) -> tuple[dict[str, object], list[dict[str, object]]]:
-    """A row and the panels below it; a closed row contains its panels instead."""
+    """Return a row and the panels below it. A closed row contains its panels instead."""
     panels = [_panel(entry, at, top + 1, number + 1 + at) for at, entry in enumerate(entries)]
-    closed = title == REST
+    closed = title == LAST_ROW
     place = {"h": 1, "w": COLUMNS * WIDTH, "x": 0, "y": top}
     row: dict[str, object] = {"id": number, "type": "row", "title": title, "gridPos": place, "collapsed": closed}
     return row | {"panels": panels if closed else []}, [] if closed else panels

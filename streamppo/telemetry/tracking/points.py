@@ -1,4 +1,4 @@
-"""Converts lines of metrics.jsonl to points: numbers by catalogue name, at a version."""
+"""Converts lines of metrics.jsonl to points: numbers with catalogue names at a version."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
@@ -6,11 +6,11 @@ from typing import NamedTuple
 from streamppo.telemetry.metrics_file import EngineLine, Line, RemadeLine, UpdateLine, numbers
 
 BY_ENGINE = ("version", "tokens", "busy_s", "idle_s", "prefix_reused", "context_reused", "kv_age")
-"""The possible numbers of a rollout actor's line."""
+"""The numbers that a rollout actor's line can have."""
 
 
 class Point(NamedTuple):
-    """The numbers of one line. `at_s` is its time of writing, in seconds since 1970."""
+    """The numbers of one line. `at_s` is the time at which it was written, in seconds since 1970."""
 
     version: int
     at_s: float
@@ -18,7 +18,7 @@ class Point(NamedTuple):
 
 
 class Points:
-    """Makes points from lines in their order; `version` is the newest version so far."""
+    """Converts lines in their order to points. `version` is the newest version so far."""
 
     def __init__(self, version: int = 0) -> None:
         self.version = version
@@ -26,7 +26,7 @@ class Points:
         self._restarts: dict[str, int] = {}
 
     def make(self, lines: Sequence[Line], written_s: float) -> Iterator[Point]:
-        """Yield a point for every line with numbers for trackers; the last line was written at `written_s`."""
+        """Yield a point for each line that has numbers for trackers. The last line was written at `written_s`."""
         for line in lines:
             version, values = self._values(line)
             if values:
@@ -39,8 +39,8 @@ class Points:
         if "remade" in line:
             return line["remade"], _metrics("remade", line)
         if "evaluation" in line:
-            right = {} if line["accuracy"] is None else {"evaluation_accuracy": line["accuracy"]}
-            return line["evaluation"], {**right, "evaluation_failed": line["failed"]}
+            scores = {} if line["accuracy"] is None else {"evaluation_accuracy": line["accuracy"]}
+            return line["evaluation"], {**scores, "evaluation_failed": line["failed"]}
         if "restart" in line:
             self._restarts[line["restart"]] = self._restarts.get(line["restart"], 0) + 1
             return self.version, {f"restarts_{line['restart']}": self._restarts[line["restart"]]}

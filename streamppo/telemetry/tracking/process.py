@@ -1,11 +1,11 @@
 """The process of one tracker: it sends the lines of metrics.jsonl until its standard input ends.
 
-    opening -> following <-> sending -> closing -> ended (0)
-    any state -> an error of the library: ended (1), its traceback in the log
-    any state but following -> over its time limit: ended (1), with the hanging stack in the log
+    opening -> following <-> sending -> closing -> ended (exit code 0)
+    any state -> the library raises: ended (exit code 1), with a traceback in the log
+    any state except following -> the time limit passes: ended (exit code 1), with the hanging stack in the log
 
-The first line of standard input is the `TrackedRun`; standard input ends with the driver, for whatever reason. The
-driver waits `CLOSE_S` at its end; this process has the same limit for the case that the driver is gone.
+The first line of standard input is the `TrackedRun`. Standard input ends when the driver ends, for any reason. A driver
+that ends normally waits `CLOSE_S` for this process. If the driver was killed, this process has the same time limit.
 """
 
 import faulthandler
@@ -26,11 +26,11 @@ from streamppo.telemetry.tracking.points import Points
 from streamppo.telemetry.tracking.trackers.run import Kind, TrackedRun, Tracker
 
 MOST_BYTES = 2**20
-"""Approximate bytes of one read, so that a long file is never in memory as a whole."""
+"""Approximate number of bytes of one read, so that a long file is never in memory as a whole."""
 POLL_S = 1.0
 """Seconds between two reads of the file."""
 OPEN_S, SEND_S, CLOSE_S = 120.0, 60.0, 20.0
-"""Time limits: the library's import and start, one call of `send`, and all remaining work at the end."""
+"""Time limits in seconds: for importing and starting the library, for one `send`, and for all work at the end."""
 NICENESS = 10
 STDIN = 0
 
@@ -44,7 +44,7 @@ class Progress(msgspec.Struct, frozen=True):
 
 
 def main() -> None:
-    """Follow the run given in the first line of standard input."""
+    """Send the lines of the run that the first line of standard input names."""
     os.nice(NICENESS)
     run = msgspec.json.decode(sys.stdin.buffer.readline(), type=TrackedRun)
     follow(run)
@@ -54,7 +54,7 @@ def main() -> None:
 
 
 def follow(run: TrackedRun) -> None:
-    """Send all lines, and close the tracker once standard input has ended."""
+    """Send all lines, and close the tracker when standard input has ended."""
     path = progress_path(Path(run.folder), run.kind)
     progress = _read(path)
     with _limit(OPEN_S):
@@ -72,7 +72,7 @@ def follow(run: TrackedRun) -> None:
 
 
 def _read(path: Path) -> Progress:
-    """The progress of an earlier process. Without one, or with a damaged file, all lines are sent."""
+    """Return the progress of an earlier process. If the file is missing or damaged, all lines are sent again."""
     try:
         return msgspec.json.decode(path.read_bytes(), type=Progress) if path.is_file() else Progress()
     except (OSError, *UNREADABLE) as error:
@@ -82,12 +82,12 @@ def _read(path: Path) -> Progress:
 
 
 def progress_path(folder: Path, kind: Kind) -> Path:
-    """The progress file of a tracker of the run in `folder`."""
+    """Return the path of a tracker's progress file in the run's `folder`."""
     return folder / "trackers" / f"{kind}.json"
 
 
 def _open_tracker(run: TrackedRun) -> Tracker:
-    """Open the tracker of kind `run.kind`; its library is imported here. Raises the errors of the library."""
+    """Import the library of the tracker `run.kind` and open the tracker. Raises the library's errors."""
     match run.kind:
         case "tensorboard":
             from streamppo.telemetry.tracking.trackers.tensorboard_tracker import TensorBoard
@@ -112,7 +112,7 @@ def _open_tracker(run: TrackedRun) -> Tracker:
 
 
 def _send(tracker: Tracker, tail: Tail, points: Points) -> bool:
-    """Send the next lines; False if there are none."""
+    """Send the next lines. Returns False if there are none."""
     before, lines = tail.end, read_lines(tail)
     if new_points := list(points.make(lines, tail.written_s)):
         tracker.send(new_points)
@@ -120,24 +120,25 @@ def _send(tracker: Tracker, tail: Tail, points: Points) -> bool:
 
 
 def read_lines(tail: Tail) -> list[Line]:
-    """Read the next complete lines, about `MOST_BYTES` of them, and skip damaged ones."""
+    """Read the next complete lines, about `MOST_BYTES` bytes of them, and skip damaged lines."""
     return [line for text in tail.read(MOST_BYTES) if (line := parse(text))]
 
 
 def _save(path: Path, progress: Progress) -> None:
-    # Not flushed, which would slow the queue's journal down; after a power cut some lines are sent again.
+    # The file is not flushed, because that would slow down the queue's journal. After a power failure some lines are
+    # sent again.
     durable.aside(path).write_bytes(msgspec.json.encode(progress))
     os.replace(durable.aside(path), path)
 
 
 def _has_ended(wait_s: float) -> bool:
-    """Wait for `wait_s` or the end of standard input; the driver writes only its first line."""
+    """Wait for `wait_s` seconds or the end of standard input. After the first line the driver writes nothing."""
     return bool(select.select([STDIN], [], [], wait_s)[0])
 
 
 @contextmanager
 def _limit(seconds: float) -> Generator[None]:
-    """End the process if the block takes longer, from a C thread that a hanging library cannot block."""
+    """End the process if the block takes longer. The timer is a C thread, which a hanging library cannot block."""
     faulthandler.dump_traceback_later(seconds, exit=True)
     try:
         yield

@@ -1,7 +1,7 @@
-"""The gauges as Ray's metrics: a cluster's nodes export them to its Prometheus, as ray_streamppo_...
+"""Sets the gauges as metrics of Ray. A cluster's nodes export them to its Prometheus as ray_streamppo_...
 
-Ray sends them asynchronously; nothing here waits. Ray drops a gauge that was not set for some time, such as the
-accuracy between two evaluations, so every line sets all gauges again.
+Ray sends them asynchronously, so the driver does not wait. Ray drops a gauge that was not set for some time, for
+example the accuracy between two evaluations. For this reason every line sets all gauges again.
 """
 
 import logging
@@ -18,7 +18,7 @@ log = logging.getLogger(__name__)
 
 
 class RayGauges:
-    """The gauges of the run named `run`. Ray must be running before the first line with numbers."""
+    """The gauges of the run named `run`. Ray must be running when `line` gets the first line with numbers."""
 
     def __init__(self, run: str) -> None:
         self._run = run
@@ -28,7 +28,7 @@ class RayGauges:
         self._lost = False
 
     def line(self, line: Line) -> None:
-        """Set the gauges of a line; after Ray's first error do nothing more."""
+        """Set the gauges for a line. After an error of Ray, later calls do nothing."""
         if self._lost:
             return
         try:

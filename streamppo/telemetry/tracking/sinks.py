@@ -1,10 +1,10 @@
-"""The driver's side of trackers: it starts their processes, checks them, and waits for them for `END_S` at its end.
+"""The driver's side of trackers: it starts and checks their processes, and waits for them when the run ends.
 
-    running -> lost      its process has ended: one warning, with the reason from its log
-            -> late      at the end it has not ended within `END_S`: killed, one warning
+    running -> lost      the process ended early: one warning, with the reason from its log
+            -> late      the process did not end within `END_S` of the run's end: killed, one warning
             -> ended
 
-A resumed run sends the lines that a tracker lacks; they are in metrics.jsonl.
+A resumed run sends the lines of metrics.jsonl that a tracker has not sent.
 """
 
 import logging
@@ -29,15 +29,15 @@ if TYPE_CHECKING:
     from streamppo.telemetry.tracking.ray_metrics import RayGauges
 
 END_S = process.CLOSE_S
-"""Seconds that a run waits for all its trackers at its end."""
+"""Seconds for which a run waits at its end for all trackers together."""
 HANGS = "Timeout ("
-"""The beginning of faulthandler's lines about a timeout."""
+"""The beginning of a line of faulthandler about a timeout."""
 
 log = logging.getLogger(__name__)
 
 
 class Sinks:
-    """The trackers of the run in `folder` according to `config`."""
+    """The trackers that `config` names for the run in `folder`."""
 
     def __init__(self, config: Config, folder: Path) -> None:
         self._folder = folder.resolve()
@@ -47,7 +47,7 @@ class Sinks:
         self._gauges = _gauges(config, self._folder.name)
 
     def line(self, line: Line) -> None:
-        """Set Ray's gauges from an event of the run; the processes read it from the file."""
+        """Set Ray's gauges for a line. The trackers' processes read the line from metrics.jsonl."""
         if self._gauges is not None:
             self._gauges.line(line)
 
@@ -58,7 +58,7 @@ class Sinks:
                 self._give_up(kind, self._reason(kind))
 
     def close(self) -> None:
-        """Let all trackers send the remaining lines, and kill the late ones. Later calls do nothing."""
+        """Let all trackers send the remaining lines, and kill those that take too long. Later calls do nothing."""
         for child in self._processes.values():
             _close_input(child)
         deadline = time.monotonic() + END_S
@@ -73,7 +73,7 @@ class Sinks:
         self._processes = {}
 
     def _start(self, run: TrackedRun) -> "subprocess.Popen[bytes]":
-        """Start a process in its own session: Ctrl-C reaches only the driver, which lets the process finish."""
+        """Start a tracker in a separate session, so that Ctrl-C reaches only the driver and the tracker can finish."""
         path = self._log(run.kind)
         for folder in (path.parent, process.progress_path(self._folder, run.kind).parent):
             folder.mkdir(exist_ok=True)
@@ -90,7 +90,7 @@ class Sinks:
 
     def _give_up(self, kind: Kind, reason: str) -> None:
         child = self._processes.pop(kind)
-        # The group includes the library's own processes.
+        # The process group includes processes that the library started.
         with suppress(ProcessLookupError):
             os.killpg(child.pid, signal.SIGKILL)
         child.wait()
@@ -98,7 +98,7 @@ class Sinks:
         log.warning("%s has ended, the run continues without it: %s; see %s", kind, reason, self._log(kind))
 
     def _reason(self, kind: Kind) -> str:
-        """The reason from the log of an ended process: its error, or that it hung."""
+        """Return why a tracker's process ended: its error in the log, or that it hung."""
         with suppress(OSError):
             lines = self._log(kind).read_text(errors="replace").strip().splitlines()
             hung = any(text.startswith(HANGS) for text in lines)
@@ -116,7 +116,7 @@ def _close_input(child: "subprocess.Popen[bytes]") -> None:
 
 
 def runs(config: Config, folder: Path) -> list[TrackedRun]:
-    """A `TrackedRun` of the run in `folder` for every tracker with a process of its own."""
+    """Return a `TrackedRun` for each tracker that has its own process."""
     telemetry, values = config.telemetry, diff.fields(config)
     tracked = [TrackedRun(kind, str(folder), telemetry.project, values) for kind in telemetry.trackers]
     if isinstance(telemetry.prometheus, Endpoint):

@@ -1,4 +1,4 @@
-"""The pipeline of a run over time: waiting of learner and engines, the queue, the lag, and the newest updates."""
+"""The pipeline of a run over time: how long stages wait, the queue, the lag, and the newest updates."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -15,7 +15,7 @@ from streamppo.telemetry.report.plot import Curve, Histogram, Point
 from streamppo.telemetry.report.view import View, or_dash
 
 NEWEST = 20
-"""Updates in the timeline of the newest updates."""
+"""The number of updates in the timeline of the newest updates."""
 
 
 class StageView(NamedTuple):
@@ -36,7 +36,7 @@ class Actor(NamedTuple):
 
 
 def stages(state: RunState) -> list[StageView]:
-    """The four stages in the order of the data: rollout, queue, learner, weights."""
+    """Return the four stages in the order of the data: rollout, queue, learner, weights."""
     versions = sorted({engine.newest["version"] for engine in state.engines.values()})
     count, idle = len(state.engines), or_dash(state.engines_idle, "{:.0%}")
     lag = or_dash(state.newest.get("lag_mean"), "{:.2f}")
@@ -44,7 +44,7 @@ def stages(state: RunState) -> list[StageView]:
     return [
         StageView(
             "rollout",
-            f"{_whole(state.sampled_per_s)} tokens/s",
+            f"{_abbreviate(state.sampled_per_s)} tokens/s",
             [
                 f"{count} actor{'s' * (count != 1)} with version {spread or '-'}",
                 f"idle {idle}",
@@ -53,7 +53,7 @@ def stages(state: RunState) -> list[StageView]:
         StageView("queue", f"{state.ready:,} ready", [_batch(state), f"{state.in_flight:,} being sampled"]),
         StageView(
             "learner",
-            f"{_whole(state.trained_per_s)} tokens/s",
+            f"{_abbreviate(state.trained_per_s)} tokens/s",
             [f"{or_dash(state.update_s, '{:.2g} s')} an update", f"waits {or_dash(state.learner_waits, '{:.0%}')}"],
         ),
         StageView(
@@ -65,22 +65,22 @@ def stages(state: RunState) -> list[StageView]:
 
 
 def waits(state: RunState) -> str:
-    """The stage that waits, learner or engines, in words; empty before the first update."""
+    """Say whether the learner or the engines wait; "" before the first update."""
     learner = state.learner_waits
     return "" if learner is None else verdict(learner, state.engines_idle or 0.0)
 
 
 def actors(lines: Sequence[Line]) -> list[Actor]:
-    """The rollout actors with a line in the newest part of the run."""
+    """Return the rollout actors that have a line in the newest part of the run."""
     newest = {interval.line["engine"]: interval for interval in timeline.engine_intervals(_newest_part(lines))}
     return [
-        Actor(name, f"{last.line['version']:,}", _whole(last.tokens_per_s), f"{last.idle:.0%}")
+        Actor(name, f"{last.line['version']:,}", _abbreviate(last.tokens_per_s), f"{last.idle:.0%}")
         for name, last in sorted(newest.items())
     ]
 
 
 def charts(lines: Sequence[Line]) -> list[Chart]:
-    """The charts that have data."""
+    """Return the charts that have data."""
     all_charts = [_waiting(lines), _queue(lines), _lag(lines), _reuse(lines)]
     return [chart for chart in all_charts if chart.drawing]
 
@@ -91,7 +91,7 @@ def newest_updates(run_view: View) -> Markup:
     if not updates:
         return Markup("")
     begin_s = timeline.requested_s(updates[0])
-    # A rollout actor's interval starts at its previous line, so all its lines are needed.
+    # A rollout actor's interval begins at its previous line, so all of its lines are needed.
     part = [line for line in run_view.lines if line["wall_s"] >= begin_s or "engine" in line or "part" in line]
     return plot.timeline(view.events(View(run_view.name, part)), begin_s)
 
@@ -106,7 +106,7 @@ def _waiting(lines: Sequence[Line]) -> Chart:
         if "update" in line and line["update_s"] > 0
     ]
     engines = [(interval.line["wall_s"], interval.idle) for interval in timeline.engine_intervals(lines)]
-    text = "share of its time: the learner without a batch, a rollout actor with nothing to decode"
+    text = "share of time: the learner without a batch, a rollout actor with nothing to decode"
     curves = [Curve("learner waits", learner, 0), Curve("engines idle", engines, 1)]
     return _chart("Who waits", curves, "share of time", text)
 
@@ -115,7 +115,7 @@ def _queue(lines: Sequence[Line]) -> Chart:
     ready: list[Point] = [(line["wall_s"], line["queue"]) for line in lines if "queue" in line]
     sampled: list[Point] = [(line["wall_s"], line["in_flight"]) for line in lines if "queue" in line]
     curves = [Curve("ready", ready, 2), Curve("being sampled", sampled, 4)]
-    return _chart("Queue", curves, "trajectories", "trajectories, now and then")
+    return _chart("Queue", curves, "trajectories", "trajectories that are ready and being sampled")
 
 
 def _lag(lines: Sequence[Line]) -> Chart:
@@ -124,7 +124,7 @@ def _lag(lines: Sequence[Line]) -> Chart:
         for line in lines
         if "update" in line
     ]
-    text = "tokens of each batch by their lag in versions: the deeper the colour, the more of the batch"
+    text = "tokens of each batch by their lag in versions; a deeper colour is a larger share of the batch"
     return Chart("Lag over time", plot.heat(columns, "update", "lag in versions"), [("lag_histogram", text)], [])
 
 
@@ -132,7 +132,7 @@ def _reuse(lines: Sequence[Line]) -> Chart:
     engines = [line for line in lines if "engine" in line]
     prompts: list[Point] = [(line["wall_s"], line["prefix_reused"]) for line in engines if "prefix_reused" in line]
     turns: list[Point] = [(line["wall_s"], line["context_reused"]) for line in engines if "context_reused" in line]
-    text = "share of tokens that came from a cache: of all prompts, and of earlier turns' contexts"
+    text = "share of tokens that came from a cache: of all prompts, and of earlier turns"
     return _chart("Computed once", [Curve("prompts", prompts, 5), Curve("contexts of turns", turns, 2)], "share", text)
 
 
@@ -157,5 +157,5 @@ def _push(state: RunState) -> str:
     return f"pushed in {state.newest['push_ms']:.0f} ms" if "push_ms" in state.newest else ""
 
 
-def _whole(number: float | None) -> str:
+def _abbreviate(number: float | None) -> str:
     return "-" if number is None else plot.abbreviate(round(number))

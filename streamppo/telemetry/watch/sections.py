@@ -1,4 +1,4 @@
-"""The sections of the live page as HTML, rendered again and again during a run. Text of a run is escaped."""
+"""Renders the sections of the live page as HTML, repeatedly during a run. Text from a run is escaped."""
 
 from collections.abc import Callable, Sequence
 from functools import cache
@@ -14,7 +14,7 @@ from streamppo.telemetry.report import page, plot, view
 from streamppo.telemetry.report.view import NamedNumber, View
 from streamppo.telemetry.watch import pipeline
 
-HERE = Path(__file__).parent
+FOLDER = Path(__file__).parent
 FIRST = (
     "Reward",
     "Held-out accuracy",
@@ -25,9 +25,9 @@ FIRST = (
     "Clip fraction",
     "Length",
 )
-"""The charts that are always shown; the others unfold."""
+"""The charts that are always shown. The page shows the other charts after a click."""
 RESTARTS = 50
-"""Newest restarts shown."""
+"""The number of newest restarts that are shown."""
 
 
 class RunView(NamedTuple):
@@ -41,17 +41,17 @@ class RunView(NamedTuple):
 class _Macros(Protocol):
     """The macros of sections.html."""
 
-    def head(self, one: RunView, left: str) -> Markup: ...
-    def headline(self, one: RunView, rows: Sequence[NamedNumber], beside: view.RunsTable | None) -> Markup: ...
+    def head(self, run: RunView, left: str) -> Markup: ...
+    def headline(self, run: RunView, rows: Sequence[NamedNumber], beside: view.RunsTable | None) -> Markup: ...
     def curves(self, charts: Sequence[page.Chart]) -> Markup: ...
-    def pipeline(self, one: RunView) -> Markup: ...
-    def data(self, one: View) -> Markup: ...
-    def trouble(self, one: View, restarts: Sequence[RestartLine]) -> Markup: ...
+    def pipeline(self, run: RunView) -> Markup: ...
+    def data(self, run: View) -> Markup: ...
+    def trouble(self, run: View, restarts: Sequence[RestartLine]) -> Markup: ...
 
 
 def environment() -> Environment:
-    """The templates of the page, and the ones shared with the report."""
-    jinja = Environment(loader=FileSystemLoader([HERE, Path(page.__file__).parent]), autoescape=True)
+    """Return the templates of the page, including those shared with the report."""
+    jinja = Environment(loader=FileSystemLoader([FOLDER, Path(page.__file__).parent]), autoescape=True)
     jinja.globals |= {
         "actors": pipeline.actors,
         "stages": pipeline.stages,
@@ -75,7 +75,7 @@ MACROS = cast(_Macros, environment().get_template("sections.html").module)
 
 
 def sections(runs: Sequence[RunView]) -> dict[str, str]:
-    """The HTML of every section by name: about the first run, with the curves of all runs."""
+    """Return the HTML of each section by name. Sections describe the first run; curves show all runs."""
     first, views = runs[0], [run.view for run in runs]
     charts = cache(lambda: page.charts(views))
     parts: dict[str, Callable[[], Markup]] = {
@@ -95,12 +95,12 @@ def _is_first(chart: page.Chart) -> bool:
 
 
 def _restarts(run_view: View) -> list[RestartLine]:
-    """The newest restarts, the newest first."""
+    """Return the newest restarts, the newest first."""
     return [line for line in run_view.lines if "restart" in line][-RESTARTS:][::-1]
 
 
 def _headline(run: RunView) -> list[NamedNumber]:
-    """The headline numbers, with present speeds while the run continues."""
+    """Return the headline numbers, with present speeds while the run continues."""
     rows = [row for row in view.headline(run.view) if row.name != "outcome"]
     if run.condition != "running":
         return rows
@@ -114,6 +114,6 @@ def _headline(run: RunView) -> list[NamedNumber]:
 
 
 def _time_left(run: RunView) -> str:
-    """The remaining time of a running run at its present speed."""
+    """Return the remaining time of a run that continues, at its present speed."""
     seconds = run.state.seconds_left
     return f"about {view.duration(seconds)} left" if seconds and run.condition == "running" else ""

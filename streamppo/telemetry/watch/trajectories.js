@@ -1,4 +1,4 @@
-// Batches of the archive, and one trajectory token by token. Text of a run is only ever set as text.
+// Shows batches of the archive, and one trajectory token by token. Text from a run is never inserted as HTML.
 const ORDERS = {
   batch: (a, b) => a.row - b.row,
   high: (a, b) => b.reward - a.reward,
@@ -32,7 +32,7 @@ async function showBatch(update) {
     [byId(id).min, byId(id).max] = batch.updates;
     byId(id).value = batch.update;
   }
-  // A drawing of the server's, without any text of the run.
+  // The server made this drawing, which contains no text from the run.
   byId("rewards").innerHTML = batch.rewards;
   const head = [["", "mean", "lowest", "highest"].map((name) => element("th", name, name && "number"))];
   const parts = batch.parts.map((one) => [element("th", one.name), ...[one.mean, one.lowest, one.highest].map((value) => element("td", short(value), "number"))]);
@@ -43,7 +43,7 @@ async function showBatch(update) {
 /** Show the newest batch as the run goes on, unless an update was chosen; not while it is far below the window. */
 function followBatches(version) {
   const isFar = byId("list").getBoundingClientRect().top > 3 * innerHeight;
-  if (!version) byId("batch-status").textContent = "no update was made yet";
+  if (!version) byId("batch-status").textContent = "no update has been made";
   else if (!batch) showBatch(Number(chosen.get("update")));
   else if (!chosen.has("update") && batch.update < version && !isFar) showBatch(null);
 }
@@ -180,7 +180,7 @@ function tell(number) {
   fill(byId("numbers"), rows.map(([a, b, c]) => [element("td", a), element("td", b, "number"), element("td", c, "soft")]));
 }
 
-// --- what other versions would have done ------------------------------------------------------------------------
+// --- continuations by other versions ------------------------------------------------------------------------
 
 /** Go on from the chosen token by a process of the server's; shows what it says, also of a run that goes on. */
 async function tryFromHere(event) {
@@ -189,7 +189,7 @@ async function tryFromHere(event) {
   const token = Number(chosen.get("token") ?? 0);
   const { update, row } = opened;
   byId("try").querySelector("button").disabled = true;
-  byId("try-status").textContent = `from token ${token + 1}, by a process of its own; a version without a checkpoint takes longer`;
+  byId("try-status").textContent = `from token ${token + 1}, in a separate process; a version without a checkpoint takes longer`;
   let found = { lines: [], names: [], rows: [] }, said = "";
   try {
     const headers = { "Content-Type": "application/json", "X-Streamppo-Key": sessionStorage.getItem("key") ?? "" };
@@ -212,7 +212,7 @@ function forgetTried() {
   for (const id of ["try-status", "tried", "continuations"]) byId(id).replaceChildren();
 }
 
-// --- what people do ---------------------------------------------------------------------------------------------
+// --- events of the page ---------------------------------------------------------------------------------------------
 
 function onRow(event) {
   const place = event.target.closest("tr[data-row]");

@@ -1,8 +1,8 @@
-// The sections of the page, asked for again and again. The choice of runs and of a trajectory stands in the address.
+// Requests the sections of the page repeatedly. The address has the choice of runs and of a trajectory.
 const byId = (id) => document.getElementById(id);
 const chosen = new URLSearchParams(location.hash.slice(1));
 let tag = "", timer = 0, asked = 0;
-// The key of `streamppo watch` lets this tab start processes: it is no part of an address that is passed on.
+// The key of `streamppo watch` lets this tab start processes. It is not in the address, which users may share.
 if (chosen.has("key")) {
   sessionStorage.setItem("key", chosen.get("key"));
   chosen.delete("key");
@@ -50,7 +50,7 @@ async function look() {
     byId("status").textContent = `as of ${new Date().toLocaleTimeString()}`;
   } catch (error) {
     if (number !== asked) return;
-    byId("status").textContent = `no answer (${error.message}): this is what came last`;
+    byId("status").textContent = `no answer (${error.message}): the page shows the last one`;
   }
   if (!document.hidden) timer = setTimeout(look, again * 1000);
 }

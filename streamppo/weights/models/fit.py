@@ -1,7 +1,7 @@
-"""Compares a model's files with the model that its configuration describes, before a weight is read.
+"""Compares a model's files with the model that its configuration describes, before weights are read.
 
 transformers loads tensors on the meta device, with the names, dtypes and shapes of the files, into a model on the meta
-device. So its report is that of the real load, whatever it renames, joins or ignores.
+device. The report is that of a real load, including the names that transformers renames, joins or ignores.
 """
 
 import difflib
@@ -22,22 +22,22 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
 
 Kind: TypeAlias = Literal["AutoModel", "AutoModelForCausalLM", "AutoModelForSequenceClassification"]
-"""The transformers class of a model."""
+"""The transformers class that loads a model."""
 Shape: TypeAlias = tuple[int, ...]
-SHOWN = 3
-"""Maximum tensors named in a message."""
+MOST_SHOWN = 3
+"""The maximum number of tensors named in a message."""
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-"""Dtypes of weights by their names in safetensors; other dtypes are of buffers, and all count as float32 here."""
+"""Dtypes of weights by their names in safetensors. Other dtypes belong to buffers, and count as float32 here."""
 TEXT_ALONE = (
-    "it reads pictures or sounds too, and streamppo trains the text model alone: save that, with its tokenizer, as a "
-    "folder of its own"
+    "it also reads pictures or sounds, and streamppo trains only the text model: save the text model, with its "
+    "tokenizer, as a separate folder"
 )
 NUMBERED = re.compile(r"\.(?:layers|h|blocks)\.(\d+)\.")
-"""The number of a layer in a tensor's name."""
+"""Finds the number of a layer in a tensor's name."""
 
 
 class Report(NamedTuple):
-    """Tensors that do not fit, by their names in the files if known, else by those in the model."""
+    """Tensors that do not fit, by their names in the files if these are known, otherwise by those in the model."""
 
     missing: Collection[str] = ()
     unexpected: Collection[str] = ()
@@ -47,7 +47,7 @@ class Report(NamedTuple):
         return bool(self.missing or self.unexpected or self.misshaped)
 
     def of_body(self, prefix: str, kind: Kind, *, body: bool) -> "Report":
-        """Drop entries that are not needed: with `body` all outside the transformer, else a classifier's old head."""
+        """Drop entries outside the transformer if `body`; otherwise drop the unneeded head of a classifier's files."""
 
         def is_inside(name: str) -> bool:
             return not prefix or name.startswith(f"{prefix}.")
@@ -61,16 +61,16 @@ class Report(NamedTuple):
 
 
 def check(path: Path, config: "PretrainedConfig", kind: Kind = "AutoModelForCausalLM", *, body: bool = False) -> int:
-    """Compare the files at `path` with the model of `config`; returns the number of tensors in the files.
+    """Compare the files at `path` with the model of `config`. Returns the number of tensors in the files.
 
-    With `body` only the transformer must be there: a critic has its own head. Raises `ModelError` with the names of
-    tensors that are missing, unexpected or misshaped, and the errors of `folder.check`.
+    With `body`, only the transformer must be in the files, because a critic has its own head. Raises `ModelError` with
+    the names of tensors that are missing, unexpected or misshaped, and the errors of `folder.check`.
     """
     shapes = _shapes(path)
     tensors = dict(shapes)
     for head, embedding in pairs(config) if is_tied(config) else ():
         if head in tensors and embedding in tensors:
-            # The values are equal, and transformers would compare them, which takes memory.
+            # The two have equal values. transformers would compare them, which takes memory.
             tensors.pop(head)
     with naming(path), quiet():
         model_class = _class(config, kind)
@@ -93,18 +93,20 @@ def report(info: Mapping[str, object]) -> Report:
     )
 
 
-def refuse(here: Path, config: "PretrainedConfig", reported: Report, file_names: Collection[str]) -> None:
-    """Raise `ModelError` with the `reported` tensors of the files at `here`, whose tensors are `file_names`."""
-    folder.refuse_names(here, file_names)
+def refuse(model_folder: Path, config: "PretrainedConfig", reported: Report, file_names: Collection[str]) -> None:
+    """Raise `ModelError` about the `reported` tensors of `model_folder`, whose files have the tensors `file_names`."""
+    folder.refuse_names(model_folder, file_names)
     sentences = list(_sentences(config, reported, file_names))
-    more = f" (and {len(sentences) - SHOWN} more)" if len(sentences) > SHOWN else ""
+    more = f" (and {len(sentences) - MOST_SHOWN} more)" if len(sentences) > MOST_SHOWN else ""
     hint = _hint(config, reported, file_names)
-    raise ModelError(f"{here}: its files do not fit its config.json: {'; '.join(sentences[:SHOWN])}{more}{hint}")
+    raise ModelError(
+        f"{model_folder}: its files do not match its config.json: {'; '.join(sentences[:MOST_SHOWN])}{more}{hint}"
+    )
 
 
 @contextmanager
 def quiet() -> Generator[None]:
-    """Keep transformers from logging its load reports in the block: our errors say the same in a sentence."""
+    """Stop transformers from logging its load reports in the block. Our errors contain the same information."""
     from transformers.utils import logging
 
     verbosity = logging.get_verbosity()
@@ -117,7 +119,8 @@ def quiet() -> Generator[None]:
 
 
 def not_finite(folder_path: Path) -> str:
-    """The name of the first tensor in the files at `folder_path` with a NaN or an infinity; empty if there is none."""
+    """Return the name of the first tensor in the files at `folder_path` with a NaN or an infinity; "" if all are
+    finite."""
     from safetensors import safe_open
 
     if (stored := folder.check(folder_path)) is None:
@@ -133,7 +136,7 @@ def not_finite(folder_path: Path) -> str:
 
 @torch.no_grad()
 def first_not_finite(tensors: Mapping[str, Tensor]) -> str:
-    """The name of the first of `tensors` with a NaN or an infinity; empty if there is none."""
+    """Return the name of the first of `tensors` with a NaN or an infinity; "" if all are finite."""
     for name, tensor in tensors.items():
         # aminmax takes one pass and no memory, and returns NaN if any entry is NaN.
         if tensor.is_floating_point() and tensor.numel() and not torch.stack(torch.aminmax(tensor)).isfinite().all():
@@ -144,12 +147,12 @@ def first_not_finite(tensors: Mapping[str, Tensor]) -> str:
 # --- the report ----------------------------------------------------------------------------------------------
 
 
-def _shapes(here: Path) -> dict[str, Tensor]:
-    """The tensors of the files, on the meta device."""
-    stored = folder.check(here)
+def _shapes(model_folder: Path) -> dict[str, Tensor]:
+    """Return the tensors of the files on the meta device."""
+    stored = folder.check(model_folder)
     if stored is None:
-        pickled = headers.pickle_tensors(here, "meta")
-        folder.refuse_names(here, pickled)
+        pickled = headers.pickle_tensors(model_folder, "meta")
+        folder.refuse_names(model_folder, pickled)
         return pickled
     return {
         name: torch.empty(header.shape, dtype=DTYPES.get(header.dtype, torch.float32), device="meta")
@@ -169,7 +172,7 @@ def _class(config: "PretrainedConfig", kind: Kind) -> "type[PreTrainedModel]":
 
 def _report(model_class: "type[PreTrainedModel]", config: "PretrainedConfig", tensors: dict[str, Tensor]) -> Report:
     options: dict[str, Any] = {"device_map": {"": "meta"}, "dtype": torch.float32, "ignore_mismatched_sizes": True}
-    # config.json may name an attention that is not installed.
+    # config.json may name an attention implementation that is not installed.
     options["attn_implementation"] = "eager"
     try:
         loaded: Any = model_class.from_pretrained(
@@ -178,11 +181,11 @@ def _report(model_class: "type[PreTrainedModel]", config: "PretrainedConfig", te
     except RuntimeError as error:
         if "conversion" not in str(error):
             raise
-        # The experts differ in shape or number: `_as_file_names` finds which from the names in the files.
+        # The experts differ in shape or number. `_as_file_names` finds which ones from the names in the files.
         return Report(missing=["experts"])
     if loaded[0].base_model is loaded[0]:
         raise ValueError(
-            f"{model_class.__name__} of transformers does not tell its transformer from its head: not supported"
+            f"{model_class.__name__} of transformers does not separate its transformer from its head: not supported"
         )
     return report(loaded[1])
 
@@ -193,7 +196,7 @@ def _as_file_names(
     file_tensors: Mapping[str, Tensor],
     reported: Report,
 ) -> Report:
-    """Replace the names in `reported` by those in the files, if the files have most names that transformers saves."""
+    """Replace the names in `reported` by those of the files, if most names that transformers saves are in the files."""
     from transformers.core_model_loading import revert_weight_conversion
 
     with torch.device("meta"):
@@ -232,17 +235,17 @@ def _hint(config: "PretrainedConfig", reported: Report, file_names: Collection[s
     text = config.get_text_config()
     layers, stored_layers = getattr(text, "num_hidden_layers", 0), _layers(file_names)
     if stored_layers and (_layers(reported.unexpected) > layers or _layers(reported.missing) > stored_layers):
-        return f". num_hidden_layers is {layers} in config.json, and they have {stored_layers} layers"
+        return f". config.json has num_hidden_layers = {layers}, but the files have {stored_layers} layers"
     heads = {head for head, _ in pairs(config)}
     if heads & set(reported.missing):
         return ". Set tie_word_embeddings = true in config.json if the model's head is its embedding"
     if reported.unexpected and not reported.missing and text is not config:
-        return f". The model has more parts than one for text: {TEXT_ALONE}"
+        return f". The model has parts besides the text model: {TEXT_ALONE}"
     if any("embed" in name or "wte" in name for name in reported.misshaped):
         return f". vocab_size is {text.vocab_size:,} in config.json"
     return ""
 
 
 def _layers(names: Collection[str]) -> int:
-    """The number of layers in `names`: the highest layer number plus one."""
+    """Return the number of layers in `names`: the highest layer number plus one."""
     return max((1 + int(number[1]) for name in names if (number := NUMBERED.search(name))), default=0)

@@ -1,6 +1,6 @@
-"""Refuses folders that have no trainable model: other formats, quantised weights, wrapped names.
+"""Refuses folders that hold no trainable model: other formats, quantised weights, names from a wrapped module.
 
-Needs neither torch nor transformers.
+This module imports neither torch nor transformers.
 """
 
 import json
@@ -21,21 +21,21 @@ WRAPPERS = {
     "_forward_module": "Lightning",
     "pretrained_model": "TRL's AutoModelForCausalLMWithValueHead",
 }
-"""Parts of tensor names that a module's wrapper adds, and the wrapper."""
+"""Parts of tensor names that come from a wrapper around a module, with the wrapper's name."""
 FIRST = {"module": "DistributedDataParallel or DeepSpeed", "base_model": "peft"}
-"""As `WRAPPERS`, for parts that indicate a wrapper only at the start of a name."""
+"""Like `WRAPPERS`, for parts that indicate a wrapper only at the start of a name."""
 QUANTISED = ("qweight", "qzeros", "weight_scale", "weight_scale_inv", "weight_packed", "absmax", "quant_map", "g_idx")
 """Last parts of the names of tensors that belong to quantised weights."""
 NARROW = ("F8", "F4", "F6")
-"""Prefixes of safetensors' names of dtypes with less than 16 bits."""
+"""Prefixes of the names that safetensors gives to dtypes with less than 16 bits."""
 INSIDE = ("*/config.json", "*/*/config.json", "snapshots/*/config.json")
-"""Patterns that find a model's folder inside the given one."""
+"""Patterns that find a model's folder inside the given folder."""
 NOTES_OF_QUANTISERS = ("hf_quant_config.json", "quantize_config.json", "quant_config.json")
 """Files next to config.json that describe how weights are quantised."""
 
 
 def check(folder: Path) -> Headers | None:
-    """Check a model's folder without reading weights; returns the headers of its tensors, None for pickles.
+    """Check a model's folder without reading weights. Returns the headers of its tensors; None if it has only pickles.
 
     Raises `ModelError` for another format, quantised weights or wrapped names, and the errors of
     `headers.folder_headers`.
@@ -49,7 +49,7 @@ def check(folder: Path) -> Headers | None:
         ]
         if quantised:
             dtype = stored[quantised[0]].dtype
-            raise ModelError(_quantisation(folder, f"{quantised[0]!r} of type {dtype} is of quantised weights"))
+            raise ModelError(_quantisation(folder, f"{quantised[0]!r} has the type {dtype} of quantised weights"))
     return stored
 
 
@@ -60,8 +60,8 @@ def kind(folder: Path) -> Mapping[str, object]:
         base = _base_of(adapter)
         raise ModelError(
             f"{folder} is a LoRA adapter{base}, not a model: merge it into its model first "
-            "(peft: `merge_and_unload()`, then `save_pretrained`) and name that folder; if it is a whole model all the "
-            "same, take adapter_config.json out"
+            "(peft: `merge_and_unload()`, then `save_pretrained`) and name that folder; if the folder has a whole "
+            "model, remove adapter_config.json"
         )
     if not path.is_file():
         raise ModelError(_other_format(folder))
@@ -89,7 +89,7 @@ def refuse_quantised(folder: Path | str, settings: Mapping[str, object]) -> None
 
 
 def refuse_names(folder: Path, names: Iterable[str]) -> None:
-    """Raise `ModelError` if most `names` belong to a wrapped module, or any to an unmerged adapter."""
+    """Raise `ModelError` if most `names` come from a wrapped module, or any from an adapter that was not merged."""
     parts = [name.split(".") for name in names]
     inside = Counter(part for path in parts for part in set(path) & WRAPPERS.keys())
     inside.update(path[0] for path in parts if path[0] in FIRST)
@@ -104,7 +104,7 @@ def refuse_names(folder: Path, names: Iterable[str]) -> None:
     adapted = [".".join(path) for path in parts if "lora_A" in path or "base_layer" in path]
     if adapted:
         raise ModelError(
-            f"{folder}: {adapted[0]!r} is of adapters that are not merged: `merge_and_unload()`, then save"
+            f"{folder}: {adapted[0]!r} belongs to an adapter that was not merged: `merge_and_unload()`, then save"
         )
 
 

@@ -1,6 +1,6 @@
-"""The generation settings of a model, without those that transformers refuses to read or to write.
+"""Reads the generation settings of a model, and leaves out those that transformers refuses to read or to write.
 
-Example: transformers refuses to save a temperature without sampling, which many published models have. Without this
+Example: many published models have a temperature without sampling, which transformers refuses to save. Without this
 check the error would appear only at the end of training.
 """
 
@@ -17,18 +17,18 @@ if TYPE_CHECKING:
 
 FILE = "generation_config.json"
 SWITCHES = ("do_sample", "num_beams", "return_dict_in_generate", "use_cache")
-"""Settings that decide whether others apply; they are validated first."""
+"""Settings that decide whether other settings apply, and are validated first."""
 
 
 class Generation(NamedTuple):
-    """Settings that transformers reads and writes, and a sentence about each setting that is left out."""
+    """The accepted settings, and a sentence about each setting that is left out."""
 
     config: "GenerationConfig"
     notes: tuple[str, ...]
 
 
 def read_settings(path: str | Path) -> Generation:
-    """Read the generation settings of the model at `path` that transformers accepts; never raises for bad ones."""
+    """Read the generation settings at `path` that transformers accepts. Invalid settings raise no error."""
     from transformers import GenerationConfig
 
     folder = local_folder(path)
@@ -45,9 +45,10 @@ def read_settings(path: str | Path) -> Generation:
 
 
 def _drop_refused(settings: Mapping[str, object]) -> Generation:
-    """Add one setting after another; leave out each one that transformers refuses in addition to the kept ones.
+    """Add the settings one by one, and leave out each setting that transformers refuses together with the accepted
+    ones.
 
-    Example: `do_sample = false`, `temperature = 0.6`, `eos_token_id = 2` keeps the first and the third.
+    Example: of `do_sample = false`, `temperature = 0.6` and `eos_token_id = 2` the first and the third are accepted.
     """
     validated_all = _validate(settings)
     if not isinstance(validated_all, str):
@@ -66,7 +67,7 @@ def _drop_refused(settings: Mapping[str, object]) -> Generation:
 
 
 def _validate(settings: Mapping[str, object]) -> "GenerationConfig | str":
-    """The settings as transformers' object, or its reason to refuse them."""
+    """Return the settings as transformers' object, or the reason why transformers refuses them."""
     from transformers import GenerationConfig
 
     try:

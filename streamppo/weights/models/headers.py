@@ -1,12 +1,12 @@
-"""The tensors of a model folder from the headers of its files: names, dtypes, shapes and offsets.
+"""Reads the tensors' names, dtypes, shapes and offsets from the headers of the files in a model folder.
 
-Needs torch only for pickles.
+Only pickles need torch.
 
     model.safetensors                   one file
-    model.safetensors.index.json        several parts; the index has the part of each tensor
+    model.safetensors.index.json        several parts; the index names the part of each tensor
     pytorch_model.bin, .bin.index.json  pickles, which only torch can read
 
-Like transformers, this module uses the first of these that exists.
+Like transformers, this module uses the first of these files that exists.
 """
 
 import json
@@ -26,13 +26,13 @@ if TYPE_CHECKING:
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 PICKLE, PICKLE_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
 LFS = b"version https://git-lfs.github.com/spec/"
-"""The first bytes of a git-LFS pointer in place of a file."""
+"""The first bytes of a git-LFS pointer, a small text file that replaces a file."""
 LARGEST_HEADER = 100_000_000
-"""Maximum bytes of a safetensors header, the limit of its own library."""
+"""The maximum number of bytes of a safetensors header, the limit of the safetensors library."""
 
 
 class Header(NamedTuple):
-    """A tensor in a file: its dtype by safetensors' name, its shape, and its byte range `begin` to `end`."""
+    """A tensor in a file: its dtype as safetensors names it, its shape, and its byte range `begin` to `end`."""
 
     file: Path
     dtype: str
@@ -45,7 +45,7 @@ Headers = Mapping[str, Header]
 
 
 def folder_headers(folder: Path) -> dict[str, Header] | None:
-    """Read the headers of a folder's safetensors files; None for a folder with pickles only.
+    """Read the headers of a folder's safetensors files; None if the folder has only pickles.
 
     Raises `ModelError` for a file that is missing, damaged or a git-LFS pointer, and for a wrong index.
     """
@@ -66,14 +66,14 @@ def folder_headers(folder: Path) -> dict[str, Header] | None:
 
 
 def has_weights(folder: Path) -> bool:
-    """True if a folder has a file of weights or an index, whatever its content."""
+    """Return whether a folder has a file of weights or an index, without checking their content."""
     return any((folder / name).exists() for name in (SINGLE, INDEX, PICKLE, PICKLE_INDEX))
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """The files from which transformers reads weights. Raises `ModelError` if there are none, or if one is missing.
+    """Return the files from which transformers reads weights. Raises `ModelError` if one or all are missing.
 
-    They may be links, as in the hub's cache.
+    The files may be links, as in the hub's cache.
     """
     for single, index in ((SINGLE, INDEX), (PICKLE, PICKLE_INDEX)):
         if (folder / single).is_file():
@@ -84,7 +84,7 @@ def weight_files(folder: Path) -> list[Path]:
 
 
 def weight_map(index: Path) -> dict[str, str]:
-    """Read the file name of each tensor's part. Raises `ModelError` for a file that is not an index."""
+    """Read the file name of each tensor's part from an index. Raises `ModelError` if the file is not an index."""
     refuse_pointer(index)
     try:
         content: object = json.loads(durable.read(index))
@@ -114,7 +114,7 @@ def _compare(index: Path, headers: Headers) -> None:
             elsewhere = f" ({headers[name].file.name} has it)" if name in headers else ""
             raise ModelError(
                 f"{index}: it says that {name!r} is in {part}, which has no such tensor{elsewhere}: index and parts "
-                "are not of one model; copy or download the folder again"
+                "do not belong to one model; copy or download the folder again"
             )
 
 
@@ -133,7 +133,7 @@ def file_header(file: Path) -> dict[str, Header]:
         text = f"{file}: not a file of safetensors: {error}; copy or download it again"
         raise ModelError(text) from error
     if (end := max((header.end for header in headers.values()), default=8 + length)) != size:
-        raise ModelError(f"{file}: {size:,} bytes, and its header says {end:,}: copy or download it again")
+        raise ModelError(f"{file}: {size:,} bytes, but its header says {end:,}: copy or download it again")
     return headers
 
 
@@ -148,9 +148,9 @@ def _tensors(file: Path, content: object, first: int) -> Iterator[tuple[str, Hea
 
 
 def pickle_tensors(folder: Path, device: str = "cpu") -> "dict[str, Tensor]":
-    """The tensors of a folder's pickles, memory-mapped and not read; on "meta" only names, dtypes and shapes.
+    """Return the tensors of a folder's pickles, memory-mapped and not read; with "meta" only names, dtypes and shapes.
 
-    Raises `ModelError` for a pickle of anything but tensors.
+    Raises `ModelError` for a pickle that contains more than tensors.
     """
     import torch
 
@@ -165,7 +165,7 @@ def pickle_tensors(folder: Path, device: str = "cpu") -> "dict[str, Tensor]":
             text = " ".join(str(error).split())[:200]
             raise ModelError(f"{file}: not a pickle of tensors: {text}; save the model as safetensors") from error
         if not isinstance(content, dict) or not all(isinstance(tensor, torch.Tensor) for tensor in content.values()):
-            raise ModelError(f"{file}: a pickle of more than tensors by their names: save the model as safetensors")
+            raise ModelError(f"{file}: a pickle with more than tensors by name: save the model as safetensors")
         tensors |= cast("dict[str, Tensor]", content)
     return tensors
 
@@ -178,6 +178,4 @@ def refuse_pointer(file: Path) -> None:
     except OSError as error:
         raise ModelError(f"{file}: cannot be read: {error}") from error
     if first == LFS:
-        raise ModelError(
-            f"{file}: a pointer of git-LFS and not the file itself: `git lfs pull` in its folder brings it"
-        )
+        raise ModelError(f"{file}: a git-LFS pointer and not the file: `git lfs pull` in its folder downloads the file")

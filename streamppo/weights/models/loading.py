@@ -1,4 +1,4 @@
-"""Loads a transformers model with all of its weights; the error names the weights that are not in its files."""
+"""Loads a transformers model with all of its weights, and names weights that are missing from its files."""
 
 from collections.abc import Collection
 from pathlib import Path
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class LoadedModel(NamedTuple):
-    """A model in evaluation mode, and the names of parameters not in its files: only those of a critic's head."""
+    """A model in evaluation mode, and the names of parameters of a critic's head that are not in the files."""
 
     model: Any
     new: Collection[str] = ()
@@ -32,8 +32,8 @@ def load(
 ) -> LoadedModel:
     """Load the model at `path`, a folder or a hub name, in `dtype`, with transformers' `attention` implementation.
 
-    With `body` only the transformer must be in the files. Raises `ModelError` for a tensor that is missing, unexpected,
-    misshaped or not finite, and for everything that transformers refuses.
+    With `body`, only the transformer must be in the files. Raises `ModelError` for a tensor that is missing,
+    unexpected, misshaped or not finite, and for everything that transformers refuses.
     """
     import transformers
 
@@ -61,26 +61,26 @@ def load(
 
 
 def empty(path: str | Path, kind: Kind, *, attention: str, untied: bool = False) -> Any:
-    """Make the modules of the model at `path` with random weights, from its config.json only.
+    """Make the modules of the model at `path` with random weights, reading only its config.json.
 
     `untied` is passed to `settings`. Raises `ModelError`.
     """
     import transformers
 
     config = settings(path, untied=untied)
-    # transformers would warn that flash-attn needs 16 bits, which are those of its passes.
+    # transformers would warn that flash-attn needs 16 bits, but the learner's passes have 16 bits.
     with naming(path), fit.quiet():
         options = {"dtype": torch.float32, "attn_implementation": attention, "trust_remote_code": False}
         return getattr(transformers, kind).from_config(config, **options).eval()
 
 
 def not_finite(path: str | Path, name: str) -> str:
-    """The error message for a tensor of a model that is not finite."""
+    """Return the error message about a tensor with a NaN or an infinity."""
     return f"the model {str(path)!r} has NaN or infinity in {name!r}: the run that trained it diverged"
 
 
 def fetch(path: str | Path) -> Path:
-    """The folder of a model; a model with a hub name is downloaded first. Raises `ModelError`."""
+    """Return the folder of a model. A model with a hub name is downloaded first. Raises `ModelError`."""
     if Path(path).is_dir():
         return Path(path)
     from transformers.utils import cached_file
@@ -100,11 +100,11 @@ def fetch(path: str | Path) -> Path:
 
 
 def _compare_ties(path: str | Path, config: "PretrainedConfig", model: Any) -> None:
-    """Raise `ModelError` if transformers has tied a head, or not, in disagreement with `settings`."""
+    """Raise `ModelError` if transformers and `settings` disagree on whether a head is tied."""
     by_name = dict(model.named_parameters(remove_duplicate=False))
     for head, embedding in pairs(config):
         if head in by_name and embedding in by_name and (by_name[head] is by_name[embedding]) != is_tied(config):
             raise ModelError(
-                f"the model {str(path)!r} has a head that is tied to its embedding, or not, contrary to its "
-                "config.json: set tie_word_embeddings there to fit its files"
+                f"transformers and config.json disagree on whether the head of the model {str(path)!r} is tied to its "
+                "embedding: set tie_word_embeddings in config.json to match its files"
             )

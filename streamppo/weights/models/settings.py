@@ -1,14 +1,14 @@
-"""A model's configuration as transformers reads it, and whether its head is tied to its embedding.
+"""Reads a model's configuration with transformers, and decides whether its head is tied to its embedding.
 
     config.json ties   in the files               the head is
     yes                one of both                the embedding
-    yes                both, of equal values      the embedding
-    yes                both, of other values      a separate weight, as transformers decides when it loads them
+    yes                both, with equal values    the embedding
+    yes                both, with other values    a separate weight, as transformers decides when it loads them
     no                 both                       a separate weight
-    no                 the embedding alone        missing: an error (fit.py)
+    no                 only the embedding         missing: an error (fit.py)
 
-For tied weights of other values (third row), `settings` returns a configuration with `tie_word_embeddings = false`, and
-an export has it too: SGLang reads only the configuration and then has the same model.
+In the third row, `settings` returns a configuration with `tie_word_embeddings = false`, which is also exported. SGLang
+reads only the configuration, and in this way has the same model.
 """
 
 import re
@@ -33,18 +33,19 @@ REFUSALS = (
     *(OSError, ValueError, TypeError, LookupError, ArithmeticError, AttributeError),
     *(RuntimeError, ImportError, AssertionError, SafetensorError, StrictDataclassError),
 )
-"""Exceptions that transformers and torch raise for a wrong model; each kind of mistake raises another one."""
+"""Exceptions that transformers and torch raise for an invalid model. Different mistakes raise different exceptions."""
 UNKNOWN_TYPE = re.compile(r"model type `([^`]+)`")
-"""Finds the model type in transformers' message about an unknown one."""
+"""Finds the model type in transformers' message about an unknown type."""
 CHUNK = 1 << 26
-"""Bytes of two tensors compared at a time."""
+"""The number of bytes of two tensors that are compared at a time."""
 
 
 def settings(path: str | Path, *, untied: bool = False) -> "PretrainedConfig":
     """Read the configuration of the model at `path`, a folder or a hub name.
 
-    The head is set as untied if the local files have a head that differs from the embedding, or with `untied`. Raises
-    `ModelError` if there is no configuration, or if it has quantised weights or needs code that comes with the model.
+    The head is set as untied with `untied`, or if the local files have a head that differs from the embedding. Raises
+    `ModelError` if there is no configuration, if its weights are quantised, or if it needs code that comes with the
+    model.
     """
     config = read_settings(path)
     if is_tied(config) and (untied or heads_differ(path, config)):
@@ -53,7 +54,7 @@ def settings(path: str | Path, *, untied: bool = False) -> "PretrainedConfig":
 
 
 def read_settings(path: str | Path) -> "PretrainedConfig":
-    """Read the configuration of the model at `path` unchanged, whatever its files hold. Raises as `settings` does."""
+    """Read the configuration of the model at `path` without reading weights. Raises `ModelError` as `settings` does."""
     from transformers import AutoConfig
 
     if Path(path).is_dir():
@@ -100,7 +101,7 @@ def _sentence(path: str | Path, error: BaseException) -> str:
 
 
 def is_tied(config: "PretrainedConfig") -> bool:
-    """True if a configuration ties the head to the embedding."""
+    """Return whether a configuration ties the head to the embedding."""
     return any(getattr(part, "tie_word_embeddings", False) for part in (config, config.get_text_config()))
 
 
@@ -118,14 +119,14 @@ def as_pushed(config: "PretrainedConfig", names: Iterable[str]) -> "PretrainedCo
 
 
 def pairs(config: "PretrainedConfig") -> Iterator[tuple[str, str]]:
-    """(head, embedding) names of each pair that a causal LM can tie."""
+    """Yield the names (head, embedding) of each pair that a causal LM can tie."""
     tied: object = getattr(causal_class(config), "_tied_weights_keys", None)
     if isinstance(tied, Mapping):
         yield from ((str(head), str(embedding)) for head, embedding in tied.items())
 
 
 def heads_differ(path: str | Path, config: "PretrainedConfig") -> bool:
-    """True if the local files of the model at `path` have a head whose values differ from the embedding.
+    """Return whether the local files of the model at `path` have a head whose values differ from the embedding.
 
     Raises `ModelError` if only some of several heads differ.
     """
@@ -136,7 +137,7 @@ def heads_differ(path: str | Path, config: "PretrainedConfig") -> bool:
     try:
         stored = headers.folder_headers(local)
     except ModelError:
-        # Missing or damaged files: loading them raises a more precise error.
+        # The files are missing or damaged. Loading them raises a more precise error.
         return False
     if stored is None:
         return _pickles_differ(local, config, prefix)
@@ -149,12 +150,12 @@ def heads_differ(path: str | Path, config: "PretrainedConfig") -> bool:
         if of_head is not None and of_embedding is not None
     }
     if len(differ) > 1:
-        raise ModelError(f"the model {str(path)!r} has several heads, and only some of them are its embedding")
+        raise ModelError(f"the model {str(path)!r} has several heads, and only some of them equal its embedding")
     return True in differ
 
 
 def local_folder(path: str | Path) -> Path | None:
-    """The local folder of a model, in the hub's cache for a hub name; None if its files are not on this machine."""
+    """Return the local folder of a model (for a hub name, in the hub's cache); None if it is not on this machine."""
     if Path(path).is_dir():
         return Path(path)
     from huggingface_hub import snapshot_download
@@ -166,7 +167,7 @@ def local_folder(path: str | Path) -> Path | None:
 
 
 def causal_class(config: "PretrainedConfig") -> "type[PreTrainedModel] | None":
-    """transformers' class of the causal LM of `config`; None if it has none."""
+    """Return the class of transformers for the causal LM of `config`, or None if transformers has no such class."""
     from transformers import AutoModelForCausalLM
 
     mapping: Mapping[type, type[PreTrainedModel]] = AutoModelForCausalLM._model_mapping  # pyright: ignore
@@ -175,12 +176,12 @@ def causal_class(config: "PretrainedConfig") -> "type[PreTrainedModel] | None":
 
 
 def _named(name: str, stored: Mapping[str, Header], prefix: str) -> Header | None:
-    """A parameter's header in the files of a causal LM, which may omit the prefix of its body."""
+    """Return a parameter's header in the files of a causal LM, which may omit the prefix of the transformer."""
     return stored.get(name) or stored.get(name.removeprefix(f"{prefix}."))
 
 
 def are_equal(first_header: Header, second_header: Header) -> bool:
-    """True if two tensors in files have equal values; needs no torch, and stops at the first difference."""
+    """Return whether two tensors in files have equal values, without torch, up to the first difference."""
     if first_header.shape != second_header.shape or first_header.dtype != second_header.dtype:
         return False
     width = {"F64": np.uint64, "F32": np.uint32, "F16": np.uint16, "BF16": np.uint16}.get(first_header.dtype, np.uint8)
@@ -197,8 +198,8 @@ def are_equal(first_header: Header, second_header: Header) -> bool:
     return True
 
 
-def _pickles_differ(here: Path, config: "PretrainedConfig", prefix: str) -> bool:
-    tensors = headers.pickle_tensors(here)
+def _pickles_differ(model_folder: Path, config: "PretrainedConfig", prefix: str) -> bool:
+    tensors = headers.pickle_tensors(model_folder)
     for head, embedding in pairs(config):
         of_head, of_embedding = (
             tensors.get(name, tensors.get(name.removeprefix(f"{prefix}."))) for name in (head, embedding)

@@ -1,4 +1,4 @@
-"""Saves a model's tokenizer; if reading it back gives another tokenizer, copies the model's original files instead."""
+"""Saves a model's tokenizer, or copies the original files if the saved ones would give another tokenizer."""
 
 import base64
 import json
@@ -20,7 +20,7 @@ FILES = (
 """Name patterns of a tokenizer's files."""
 PIECES, FAST, TEKKEN = "tokenizer.model", "tokenizer.json", "tekken.json"
 ASCII = (*b"\t\n", *range(32, 127))
-"""Bytes that are a text and a token each."""
+"""Bytes that are a character and a token each."""
 PROBE = "  1 + 1 = 2,\n\tnaïve façade: 東京 ½ 🙂  "
 """A text that tokenizers with different rules split differently."""
 
@@ -34,13 +34,13 @@ def load(path: str | Path) -> "PreTrainedTokenizerBase":
 def read(path: str | Path) -> "PreTrainedTokenizerBase":
     """Read the tokenizer of the model at `path`.
 
-    Raises ValueError, with the reason, for files that cannot be read, and that transformers reads as other tokens.
+    Raises ValueError with the reason if files cannot be read, or if transformers reads other tokens from them.
     """
     from transformers import AutoTokenizer
 
     try:
         tokenizer = AutoTokenizer.from_pretrained(str(path), trust_remote_code=False)
-    # Each damaged file raises another error, and the library `tokenizers` raises Exception itself.
+    # Different damage raises different errors, and the library `tokenizers` raises Exception itself.
     except Exception as error:
         raise ValueError(_reason(Path(path), error)) from error
     _compare_tekken(tokenizer, Path(path))
@@ -57,9 +57,9 @@ def _reason(folder: Path, error: Exception) -> str:
 
 
 def _compare_tekken(tokenizer: "PreTrainedTokenizerBase", folder: Path) -> None:
-    """Raise ValueError if `tokenizer`, from Mistral's tekken.json alone, has other numbers for single bytes than it.
+    """Raise ValueError if `tokenizer` and its only file, Mistral's tekken.json, disagree on the ids of single bytes.
 
-    Some releases of transformers leave out the numbers of its special tokens, which come first.
+    Some releases of transformers do not count the special tokens, whose ids come first.
     """
     if not (folder / TEKKEN).is_file() or (folder / FAST).is_file() or (folder / PIECES).is_file():
         return
@@ -81,7 +81,8 @@ def _compare_tekken(tokenizer: "PreTrainedTokenizerBase", folder: Path) -> None:
 
 
 def write(tokenizer: "PreTrainedTokenizerBase", start: str | Path | None, folder: Path) -> str:
-    """Write the `tokenizer` of the model at `start` into `folder`; returns a sentence if its files are copied instead.
+    """Write the `tokenizer` of the model at `start` into `folder`. Returns a sentence if original files are copied
+    instead.
 
     A tokenizer without a `start` is new and has no files to copy. Raises `OSError` if the disk refuses.
     """
@@ -101,7 +102,8 @@ def write(tokenizer: "PreTrainedTokenizerBase", start: str | Path | None, folder
 
 
 def copy(start: str | Path, folder: Path, why: str) -> str:
-    """Replace the tokenizer's files in `folder` by those of the model at `start`; returns a sentence with `why`.
+    """Replace the tokenizer's files in `folder` by those of the model at `start`. Returns a sentence with the reason
+    `why`.
 
     Raises `OSError` if the disk refuses.
     """
@@ -120,5 +122,5 @@ def _difference(tokenizer: "PreTrainedTokenizerBase", folder: Path) -> str:
     if reread.chat_template != tokenizer.chat_template:
         return "transformers saves another chat template"
     if reread(PROBE)["input_ids"] != tokenizer(PROBE)["input_ids"]:
-        return "what transformers saves makes other tokens of a text"
+        return "the files that transformers saves give other tokens for a text"
     return ""

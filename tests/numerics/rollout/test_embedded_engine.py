@@ -335,11 +335,11 @@ def test_a_push_that_is_not_held_as_it_was_sent_is_refused_by_name_and_the_next_
         running, prompt = engine(model), prompts(1)[0]
         sent = {name: hash_tensor(tensor) for name, tensor in tensors(new).items()}
         wrong = sent | {"model.norm.weight": sent["model.norm.weight"] ^ 1}
-        with pytest.raises(WeightsError, match=r"model.norm.weight is not as it was pushed \(1 tensors"):
+        with pytest.raises(WeightsError, match=r"model.norm.weight differs from what was pushed \(1 tensors"):
             await running.update_weights(1, tensors(new), wrong)
         with monkeypatch.context() as patched:
             patched.setattr(content_module, "hash_tensor", after_damage)
-            with pytest.raises(WeightsError, match=r"k_proj.weight is not as it was pushed \(1 tensors"):
+            with pytest.raises(WeightsError, match=r"k_proj.weight differs from what was pushed \(1 tensors"):
                 await running.update_weights(1, tensors(new), sent)
         done = await running.generate(prompt, Sampling(5))
         np.testing.assert_allclose(done.logprobs, reference(model, prompt, done.tokens), atol=1e-5, rtol=0)

@@ -212,7 +212,7 @@ def test_a_write_that_fails_is_refused_by_name_and_the_old_version_serves(
         for served, other in ((model, later), (later, last)):
             with monkeypatch.context() as patch:
                 patch.setattr(model_decoder, "write", swallow)
-                with pytest.raises(WeightsError, match="is not as it was pushed"):
+                with pytest.raises(WeightsError, match="differs from what was pushed"):
                     await running.update_weights(running.version + 1, tensors(other))
             (done,) = await finished(running, prompts(1))
             check(served, prompts(1)[0], done)

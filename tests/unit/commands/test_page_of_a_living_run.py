@@ -68,7 +68,7 @@ def test_the_ledger_of_a_running_run_adds_up_at_one_version_at_every_look(
                 continue
             rows, told = view.ledger(page.view)
             assert page.view.notes == []
-            assert "exactly the sum of what learner and queue have counted" in told
+            assert "exactly the sum of the learner's and the queue's counts" in told
             assert not [row for row in rows if row.value.startswith("-") or row.name == "trained on or not"]
             versions.add(told)
 
@@ -82,7 +82,7 @@ def test_a_report_of_a_running_run_leaves_lines_of_later_versions_out(run: Path)
     assert view.ledger(later) == view.ledger(View("math", metrics_file.read(run), queue=queue))
 
 
-@pytest.mark.parametrize(("metric", "words"), [("tokens", "the sum has 5 more"), ("", "exactly the sum of what")])
+@pytest.mark.parametrize(("metric", "words"), [("tokens", "the sum has 5 more"), ("", "exactly the sum of the")])
 def test_a_learner_that_counts_otherwise_than_the_queue_is_seen_in_the_sum(run: Path, metric: str, words: str) -> None:
     queue, _ = report.read_counters(configfile.load(run / configfile.CONFIG), run, [])
     lines = [

@@ -46,7 +46,7 @@ def test_a_finding_is_told_with_its_advice(run: Path, capsys: pytest.CaptureFixt
     lines = [json.loads(line) for line in path.read_text().splitlines()]
     path.write_text("".join(json.dumps({**line, "ess": 0.1} if "update" in line else line) + "\n" for line in lines))
     assert cli.main(["summary", str(run)]) == 0
-    assert "ESS collapse (update 24): ess at most 0.10" in capsys.readouterr().out
+    assert "ESS collapse (update 24): ess is at most 0.10" in capsys.readouterr().out
 
 
 def evaluated(run: Path, *accuracies: float) -> None:
@@ -84,7 +84,7 @@ def test_a_sign_that_is_over_stands_in_the_summary_of_a_run_that_fell_alone(
     path.write_text("".join(json.dumps(line) + "\n" for line in [*begin, *rest, lines[-1]]))
     evaluated(run, 0.4, last)
     assert cli.main(["summary", str(run)]) == 0
-    assert ("over: ESS collapse (update 20): ess at most 0.10" in capsys.readouterr().out) == is_told
+    assert ("over: ESS collapse (update 20): ess is at most 0.10" in capsys.readouterr().out) == is_told
 
 
 def test_programs_get_json_of_a_run_without_a_summary_too(run: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -96,7 +96,7 @@ def test_a_run_that_has_just_begun_has_a_page(run: Path) -> None:
     (run / metrics_file.METRICS).unlink()
     (run / "journal.sqlite").unlink()
     (answer, batch) = get(app_of(run), "/sections", "/batch")
-    assert answer.json()["version"] == 0 and "No update was made yet." in answer.json()["sections"]["curves"]
+    assert answer.json()["version"] == 0 and "No update has been made." in answer.json()["sections"]["curves"]
     assert batch.status_code == 404 and "nothing was sampled in it yet" in batch.json()["error"]
 
 

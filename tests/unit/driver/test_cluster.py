@@ -133,4 +133,4 @@ def test_a_session_ends_ray_after_an_error_too_and_a_ray_that_hangs_does_not_hid
     with pytest.raises(KeyError), ray_session(math_config(), interrupts):
         raise KeyError("the reason")
     assert events == ["init", "catch", "shutdown", 1]
-    assert logged.messages == ["Ray has not ended within 10 s; ending without it: 'the reason'"]
+    assert logged.messages == ["Ray has not ended within 10 s; the process ends without waiting for it: 'the reason'"]

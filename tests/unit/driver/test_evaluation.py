@@ -65,7 +65,7 @@ def test_held_out_prompts_that_are_answered_are_progress(driver_case: Make) -> N
     run.wait(290, "evaluation")
     run.answer("rollout-0.evaluate(0, 3, 5)", report("rollout-0"))
     run.wait(290, "evaluation")
-    with pytest.raises(RunError, match="progressed for 300 s: the driver waits for evaluation"):
+    with pytest.raises(RunError, match="no progress for 300 s: the driver waits for evaluation"):
         run.wait(20, "evaluation")
     assert done == []
 

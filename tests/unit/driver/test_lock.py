@@ -169,7 +169,7 @@ def test_the_command_says_why_it_does_nothing(
     assert f"{tmp_path}: no run found" in capsys.readouterr().err
     configfile.save(math_config(), tmp_path)
     assert main([*command, "3"]) == 1
-    assert f"is not running: `streamppo resume {tmp_path} rollout.actors=3`" in capsys.readouterr().err
+    assert f"is not running; use `streamppo resume {tmp_path} rollout.actors=3`" in capsys.readouterr().err
     for wrong in ("0", "-1", "1.5", "many"):
         assert main([*command, wrong]) == 2
         assert "--rollouts" in capsys.readouterr().err

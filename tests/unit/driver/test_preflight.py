@@ -231,7 +231,7 @@ def test_changed_data_or_a_changed_model_is_refused_until_it_is_accepted(
 def test_data_that_are_gone_are_refused(own: Config) -> None:
     preflight.verify(own, Path("run"))
     Path("train.jsonl").unlink()
-    assert "train.jsonl is gone" in str(refusal(own, Path("run")))
+    assert "train.jsonl does not exist" in str(refusal(own, Path("run")))
 
 
 def test_a_changed_reward_is_a_note_and_other_data_named_on_purpose_are_none(

@@ -93,7 +93,7 @@ def test_lines_that_are_lost_are_made_again_as_far_as_the_batches_tell(
     for line in found.values():
         assert {name: line[name] for name in KNOWN} == pytest.approx(KNOWN)
         assert line["lag_histogram"] == LAGS and not line.keys() & TIMES.keys()
-    assert "the lines of updates 1, 3 to 4, 6 were lost, and are recomputed from their batches" in logged.text
+    assert "the lines of updates 1, 3 to 4, 6 were lost and are recomputed from their batches" in logged.text
     for name in ("updates", "reward", "lag", "trained_lag", "tokens_trained", "pushes", "push_ms"):
         assert again[name] == whole[name], name
 

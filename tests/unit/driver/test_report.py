@@ -38,12 +38,12 @@ def plain(html: str) -> str:
 def test_every_sampled_token_is_in_the_ledger_and_the_sum_is_exact(run: Path) -> None:
     found = plain(text(run))
     assert f"trained on {24 * (BATCH * LENGTH - 1)} " in found
-    assert "left out 24 in a batch and out of its loss" in found
-    assert "failed 2 sampled, and without a score" in found
+    assert "left out 24 in a batch, but not in its loss" in found
+    assert "failed 2 sampled, but without a score" in found
     assert f"duplicates {LENGTH} " in found
-    assert f"waiting {LENGTH} ready, in the queue" in found
+    assert f"waiting {LENGTH} ready in the queue" in found
     delivered = 24 * BATCH * LENGTH + 2 + 2 * LENGTH
-    assert f"{delivered} tokens were delivered up to version 24: exactly the sum of what" in found
+    assert f"{delivered} tokens were delivered up to version 24: exactly the sum of the" in found
 
 
 def test_tokens_of_an_update_whose_line_is_lost_are_told_apart(run: Path) -> None:
@@ -82,7 +82,7 @@ def test_curves_have_a_point_for_each_update_and_the_catalogues_sentences(run: P
     html = text(run)
     reward = re.search(r'<polyline [^>]*data-label="reward" points="([^"]*)"', html)
     assert reward is not None and len(reward[1].split()) == 24
-    assert "mean reward of the batch" in plain(html)
+    assert "mean reward of the completions" in plain(html)
     assert "<h3>Held-out accuracy</h3>" in html
     # Clip fraction of the critic is nobody's chart, and no run here has a teacher.
     assert "teacher_kl" not in html
@@ -112,8 +112,8 @@ def finding(*, holds: bool) -> Sign:
 def test_a_sign_that_is_over_is_no_warning_any_more(run: Path, holds: bool) -> None:
     html = page.render([View("math", metrics_file.read(run), config="x", findings=[finding(holds=holds)])])
     assert ('class="card finding"' in html) is holds
-    assert ("signs that are over: entropy collapse" in html) is not holds
-    assert ("No sign holds any more." in html) is not holds
+    assert ("signs that have ended: entropy collapse" in html) is not holds
+    assert ("All signs have ended." in html) is not holds
 
 
 @pytest.mark.parametrize(
@@ -166,12 +166,12 @@ def test_a_part_that_cannot_be_read_is_named_and_the_rest_is_there(run: Path) ->
 
 def test_a_run_that_made_nothing_has_a_report(tmp_path: Path) -> None:
     found = plain(text(tmp_path))
-    assert "No update was made." in found and "running, or killed" in found
-    assert "No rule has looked" in found
+    assert "No update has been made." in found and "running, or killed" in found
+    assert "No rule was checked" in found
 
 
 def test_a_file_that_is_no_replay_is_refused(run: Path, tmp_path: Path) -> None:
-    with pytest.raises(RunError, match="no file of `streamppo replay`"):
+    with pytest.raises(RunError, match="not a file of `streamppo replay`"):
         report.write([run, run / "config.toml"], tmp_path / "x.html")
 
 

@@ -30,7 +30,7 @@ def test_a_request_that_is_none_changes_nothing(driver_case: Make, logged: pytes
     (run.folder / run_folder.SCALE).write_text("three")
     run.tick()
     assert run.names() == ["rollout-0", "rollout-1"]
-    assert "rollout actors: 2 stay" in logged.messages[0] and "scale.json" in logged.messages[0]
+    assert "the number of rollout actors stays 2: " in logged.messages[0] and "scale.json" in logged.messages[0]
     assert not (run.folder / run_folder.ACCEPTED).exists()
 
 
@@ -50,7 +50,7 @@ def test_a_number_that_no_run_may_have_is_refused_and_the_run_continues(
     configfile.save(run.stages.config, run.folder)
     run.scale(2)
     assert run.names() == ["rollout-0"]
-    assert logged.messages[0].startswith("rollout actors: 1 stay: ") and reason in logged.messages[0]
+    assert logged.messages[0].startswith("the number of rollout actors stays 1: ") and reason in logged.messages[0]
     assert run.stages.config.rollout.actors == configfile.load(run.folder / configfile.CONFIG).rollout.actors == 1
     assert not (run.folder / run_folder.ACCEPTED).exists(), "the command waits for an answer"
 

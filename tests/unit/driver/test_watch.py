@@ -101,7 +101,7 @@ def test_a_stall_is_counted_from_the_last_answer_that_was_waited_for(calls: Any,
         fake.now += seconds
         calls.check_stall(10, "update 1", str)
     fake.now += 1
-    with pytest.raises(RunError, match=r"^nothing has progressed for 10 s: the driver waits for update 1; why$"):
+    with pytest.raises(RunError, match=r"^no progress for 10 s: the driver waits for update 1; why$"):
         calls.check_stall(10, "update 1", lambda: "why")
 
 
@@ -123,23 +123,23 @@ def test_an_engine_may_take_as_long_to_start_as_its_configuration_says(driver_ca
         handle.at_work = False
     run.wait(700, "update 1")
     run.rollouts.generating = False
-    with pytest.raises(RunError, match="progressed for 300 s"):
+    with pytest.raises(RunError, match="no progress for 300 s"):
         run.tick("update 1")
     run.rollouts.generating = True
-    with pytest.raises(RunError, match=r"progressed for 800 s.*have not started: rollout-0, rollout-1"):
+    with pytest.raises(RunError, match=r"no progress for 800 s.*have not started: rollout-0, rollout-1"):
         run.wait(200, "update 1")
     run.rollouts._start(run.rollouts.handles[0])
     run.load_all()
     run.tick("update 1")
-    with pytest.raises(RunError, match=r"progressed for 300 s.*the queue gives no answer.*not started: rollout-1$"):
+    with pytest.raises(RunError, match=r"no progress for 300 s.*the queue gives no answer.*not started: rollout-1$"):
         run.wait(400, "update 1")
 
 
 def test_a_model_may_take_as_long_to_load_as_the_configuration_says(driver_case: Callable[..., Case]) -> None:
     run = driver_case(2, "watchdog.stall_s=20", "watchdog.load_s=500").with_model()
-    with pytest.raises(RunError, match="progressed for 20 s"):
+    with pytest.raises(RunError, match="no progress for 20 s"):
         run.wait(30, "update 1")
     run.stages._loaded_ranks = {}
     run.wait(490, "loading the model")
-    with pytest.raises(RunError, match="progressed for 520 s"):
+    with pytest.raises(RunError, match="no progress for 520 s"):
         run.wait(20, "loading the model")

@@ -247,5 +247,5 @@ def test_a_node_fetches_the_model_that_the_run_has_made(tmp_path: Path, math_con
 
 @pytest.mark.parametrize("address", ["reference::file:///there", "simplecache::s3://bucket/there"])
 def test_an_address_inside_of_another_one_is_refused(address: str) -> None:
-    with pytest.raises(CheckpointError, match="one file system inside of another"):
+    with pytest.raises(CheckpointError, match="a file system inside another one"):
         Store(address)

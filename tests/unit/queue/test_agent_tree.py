@@ -177,8 +177,8 @@ FLAWS: dict[str, tuple[Any, str]] = {
     "reuse": ([(4, 6, 5, 1)], "reused 5 tokens"),
     "negative": ([(4, 6, -1, 1)], "reused -1 tokens"),
     "delivery": ([(4, 6, 0, 2)], "a turn has delivered = 2"),
-    "mask": ([(4, 6, 0, 1)], "is sampled by the mask or by a turn, and not by both"),
-    "lost": ([*turns.read(TREE.turns)[:-2], (41, 44, 0, 0)], "token 41 is sampled by the mask"),
+    "mask": ([(4, 6, 0, 1)], "the mask and the turns disagree"),
+    "lost": ([*turns.read(TREE.turns)[:-2], (41, 44, 0, 0)], "disagree on whether token 41 is sampled"),
 }
 
 

@@ -75,8 +75,8 @@ def test_depths_paths_and_trees_are_those_of_tokens_followed_one_by_one(
 
 FLAWS = [
     ([(5,)], "branches of 4 bytes, which are not pairs of int32"),
-    ([(2, 0)], "a branch begins at token 2, and the completion has the row's tokens 3 to 8"),
-    ([(9, 0)], "a branch begins at token 9, and the completion has the row's tokens 3 to 8"),
+    ([(2, 0)], "a branch begins at token 2, but the completion's tokens are 3 to 8"),
+    ([(9, 0)], "a branch begins at token 9, but the completion's tokens are 3 to 8"),
     ([(7, 0), (5, 0)], "a branch that begins at token 5 is listed after one that begins at token 7"),
     ([(5, 0), (5, 1)], "a branch that begins at token 5 is listed after one that begins at token 5"),
     ([(5, 5)], "the branch at token 5 follows token 5, which is neither before it nor -1"),

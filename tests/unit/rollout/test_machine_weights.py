@@ -189,10 +189,10 @@ def test_what_is_not_as_it_was_pushed_reaches_no_engine(puller: Callable[..., Ma
         wrong[0][5] ^= 1
         ledger.pushes.append((whole, wrong))
         leader, follower = puller("a", ledger), puller("b", ledger)
-        with pytest.raises(WeightsError, match="is not as it was pushed"):
+        with pytest.raises(WeightsError, match="differs from what was pushed"):
             await leader.newer(-1)
         # The follower finds no leader any more, leads, and finds the same.
-        with pytest.raises(WeightsError, match="is not as it was pushed"):
+        with pytest.raises(WeightsError, match="differs from what was pushed"):
             await follower.newer(-1)
         assert (leader.replica.version, follower.replica.version) == (-1, -1)
 
@@ -374,7 +374,7 @@ def test_damaged_memory_is_found_when_an_engine_refuses_it_and_its_leader_resign
         follower.replica.tensors["t0"][3] += 1
         for one in (follower, leader):
             one.replica.forget()
-            with pytest.raises(WeightsError, match="t0 is not as it was pushed"):
+            with pytest.raises(WeightsError, match="t0 differs from what was pushed"):
                 await one.newer(-1)
         assert leader._leading is None
         await follower.newer(-1)

@@ -107,13 +107,13 @@ def test_damaged_weights_are_refused_and_asked_for_again(log_lines: list[str]) -
     queue = asyncio.run(scenario())
     assert queue.pulls == weight_sync.PULLS
     assert queue.had == [0, -1, -1], "after a damaged one it asks for a whole version"
-    assert log_lines == ["keeps version 0: w is not as it was pushed (1 tensors are not)"] * 2
+    assert log_lines == ["keeps version 0: w differs from what was pushed (1 tensors differ)"] * 2
 
 
 def test_weights_that_stay_damaged_end_the_actor() -> None:
     async def scenario() -> None:
         queue: Any = Queue(damaged=1000)
-        with pytest.raises(WeightsError, match="w is not as it was pushed"):
+        with pytest.raises(WeightsError, match="w differs from what was pushed"):
             await WeightSync(at_version_0(queue), _engine(), WholeModel()).run()
         assert queue.pulls == weight_sync.PULLS
 

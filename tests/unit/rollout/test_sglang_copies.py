@@ -92,7 +92,7 @@ def test_a_version_that_was_not_served_leaves_the_served_one_and_its_memory_to_t
 def test_a_copy_that_is_not_as_pushed_is_an_error_by_name() -> None:
     contents = {name: hash_tensor(one) for name, one in tensors(0).items()}
     VersionCopies(3000, shared=False).copy(tensors(0), contents)
-    with pytest.raises(WeightsError, match="c is not as it was pushed"):
+    with pytest.raises(WeightsError, match="c differs from what was pushed"):
         VersionCopies(3000, shared=False).copy(tensors(0) | {"c": tensors(1)["c"]}, contents)
 
 

@@ -112,7 +112,7 @@ def test_a_class_keeps_its_state(folder: Path) -> None:
 
 
 def test_a_sync_function_that_computes_for_ever_fails_alone(folder: Path) -> None:
-    found = totals("A sync function that computes for long", "7", "8", "2305843009213693951", "11", "x")
+    found = totals("A sync function with long computations", "7", "8", "2305843009213693951", "11", "x")
     assert found[:4] == [1.0, 0.0, "no score after 1 s", 1.0]
     assert "ValueError" in str(found[4])
 

@@ -122,7 +122,7 @@ SIGNS: dict[str, tuple[list[Line], Any, str]] = {
     "contexts are computed again": (
         [engine("a", 0.9), engine("a", 0.5), engine("b", 0.4), *updates(WINDOW)],
         None,
-        "55% of the contexts that earlier turns had were computed again",
+        "55% of the tokens of earlier turns were computed again",
     ),
     "cuts rest on the critic": (
         after(segments_cut=0.66, explained_variance=-0.05),
@@ -150,7 +150,7 @@ SIGNS: dict[str, tuple[list[Line], Any, str]] = {
     "ESS collapse": (
         [*updates(2 * WINDOW), *updates(6, 2 * WINDOW + 1, ess=0.1), *updates(WINDOW - 6, 2 * WINDOW + 7)],
         None,
-        "ess at most 0.10 in a quarter",
+        "ess is at most 0.10 in a quarter",
     ),
     "lag at its bound": (after(tokens_too_old=12.0), None, "12% of the tokens are beyond queue.max_lag (8)"),
     "engine and learner differ": (after(mismatch=0.2), None, "mismatch 0.2 nats"),

@@ -393,7 +393,7 @@ def test_a_finding_is_logged_once_also_by_a_run_that_is_resumed(
 
     make(1, 2 * WINDOW)._file.close()
     assert [one.getMessage().partition(": lower")[0] for one in caplog.records if one.levelname == "WARNING"] == [
-        "ESS collapse: ess at most 0.10 in a quarter of the updates: so few of the tokens count"
+        "ESS collapse: ess is at most 0.10 in a quarter of the updates: few of the tokens count"
     ]
     caplog.clear()
     resumed = make(2 * WINDOW + 1, 4 * WINDOW)

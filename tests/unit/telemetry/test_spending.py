@@ -47,7 +47,7 @@ def test_the_table_has_every_phase_with_its_meaning(tmp_path: Path, capsys: pyte
     said = capsys.readouterr().out
     assert "queue: 375.0 ms of CPU for one update" in said
     (journal,) = [line.split() for line in said.splitlines() if line.startswith("  journal")]
-    assert journal[:6] == ["journal", "1.9", "125.00", "93.75", "25%", "a"]
+    assert journal[:6] == ["journal", "1.9", "125.00", "93.75", "25%", "commit"]
 
 
 def test_a_run_that_has_told_nothing_yet_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -140,10 +140,10 @@ def test_a_long_prompt_shows_its_end_and_leaves_the_completion_the_half_of_the_r
 
 def test_after_a_signal_the_view_says_how_to_end_at_once() -> None:
     state = busy()
-    assert texts(view(state, 80, 24))[-1] == "Ctrl-C: a last checkpoint, and end; twice: end at once"
+    assert texts(view(state, 80, 24))[-1] == "Ctrl-C: save a last checkpoint and end; twice: end at once"
     state.stopping = True
     found = texts(view(state, 80, 24))
-    assert found[-1] == "stopping: a last checkpoint, and end; Ctrl-C: end at once"
+    assert found[-1] == "stopping: a last checkpoint is saved; Ctrl-C: end at once"
     assert any(row.startswith("update") and row.endswith("stopping") for row in found)
 
 

@@ -109,5 +109,5 @@ def test_a_check_names_the_first_tensor_that_is_not_as_it_should_be() -> None:
     expected = {name: hash_tensor(tensor) for name, tensor in tensors.items()}
     check(expected, tensors.items())
     tensors["b"][2] = tensors["c"][4] = 2.0
-    with pytest.raises(WeightsError, match=r"b is not as it was pushed \(2 tensors are not\)"):
+    with pytest.raises(WeightsError, match=r"b differs from what was pushed \(2 tensors differ\)"):
         check(expected, tensors.items())

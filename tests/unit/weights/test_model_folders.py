@@ -36,8 +36,8 @@ QUICK = {
     "wrapped_peft": r"'base_model.model.' in their names .* which peft adds",
     "missing_shard": "model-00002-of-00002.safetensors of the 2 parts are missing: copy or download them again",
     "index_beyond_shard": "is in model-00002-of-00002.safetensors, which has no such tensor",
-    "lfs_pointer": "model.safetensors: a pointer of git-LFS and not the file itself: `git lfs pull`",
-    "cut_file": "bytes, and its header says .*: copy or download it again",
+    "lfs_pointer": "model.safetensors: a git-LFS pointer and not the file: `git lfs pull`",
+    "cut_file": "bytes, but its header says .*: copy or download it again",
     "no_weights": "no weights: neither model.safetensors nor parts of it with an index",
     "lora_adapter": "is a LoRA adapter of Qwen/Qwen3-0.6B, not a model: merge it",
     "gguf": "is in GGUF, llama.cpp's format: name the folder or hub name of the model that it was made from",
@@ -53,8 +53,8 @@ SLOW = {
     "missing_head": "'lm_head.weight' is missing. Set tie_word_embeddings = true in config.json if",
     "unexpected_tensor": "'model.layers.1.extra.weight' is not a tensor of the model",
     "wrong_shape": r"'.*\.1\..*' is \[\d+, 32\] and would be \[\d+, 32\]",
-    "fewer_layers": "num_hidden_layers is 1 in config.json, and they have 2 layers",
-    "more_layers": "num_hidden_layers is 3 in config.json, and they have 2 layers",
+    "fewer_layers": "num_hidden_layers = 1, but the files have 2 layers",
+    "more_layers": "num_hidden_layers = 3, but the files have 2 layers",
     "not_a_number": r"has NaN or infinity in '.*\.1\..*'",
     "auto_map": "needs code that comes with it .*, which streamppo does not run",
     "unknown_type": r"is of model_type '[a-z0-9_]+' that the installed transformers \([0-9.]+\) lacks",
@@ -200,7 +200,7 @@ def test_a_pickle_that_is_none_is_refused(healthy: Callable[[str], Path], tmp_pa
     shutil.copytree(healthy("qwen3"), path)
     (path / "model.safetensors").unlink()
     (path / "pytorch_model.bin").write_bytes(content)
-    with pytest.raises(ModelError, match=r"pytorch_model\.bin: (not a pickle of tensors|a pointer of git-LFS)"):
+    with pytest.raises(ModelError, match=r"pytorch_model\.bin: (not a pickle of tensors|a git-LFS pointer)"):
         loading.load(path)
 
 
@@ -212,7 +212,7 @@ def test_a_pickle_of_more_than_tensors_is_refused(
     shutil.copytree(healthy("qwen3"), path)
     (path / "model.safetensors").unlink()
     torch.save(content, path / "pytorch_model.bin")
-    with pytest.raises(ModelError, match="a pickle of more than tensors by their names"):
+    with pytest.raises(ModelError, match="a pickle with more than tensors by name"):
         loading.load(path)
 
 
@@ -299,7 +299,7 @@ def test_a_model_whose_head_cannot_be_told_from_its_transformer_is_refused_befor
     text = Llama4TextConfig(**BODY, **HEADS, intermediate_size_mlp=48, num_local_experts=2, interleave_moe_layer_step=2)
     Llama4ForCausalLM(text).save_pretrained(tmp_path)
     with pytest.raises(
-        ModelError, match="Llama4ForCausalLM of transformers does not tell its transformer from its head"
+        ModelError, match="Llama4ForCausalLM of transformers does not separate its transformer from its head"
     ):
         fit.check(tmp_path, settings(tmp_path))
 
@@ -310,7 +310,7 @@ def test_a_model_of_pictures_too_is_refused_with_what_to_do(tmp_path: Path) -> N
     Mistral3Config(text_config=text, vision_config=vision).save_pretrained(tmp_path)
     save_file({"lm_head.weight": torch.zeros(300, 32)}, tmp_path / "model.safetensors", {"format": "pt"})
     with pytest.raises(
-        ModelError, match=r"no AutoModelForCausalLM of model_type 'mistral3': it reads pictures .*: save"
+        ModelError, match=r"no AutoModelForCausalLM of model_type 'mistral3': it also reads pictures .*: save"
     ):
         fit.check(tmp_path, settings(tmp_path))
 

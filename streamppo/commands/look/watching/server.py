@@ -30,7 +30,7 @@ from streamppo.config import file as configfile
 from streamppo.errors import ConfigError, RunError, StreamppoError
 from streamppo.telemetry.report import page
 from streamppo.telemetry.watch import sections
-from streamppo.telemetry.watch.sections import HERE
+from streamppo.telemetry.watch.sections import FOLDER
 
 PORT = 8484
 """The port if it is free; else any other."""
@@ -47,8 +47,8 @@ POLICY = "default-src 'none'; style-src 'self'; script-src 'self'; connect-src '
 UNREADABLE = "the run's configuration cannot be read, and so neither can its archive"
 REPORT = Path(page.__file__).parent
 ASSETS = {
-    "/watch.css": ("text/css", [REPORT / "page.css", HERE / "watch.css"]),
-    "/watch.js": ("text/javascript", [REPORT / "page.js", HERE / "watch.js", HERE / "trajectories.js"]),
+    "/watch.css": ("text/css", [REPORT / "page.css", FOLDER / "watch.css"]),
+    "/watch.js": ("text/javascript", [REPORT / "page.js", FOLDER / "watch.js", FOLDER / "trajectories.js"]),
 }
 
 

@@ -1,1 +1,1 @@
-"""The tracker libraries, one file each; each is imported only in the process that uses it."""
+"""The tracker libraries, one file each. A library is imported only in the process that uses it."""

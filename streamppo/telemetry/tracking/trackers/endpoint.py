@@ -1,7 +1,7 @@
-"""A server on 127.0.0.1 with the newest numbers as text, for Prometheus to scrape.
+"""Serves the newest numbers as text on 127.0.0.1, from where Prometheus reads them.
 
-It answers only requests with a loopback name as Host: no foreign web page can read it under its own domain name (DNS
-rebinding).
+The server answers only requests whose Host is a loopback name. Otherwise a foreign web page could read the numbers
+through a domain name that resolves to 127.0.0.1 (DNS rebinding).
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -18,12 +18,12 @@ from streamppo.telemetry.tracking.trackers.run import TrackedRun
 
 LOOPBACK = "127.0.0.1"
 NAMES = (LOOPBACK, "localhost", "::1")
-"""Accepted hosts of a request."""
+"""The host names to which a request may be addressed."""
 Application = Callable[[dict[str, Any], Callable[..., Any]], Iterable[bytes]]
 
 
 class PrometheusEndpoint(Collector):
-    """Serves the newest value of every number as a gauge, labelled with the run's name."""
+    """Serves the newest value of each number as a gauge, labelled with the run's name."""
 
     def __init__(self, run: TrackedRun) -> None:
         self.id = ""
@@ -38,14 +38,14 @@ class PrometheusEndpoint(Collector):
         self.address, self.port = self._server.server_address[:2]
 
     def send(self, points: Sequence[Point]) -> None:
-        """Remember the newest numbers."""
+        """Store the newest numbers."""
         for point in points:
-            # One assignment, so that a scrape in the server's thread sees either the old or the new numbers.
+            # A single assignment, so that a request in the server's thread sees either all old or all new numbers.
             version = max(point.version, self._newest.get(gauges.VERSION, 0))
             self._newest = {**self._newest, **point.values, gauges.VERSION: version}
 
     def collect(self) -> Iterator[GaugeMetricFamily]:
-        """Yield all gauges for a scrape; metrics with one gauge name form one family."""
+        """Yield all gauges for a request. Metrics with the same gauge name form one family."""
         families: dict[str, GaugeMetricFamily] = {}
         for metric, value in self._newest.items():
             if gauge := gauges.gauge(metric):
@@ -54,25 +54,25 @@ class PrometheusEndpoint(Collector):
         yield from families.values()
 
     def close(self, outcome: str) -> None:
-        """Close the port: an ended run is not scraped."""
+        """Close the port, because the numbers of a run that has ended are not served."""
         self._server.shutdown()
         self._server.server_close()
 
 
 def _refuse_foreign_hosts(answer: Application) -> Application:
-    """Refuse requests whose Host is not in `NAMES`."""
+    """Return an application that refuses requests whose Host is not in `NAMES`."""
 
     def guarded(request: dict[str, Any], start: Callable[..., Any]) -> Iterable[bytes]:
         if _host(request.get("HTTP_HOST", "")) in NAMES:
             return answer(request, start)
         start("400 Bad Request", [("Content-Type", "text/plain")])
-        return [b"this address is answered under the names of loopback alone\n"]
+        return [b"this server answers only requests for a loopback name (127.0.0.1, localhost, ::1)\n"]
 
     return guarded
 
 
 def _host(header: str) -> str:
-    """The host of a Host header without its port; "" if it is empty or invalid."""
+    """Return the host of a Host header without its port; "" if the header is empty or invalid."""
     try:
         return urlsplit(f"//{header}").hostname or ""
     except ValueError:

@@ -1,4 +1,4 @@
-"""MLflow: the server of MLFLOW_TRACKING_URI, or the library's default on this machine."""
+"""MLflow: sends to the server at MLFLOW_TRACKING_URI, or to the library's default on this machine."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -10,15 +10,15 @@ from streamppo.telemetry.tracking.points import Point
 from streamppo.telemetry.tracking.trackers.run import TrackedRun, is_successful
 
 MOST_METRICS, MOST_PARAMS = 1000, 100
-"""Maximum metrics and parameters in one call to a server."""
+"""The maximum number of metrics and of parameters in one call to a server."""
 LONGEST = 500
-"""Longest parameter, in characters, that every server accepts."""
+"""The maximum length of a parameter in characters that every server accepts."""
 REFUSED = re.compile(r"[^\w\-. :/]")
-"""Characters that names may not contain, such as the + of `ess_lag_65+`."""
+"""Characters that MLflow does not allow in names, such as the + of `ess_lag_65+`."""
 
 
 class MLflow:
-    """A run of an experiment; calls to the server are synchronous."""
+    """A run of an MLflow experiment. Calls to the server are synchronous."""
 
     def __init__(self, run: TrackedRun) -> None:
         self._client = MlflowClient()

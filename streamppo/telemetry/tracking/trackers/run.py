@@ -1,4 +1,4 @@
-"""The description of a run for trackers, and the protocol of a tracker."""
+"""The description of a run that a tracker gets, and the protocol of a tracker."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -14,10 +14,10 @@ Kind: TypeAlias = Library | Literal["prometheus"]
 
 
 class TrackedRun(msgspec.Struct, frozen=True):
-    """The run's description for a tracker.
+    """The description of a run that a tracker gets.
 
-    `id`: the tracker's id of a resumed run, "" for a new one. `config`: every value of the configuration by dotted
-    name. `port`: of the Prometheus endpoint.
+    `id` is the id that the tracker gave the run; "" for a new run. `config` has every value of the configuration by its
+    dotted name. `port` is the port of the Prometheus endpoint.
     """
 
     kind: Kind
@@ -34,22 +34,22 @@ class TrackedRun(msgspec.Struct, frozen=True):
 
 
 class Tracker(Protocol):
-    """A tracker library. Any method may raise or never return; then its process is ended.
+    """A tracker library. If a method raises or does not return in time, the tracker's process is ended.
 
-    `id` is the library's id of the run, with which a resumed run continues.
+    `id` is the library's id of the run. A resumed run continues under it.
     """
 
     id: str
 
     def send(self, points: Sequence[Point]) -> None:
-        """Send points; return once the library has them."""
+        """Send points. Returns as soon as the library has them."""
         ...
 
     def close(self, outcome: str) -> None:
-        """Finish with `outcome` ("" if the run was killed); block until everything is sent."""
+        """Close the run with `outcome` ("" if the driver was killed), and wait until everything is sent."""
         ...
 
 
 def is_successful(outcome: str) -> bool:
-    """True if a run has made all its updates."""
+    """Return whether a run made all its updates."""
     return outcome == FINISHED

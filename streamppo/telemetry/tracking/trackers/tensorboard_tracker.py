@@ -1,6 +1,6 @@
-"""TensorBoard: event files in runs/NAME/tensorboard for `tensorboard --logdir runs`."""
+"""TensorBoard: writes event files to runs/NAME/tensorboard for `tensorboard --logdir runs`."""
 
-# Its protobuf classes are created at import, so pyright does not see them.
+# Importing the package creates its protobuf classes, so pyright does not see them.
 # pyright: reportMissingImports=false, reportAttributeAccessIssue=false
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -20,7 +20,7 @@ from streamppo.telemetry.tracking.trackers.run import TrackedRun
 
 
 class TensorBoard:
-    """One event file for each part of the run: TensorBoard shows all files of a folder as one run."""
+    """Writes one event file for each part of the run. TensorBoard shows all files of a folder as one run."""
 
     def __init__(self, run: TrackedRun) -> None:
         self.id = "tensorboard"
@@ -28,9 +28,9 @@ class TensorBoard:
         self._described = set[str]()
 
     def send(self, points: Sequence[Point]) -> None:
-        """Write a point's scalars as one event; a scalar's first value carries the catalogue's text.
+        """Write the scalars of each point as one event. The first value of a scalar has the catalogue's text.
 
-        `tensorboard.summary.Writer`, with a tensor and an event for each scalar, takes 25 times as long.
+        `tensorboard.summary.Writer` writes a tensor and an event for each scalar, which takes 25 times as long.
         """
         for point in points:
             summary = Summary(value=self._scalars(point.values))
@@ -38,7 +38,7 @@ class TensorBoard:
         self._writer.flush()
 
     def close(self, outcome: str) -> None:
-        """Close the file; TensorBoard stores no outcome."""
+        """Close the file. TensorBoard stores no outcome."""
         self._writer.close()
 
     def _scalars(self, values: Mapping[str, float]) -> "Iterator[Summary.Value]":

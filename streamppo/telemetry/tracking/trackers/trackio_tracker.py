@@ -1,4 +1,4 @@
-"""trackio: a local database for `trackio show`, or the target of TRACKIO_SPACE_ID or TRACKIO_SERVER_URL."""
+"""trackio: sends to a local database for `trackio show`, or to TRACKIO_SPACE_ID or TRACKIO_SERVER_URL."""
 
 import secrets
 from collections.abc import Sequence
@@ -10,7 +10,7 @@ from streamppo.telemetry.tracking.trackers.run import TrackedRun
 
 
 class Trackio:
-    """A run under its name plus a random suffix, because another folder may have a run of the same name."""
+    """A run with a random suffix after its name, because another folder may have a run of the same name."""
 
     def __init__(self, run: TrackedRun) -> None:
         self.id = run.id or f"{run.name}-{secrets.token_hex(3)}"
@@ -30,5 +30,5 @@ class Trackio:
             self._run.log(dict(point.values), step=point.version)
 
     def close(self, outcome: str) -> None:
-        """Wait until the library has written everything; it stores no outcome."""
+        """Wait until the library has written everything. trackio stores no outcome."""
         self._run.finish()

@@ -1,4 +1,4 @@
-"""Weights & Biases: its server, or with WANDB_MODE=offline files in runs/NAME/wandb for `wandb sync`.
+"""Weights & Biases: sends to its server, or with WANDB_MODE=offline to files in runs/NAME/wandb for `wandb sync`.
 
 WANDB_API_KEY, WANDB_BASE_URL, WANDB_ENTITY and the library's other environment variables apply.
 """
@@ -12,15 +12,15 @@ from streamppo.telemetry.tracking.points import Point
 from streamppo.telemetry.tracking.trackers.run import TrackedRun, is_successful
 
 STEP = "update"
-"""The x axis of curves, because wandb's own step must grow: lines share versions, and evaluations come late."""
+"""The x axis of curves. wandb's own step must grow, but lines share versions and evaluations come late."""
 
 
 class WeightsAndBiases:
-    """A run under our own id. The library sends from another process, and keeps data that the server refuses."""
+    """A run with an id that this class chooses. The library sends from another process, and stores refused data."""
 
     def __init__(self, run: TrackedRun) -> None:
         self.id = run.id or secrets.token_hex(4)
-        # Console output and machine statistics would be the tracker process's.
+        # wandb would record the console output and the machine statistics of the tracker's process, not of the run.
         settings = wandb.Settings(console="off", silent=True, x_disable_stats=True)
         self._run = wandb.init(
             project=run.project,
