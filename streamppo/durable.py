@@ -9,6 +9,8 @@ import fcntl
 import hashlib
 import os
 import re
+import secrets
+import shutil
 import stat
 from collections.abc import Generator
 from contextlib import contextmanager, suppress
@@ -19,6 +21,8 @@ from streamppo.errors import StreamppoError
 
 ASIDE = ".tmp"
 """The suffix of a temporary name."""
+SCRATCH = re.compile(rf"\.[0-9a-f]{{16}}\{ASIDE}")
+"""The end of a scratch folder's name, after the name of its result."""
 HOLLOW_BYTES, HOLLOW_RATIO = 2**28, 100
 """A larger file is hollow if less than 1 / `HOLLOW_RATIO` of it is data: it could exhaust a reader's memory."""
 HOLLOW = "a sparse file, which streamppo does not write"
@@ -73,6 +77,48 @@ def folder(path: Path) -> None:
     if not path.is_dir():
         path.mkdir(exist_ok=True)
         flush(path.parent)
+
+
+@contextmanager
+def scratch_folder(path: Path) -> Generator[Path]:
+    """Make a folder beside `path` to prepare it in; delete it at the end of the block, unless it was renamed.
+
+    Folders of killed processes for the same `path` are deleted first; a living process holds a lock on its folder.
+    """
+    if path.parent.is_dir():
+        for left in path.parent.iterdir():
+            if left.name.startswith(path.name) and SCRATCH.fullmatch(left.name, len(path.name)):
+                _delete_unlocked(left)
+    while True:
+        scratch = path.with_name(f"{path.name}.{secrets.token_hex(8)}{ASIDE}")
+        folder(scratch)
+        with _open_folder(scratch) as opened:
+            # Some file systems have no locks.
+            with suppress(OSError):
+                fcntl.flock(opened, fcntl.LOCK_EX)
+            if not _is_at(scratch, opened):
+                # Another process has deleted it before it was locked.
+                continue
+            try:
+                yield scratch
+            finally:
+                shutil.rmtree(scratch, ignore_errors=True)
+            return
+
+
+def _delete_unlocked(path: Path) -> None:
+    with suppress(OSError), _open_folder(path) as opened:
+        fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        shutil.rmtree(path, ignore_errors=True)
+
+
+@contextmanager
+def _open_folder(path: Path) -> Generator[int]:
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        yield descriptor
+    finally:
+        os.close(descriptor)
 
 
 def settle(path: Path) -> None:

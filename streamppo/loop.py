@@ -21,8 +21,6 @@ The calls from here to `backward()`: run -> train -> Rank.update -> learner/upda
 
 import errno
 import logging
-import os
-import shutil
 from collections import deque
 from collections.abc import Generator
 from contextlib import ExitStack, contextmanager
@@ -223,26 +221,24 @@ def new_folder(config: Config, runs: Path) -> Path:
     Raises `RunError` if the folder cannot be created, or would lie on a network file system.
     """
     run_folder.refuse_network(runs)
-    aside = durable.aside(runs / f"{config.name}.{os.getpid()}")
-    with durable.naming(runs / config.name, RunError):
-        runs.mkdir(parents=True, exist_ok=True)
-        shutil.rmtree(aside, ignore_errors=True)
-        durable.folder(aside)
-    configfile.save(config, aside)
-    consent.give(aside, config)
     folder, number = runs / config.name, 1
-    while not _claim_folder(aside, folder):
-        number += 1
-        folder = runs / f"{config.name}-{number}"
+    with durable.naming(folder, RunError):
+        runs.mkdir(parents=True, exist_ok=True)
+        with durable.scratch_folder(folder) as scratch:
+            configfile.save(config, scratch)
+            consent.give(scratch, config)
+            while not _claim_folder(scratch, folder):
+                number += 1
+                folder = runs / f"{config.name}-{number}"
     return folder
 
 
-def _claim_folder(aside: Path, folder: Path) -> bool:
-    """Rename the folder `aside` to `folder`; return False if `folder` exists."""
+def _claim_folder(scratch: Path, folder: Path) -> bool:
+    """Rename the folder `scratch` to `folder`; return False if `folder` exists."""
     with durable.naming(folder, RunError):
         try:
             # A rename replaces an empty folder, and raises OSError if the folder has files.
-            durable.rename(aside, folder)
+            durable.rename(scratch, folder)
         except OSError as error:
             if error.errno in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR):
                 return False

@@ -1,11 +1,9 @@
 """Restores the folder of a run from its copies at an address (standby.py), so that `resume` can continue it."""
 
 import logging
-import shutil
 from collections.abc import Generator, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from uuid import uuid4
 from zlib import crc32
 
 import msgspec
@@ -57,15 +55,9 @@ def restore(address: str, run: Path) -> None:
     lives = list(filter(copies.is_life, source.names(LIVES)))
     if not lives:
         raise CheckpointError(f"{address}: there is no copy of a journal: only a run with queue.standby makes one")
-    aside = durable.aside(run.with_name(f"{run.name}.{uuid4().hex}"))
-    try:
-        with durable.naming(run, CheckpointError):
-            durable.folder(aside)
-        _fill(source, lives[-1], aside)
-        with durable.naming(run, CheckpointError):
-            durable.rename(aside, run)
-    finally:
-        shutil.rmtree(aside, ignore_errors=True)
+    with durable.naming(run, CheckpointError), durable.scratch_folder(run) as scratch:
+        _fill(source, lives[-1], scratch)
+        durable.rename(scratch, run)
 
 
 def _fill(remote: Store, life: str, run: Path) -> None:

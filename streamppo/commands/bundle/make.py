@@ -9,7 +9,6 @@ the run's first model                           config.json, tokenizer; weights 
 import logging
 import platform
 import shlex
-import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -88,8 +87,8 @@ def make(run: Path, update: int, to: Path | None, rows: Sequence[int], *, adapte
     count, kept = len(batch.trajectories), tuple(sorted(set(rows)))
     if kept:
         batch = structs.replace(batch, trajectories=tuple(batch.trajectories[row] for row in kept))
-    with tempfile.TemporaryDirectory(dir=to.parent, prefix=f".{to.name}.") as aside:
-        begin, checkpoint = _checkpoint(past, Path(aside))
+    with durable.naming(to, BundleError), durable.scratch_folder(to) as scratch:
+        begin, checkpoint = _checkpoint(past, scratch)
         state, stored = _state(past, checkpoint)
         start = model_path(config, run)
         tensors = {new: stored[old] for old in stored if (new := _name(old))}
@@ -111,7 +110,8 @@ def make(run: Path, update: int, to: Path | None, rows: Sequence[int], *, adapte
             software=software(),
             model=bare.model.path,
         )
-        sizes = file.write(to, Bundle(facts, configfile.show(bare), batch, tensors))
+        sizes = file.write(scratch / to.name, Bundle(facts, configfile.show(bare), batch, tensors))
+        durable.rename(scratch / to.name, to)
     consent.give(to, bare)
     return WrittenBundle(to, update, len(batch.trajectories), sizes, past.version - begin, time.perf_counter() - began)
 

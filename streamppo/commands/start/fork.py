@@ -10,9 +10,7 @@ Nothing of RUN is changed, and it may be running. The fork is trained by `resume
 """
 
 import json
-import os
 import shlex
-import shutil
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import closing, suppress
@@ -83,17 +81,12 @@ def make(run: Path, at: int, changes: Sequence[str], name: str, runs: Path) -> F
     past = versions.read_past(run, at)
     config = _configuration(past, changes, name)
     _refuse(past, config, runs, name)
-    aside = durable.aside(runs / f"{config.name}.{os.getpid()}")
-    try:
-        with durable.naming(runs / config.name, RunError):
-            runs.mkdir(parents=True, exist_ok=True)
-            shutil.rmtree(aside, ignore_errors=True)
-            durable.folder(aside)
+    with durable.naming(runs / config.name, RunError):
+        runs.mkdir(parents=True, exist_ok=True)
+        with durable.scratch_folder(runs / config.name) as aside:
             durable.folder(aside / "checkpoints")
-        begin = _fill(past, config, aside)
-        folder = _settle(past, config, aside, taken_is_error=bool(name))
-    finally:
-        shutil.rmtree(aside, ignore_errors=True)
+            begin = _fill(past, config, aside)
+            folder = _settle(past, config, aside, taken_is_error=bool(name))
     return Fork(folder, at, past.digests[at], begin, at - begin, time.perf_counter() - began)
 
 
