@@ -300,7 +300,7 @@ def test_an_error_is_a_sentence_and_the_exit_code(
     assert sentence in output, output
 
 
-def test_a_model_that_transformers_modules_compute_is_noted(
+def test_a_model_that_transformers_modules_compute_is_named(
     checked: Callable[..., tuple[int, str]], tmp_path: Path
 ) -> None:
     for other in (MixtralConfig(**SMALL, vocab_size=200), Qwen2Config(**SMALL, vocab_size=200, hidden_act="gelu")):
@@ -308,7 +308,7 @@ def test_a_model_that_transformers_modules_compute_is_noted(
         hollow_weights.write(folder, other)
         code, output = checked(MATH, f"model.path={folder}")
         assert code == 0, output
-        assert f"transformers' modules compute this {other.model_type}: slower than our own llama" in output
+        assert f"transformers' modules compute this {other.model_type}, at half the speed only if it is tiny" in output
 
 
 ELSEWHERE = "rollout.engine={kind='sglang', urls=['http://h:1'], transport='group'}"
