@@ -238,6 +238,10 @@ def _read(path: Path, expected: str) -> tuple[dict[str, Column], Attributes]:
             if hashlib.file_digest(file, "sha256").hexdigest() != expected:
                 raise JournalError(f"{path}: damaged: its SHA-256 is not the one that was recorded")
             columns, attributes = zarr_zip.unpack(file)
+    except FileNotFoundError as error:
+        raise JournalError(
+            f"{path}: cannot be read: there is no such file; if the folder was copied during the run, copy it again"
+        ) from error
     except OSError as error:
         raise JournalError(f"{path}: cannot be read: {error}") from error
     except zarr_zip.ForeignFile as error:
