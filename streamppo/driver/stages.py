@@ -252,7 +252,7 @@ class Stages:
         if error.actor_id in {actor_id(rank) for rank in self.ranks}:
             raise LearnerLost(f"{name}: {describe(error)}") from error
         if error.actor_id in map(actor_id, (self.queue, *self._shards)):
-            raise RunError(f"{RunStage.QUEUE}: {describe(error)}") from error
+            raise RunError(f"{RunStage.QUEUE}: {describe(error)}; resume starts another") from error
         for pool in (self.rollouts, self.evaluators):
             pool.replace(error.actor_id, describe(error))
 

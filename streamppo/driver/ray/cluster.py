@@ -3,6 +3,7 @@
 import functools
 import logging
 import os
+import re
 import secrets
 import shutil
 import signal
@@ -44,6 +45,10 @@ TOO_LATE = "timed out during startup"
 
 TOO_LONG = "AF_UNIX path length"
 """A part of Ray's message about a socket whose path has more than 107 bytes."""
+
+LOST_NODE = re.compile(r"\bnode has (crashed|died)")
+"""A part of Ray's message for an actor that died with its node or its owner's node."""
+GIVEN_UP = "Ray has lost its machine: the raylet there died, was stopped, or had no CPU or memory for half a minute"
 
 RAYS_OWN = ("raylet", "gcs_server", "autoscaler")
 """The "pid" fields of log lines from Ray's processes. In log lines from actors, "pid" is a number."""
@@ -229,6 +234,8 @@ def describe(error: BaseException) -> str:
             error = error.exceptions[0]
         else:
             break
+    if isinstance(error, RayActorError) and LOST_NODE.search(str(error)):
+        return GIVEN_UP
     lines = str(error).strip().splitlines()
     if isinstance(error, ActorDiedError) and error.actor_init_failed:
         # The actor died in its constructor. Ray returns only the traceback, whose last line is the error.

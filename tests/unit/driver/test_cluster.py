@@ -10,6 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from ray.core.generated.common_pb2 import ActorDiedErrorContext
 from ray.exceptions import ActorDiedError, RayTaskError
 
 from streamppo.config.sections import Config
@@ -23,6 +24,12 @@ def test_of_an_actor_that_died_while_it_was_made_the_reason_is_said() -> None:
     trace = f"Traceback (most recent call last):\n  File x\nstreamppo.errors.JournalError: {error}\n"
     died = ActorDiedError(RayTaskError("QueueActor.__init__", trace, error))
     assert describe(died) == f"JournalError: {error}"
+    for cause in (
+        "The actor is dead because its owner has died. Worker exit detail: Owner's node has crashed.",
+        "The actor died because its node has died. Node Id: 02",
+    ):
+        died = ActorDiedError(ActorDiedErrorContext(error_message=cause, actor_id=b"1" * 16))
+        assert describe(died).startswith("Ray has lost its machine: ")
     assert describe(ActorDiedError()) == "ActorDiedError: The actor died unexpectedly before finishing this task."
     assert describe(RayTaskError("begin", trace, error)) == str(error)
 
