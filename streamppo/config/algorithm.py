@@ -29,35 +29,35 @@ class Discounted(Kind, frozen=True):
 
 
 class Bootstrapped(Discounted, frozen=True):
-    """Estimators that can bootstrap a truncated completion with a value."""
+    """Estimators that can use the critic's value at the end of a truncated completion."""
 
     bootstrap_truncated: bool = False
-    """Bootstrap a truncated completion with the critic's value."""
+    """Add the critic's value at the end of a truncated completion to its return."""
 
 
 class Gae(Bootstrapped, frozen=True, tag="gae"):
     """Generalized advantage estimation (arXiv:1506.02438): one critic value per token."""
 
     lam: Fraction = 0.95
-    """Lambda of the advantages; 0 is one-step TD, 1 Monte Carlo."""
+    """Lambda of the advantages: 0 gives one-step TD errors, 1 gives Monte Carlo returns."""
     adaptive_alpha: NonNegative = 0.0
-    """Above 0, lambda is 1 - 1 / (alpha * length) (VAPO, arXiv:2504.05118)."""
+    """Above 0, this alpha replaces lam by 1 - 1 / (alpha * length) (VAPO, arXiv:2504.05118)."""
     critic_lam: Fraction = 1.0
-    """Lambda of the critic's targets."""
+    """Lambda of the returns that the critic is trained to predict."""
 
 
 class VTrace(Bootstrapped, frozen=True, tag="vtrace"):
-    """V-trace (arXiv:1802.01561): the proximal policy's values from tokens of an older policy."""
+    """V-trace (arXiv:1802.01561): estimates the proximal policy's values from tokens that an older policy sampled."""
 
     lam: Fraction = 1.0
-    """Lambda of the trace."""
+    """Lambda: a TD error's weight decays by gamma * lam per token."""
     clip: tuple[PositiveFloat, PositiveFloat] = (1.0, 1.0)
-    """rho_bar, the bound on a TD error's weight, and c_bar, on the trace."""
+    """[rho_bar, c_bar]: the largest weight of a TD error, and the bound on the trace."""
     trace: Literal["step", "cumulative"] = "cumulative"
-    """Clip every factor of the trace, as published ("step"), or their product."""
+    """Clip at c_bar: each factor of the trace, as published ("step"), or the product of factors ("cumulative")."""
 
     def contradictions(self) -> Iterator[str]:
-        """A cumulative trace starts at the empty product 1, so c_bar must be at least 1."""
+        """With trace = "cumulative", c_bar must be at least 1."""
         if self.trace == "cumulative" and self.clip[1] < 1:
             yield f"c_bar, the second of clip ({self.clip[1]}), must be at least 1 with trace = 'cumulative'"
 
@@ -67,25 +67,25 @@ class SequenceLevel(Kind, frozen=True, tag="sequence"):
 
 
 class Grpo(Kind, frozen=True, tag="grpo"):
-    """(score - mean) / std of the group (arXiv:2402.03300)."""
+    """(score - the group's mean) / the group's standard deviation (arXiv:2402.03300)."""
 
     unbiased: bool = True
-    """Divide the variance by n - 1, else by n."""
+    """True divides the variance by n - 1, false by n."""
 
 
 class DrGrpo(Kind, frozen=True, tag="dr_grpo"):
-    """score - mean of the group (arXiv:2503.20783)."""
+    """score - the group's mean (arXiv:2503.20783)."""
 
     baseline_shift: float = 0.0
-    """Added to the mean; below 0, correct answers weigh more (arXiv:2506.20520)."""
+    """Number added to the mean. Below 0, correct answers weigh more (arXiv:2506.20520)."""
 
 
 class Rloo(Kind, frozen=True, tag="rloo"):
-    """score - mean of the others of the group (arXiv:2402.14740)."""
+    """score - the mean score of the group's other completions (arXiv:2402.14740)."""
 
 
 class MaxRl(Kind, frozen=True, tag="maxrl"):
-    """(score - mean) / mean of the group, scores >= 0."""
+    """(score - the group's mean) / the group's mean. Scores must not be negative."""
 
 
 class Gdpo(Kind, frozen=True, tag="gdpo"):
@@ -94,7 +94,7 @@ class Gdpo(Kind, frozen=True, tag="gdpo"):
     weights: dict[str, float]
     """Weight of each component of the reward."""
     unbiased: bool = True
-    """Divide the variances by n - 1, else by n."""
+    """True divides the variances by n - 1, false by n."""
 
     def contradictions(self) -> Iterator[str]:
         """At least one weight must not be 0."""
@@ -103,20 +103,20 @@ class Gdpo(Kind, frozen=True, tag="gdpo"):
 
 
 class ReinforcePlusPlus(Discounted, frozen=True, tag="reinforce_plus_plus"):
-    """Return-to-go, whitened over the batch (arXiv:2501.03262)."""
+    """Each token's discounted return, whitened over the batch (arXiv:2501.03262)."""
 
 
 class ReinforcePlusPlusBaseline(Kind, frozen=True, tag="reinforce_plus_plus_baseline"):
-    """score - mean of the group, whitened over the batch (arXiv:2501.03262)."""
+    """score - the group's mean, whitened over the batch (arXiv:2501.03262)."""
 
 
 class CustomAdvantage(Kind, frozen=True, tag="function"):
-    """A custom advantage, without a critic; tested on a synthetic batch before the first update."""
+    """The user's function, without a critic. A run tests the function on a synthetic batch before its first update."""
 
     function: str
-    """`package.module:name` or `path/file.py:name`: `AdvantageInputs` -> [B] or [B, T] advantages."""
+    """`package.module:name` or `path/file.py:name` of a function from `AdvantageInputs` to [B] or [B, T] advantages."""
     compares_samples: bool = True
-    """A batch has all samples of a prompt."""
+    """The function compares the samples of a prompt, so a batch must contain all of them."""
 
 
 Advantage: TypeAlias = (
@@ -133,64 +133,64 @@ Advantage: TypeAlias = (
     | CustomAdvantage
 )
 CRITIC_BASED = (Gae, VTrace, SequenceLevel)
-"""Estimators that need a critic; the others train none."""
+"""Estimators that need a critic. A run with any other estimator trains no critic."""
 PER_TOKEN = (Gae, VTrace, ReinforcePlusPlus, CustomAdvantage)
-"""Estimators whose advantages differ within a response."""
+"""Estimators that give each token of a response its own advantage."""
 GROUP_BASED = (Grpo, DrGrpo, Rloo, MaxRl, Gdpo, ReinforcePlusPlusBaseline)
-"""Estimators that need the whole group of a prompt in one batch."""
+"""Estimators that need all samples of a prompt in one batch."""
 
 
 class Whiten(Section, frozen=True):
-    """Advantages get mean 0 and variance 1."""
+    """Scales advantages to mean 0 and variance 1."""
 
     over: Literal["auto", "off", "batch", "group"] = "auto"
-    """Over the batch, each group, or off; auto: batch with a critic, else off."""
+    """Whiten over the batch or over each group; "auto" is "batch" with a critic and "off" without."""
     shift_mean: bool = True
-    """Subtract the mean."""
+    """True subtracts the mean."""
     unbiased: bool = False
-    """Divide the variance by n - 1, else by n."""
+    """True divides the variance by n - 1, false by n."""
 
 
 CRITICS = ("head", "policy", "scratch")
-"""Values of `critic.model` that name no folder."""
+"""Values of `critic.model` that are not paths."""
 
 
 class Critic(Section, frozen=True):
-    """The critic and its loss. A value head is trained in the policy's steps, a second transformer in its own."""
+    """The critic and its loss. Only a second transformer has separate optimizer steps."""
 
     model: str = "head"
-    """A value head on the policy, or a transformer: "policy" (a copy), "scratch", or a path."""
+    """A value head ("head"), or a second transformer: the policy's copy ("policy"), random ("scratch"), or a path."""
     coefficient: NonNegative = 0.5
-    """Weight of the critic's loss where both share a step."""
+    """Factor on the critic's loss."""
     clip: NonNegative = 0.2
-    """Distance from its first value at which a value's gradient stops; 0 is off."""
+    """A value's gradient stops at this distance from its value at the update's start; 0 is off."""
     huber: NonNegative = 0.0
-    """Above 0, the error from which the loss is linear."""
+    """Above 0, the Huber loss replaces the squared error: it is linear for errors above this."""
     lr: NonNegative = 0.0
-    """The critic's own learning rate; 0 takes the policy's."""
+    """The critic's learning rate; 0 is the policy's."""
     epochs: Count = 0
-    """A transformer's passes over one batch; 0 takes learner.epochs."""
+    """A second transformer's passes over one batch; 0 is learner.epochs."""
     minibatches: Count = 0
-    """A transformer's optimizer steps in one epoch; 0 takes learner.minibatches."""
+    """A second transformer's optimizer steps in one epoch; 0 is learner.minibatches."""
     max_grad_norm: NonNegative = 0.0
-    """Bound on a transformer's gradient; 0 takes learner.max_grad_norm."""
+    """Largest gradient norm of a second transformer; 0 is learner.max_grad_norm."""
     warmup_updates: Count = 0
-    """Updates in which only the critic learns."""
+    """Number of first updates that train only the critic."""
     pretrain: str = ""
-    """Folder of a run whose batches train the critic first; empty is off."""
+    """Folder of a run on whose archived batches the critic is trained before the first update; empty is off."""
 
     @property
     def loss(self) -> Literal["mse", "huber"]:
-        """Shape of the loss."""
+        """Kind of the critic's loss."""
         return "huber" if self.huber else "mse"
 
     def contradictions(self) -> Iterator[str]:
-        """A value head shares the policy's steps, so it has no schedule of its own."""
+        """With model = "head", epochs, minibatches and max_grad_norm must be 0."""
         for name in ("epochs", "minibatches", "max_grad_norm"):
             if self.model == "head" and getattr(self, name):
                 yield (
-                    f"{name} ({getattr(self, name)}) is for a critic with a separate transformer: a value head "
-                    f'learns in the policy\'s steps, and further passes would move the policy (model = "policy")'
+                    f"{name} ({getattr(self, name)}) needs a second transformer (critic.model): a value head "
+                    "is trained in the policy's steps, and further passes would also train the policy"
                 )
 
 
@@ -205,50 +205,50 @@ class Algorithm(Section, frozen=True):
     correction: Correction = Truncate()
     """Correction for off-policy data; "off" for none."""
     negative_weight: Fraction = 1.0
-    """Weight of tokens with negative advantage, times their correction; 0 drops them."""
+    """Factor on the weight of tokens with a negative advantage; 0 drops them."""
     advantage: Advantage = Gae()
     """Estimator of the advantages."""
     zero_variance: Literal["keep", "mask", "resample"] = "keep"
-    """Groups of equal scores: train on them, mask them, or sample other prompts."""
+    """What happens to groups of equal scores: train on them, mask them, or replace them by samples of other prompts."""
     resample: Resample = Resample()
-    """The reward component and range of means by which zero_variance = "resample" judges a group."""
+    """Which groups zero_variance = "resample" replaces."""
     curriculum: Curriculum | None = None
-    """Sample rows less often whose last groups had no learning signal; {} for the defaults."""
+    """Samples a row less often if its last groups had no learning signal; `{}` is the defaults."""
     filters: tuple[Filter, ...] = ()
-    """Filters of responses from the loss, each kind at most once; filtered rewards and tokens still count."""
+    """Filters that drop responses from the loss. The dropped rewards and tokens still count in averages."""
     whiten: Whiten = Whiten()
     """Scale of the advantages."""
     policy_loss: PolicyLoss = Clip()
     """The policy's loss."""
     proximal: Literal["recompute", "loglinear", "behavior"] = "recompute"
-    """Of a forward pass, behavior's, or behavior and current mixed by lag (arXiv:2512.06547)."""
+    """Proximal log-probs: from a forward pass, those of sampling, or a mixture by lag (arXiv:2512.06547)."""
     aggregation: Aggregation = "token-mean"
-    """Average of the tokens' losses; "constant" divides by rollout.max_tokens."""
+    """How the tokens' losses are averaged; "constant" divides the sum of each response by rollout.max_tokens."""
     critic: Critic = Critic()
-    """The critic, for the estimators that need one."""
+    """The critic of "gae", "vtrace" and "sequence"."""
     entropy: float = 0.0
     """Weight of the entropy bonus."""
     entropy_control: EntropyControl = EntropyControl()
-    """Controller of that weight."""
+    """Controls the weight of the entropy bonus."""
     exploration: Exploration = NoExploration()
-    """Special treatment of some tokens, against collapse of the policy's entropy."""
+    """Treats some tokens differently, so that the policy's entropy does not collapse."""
     kl: Kl = Kl()
-    """KL from a reference model."""
+    """KL penalty to a reference model."""
     teacher: Teacher = Teacher()
-    """A teacher model, in addition to the rewards or instead of them."""
+    """A teacher model whose signal is added to the rewards or replaces them."""
     positive_nll: NonNegative = 0.0
-    """Weight of correct answers' negative log-likelihood (VAPO, arXiv:2504.05118); 0 is off."""
+    """Weight of the negative log-likelihood of correct answers in the loss (VAPO, arXiv:2504.05118); 0 is off."""
     target_kl: NonNegative = 0.0
     """Above 0, an update ends when KL(proximal || current) exceeds 1.5 times this."""
 
     @property
     def has_critic(self) -> bool:
-        """True if the advantage needs a critic, which is then trained."""
+        """True if the advantage needs a critic."""
         return isinstance(self.advantage, CRITIC_BASED)
 
     @property
     def custom_functions(self) -> dict[str, str]:
-        """The user's functions, by the field that names each."""
+        """The names of the user's functions, by field."""
         choices = {"advantage": self.advantage, "correction": self.correction, "policy_loss": self.policy_loss}
         return {
             field: choice.function
@@ -258,7 +258,7 @@ class Algorithm(Section, frozen=True):
 
     @property
     def needs_proximal_first(self) -> str | None:
-        """The reason why the first step needs the learner's log-probs of the whole batch, or None."""
+        """Why the first optimizer step needs log-probs of the whole batch, as a phrase; None if it does not."""
         if self.has_critic and self.critic.model == "head":
             return "the value head, whose values come from the same pass"
         if isinstance(self.advantage, VTrace):
@@ -275,13 +275,13 @@ class Algorithm(Section, frozen=True):
 
     @property
     def compared_components(self) -> frozenset[str]:
-        """Reward components by which samples are compared; each trajectory must have them."""
+        """The reward components that every trajectory must have, because groups are compared by them."""
         weighed = self.advantage.weights if isinstance(self.advantage, Gdpo) else ()
         return frozenset((*weighed, *filter(None, [self.resample.component])))
 
     @property
     def compares_samples(self) -> str | None:
-        """The choice that compares samples, so that a batch needs all samples of a prompt; None if there is none."""
+        """The setting that needs all samples of a prompt in one batch; None if there is none."""
         if self._advantage_compares:
             return f"advantage {self.advantage.__struct_config__.tag!r}"
         return "whiten.over = 'group'" if self.whiten.over == "group" else None
@@ -292,7 +292,7 @@ class Algorithm(Section, frozen=True):
         return custom or isinstance(self.advantage, GROUP_BASED)
 
     def contradictions(self) -> Iterator[str]:
-        """Choices that contradict each other."""
+        """Yield a sentence for every pair of settings that contradict each other."""
         yield from repeated_filters(self.filters)
         yield from self._group_mistakes()
         yield from self._advantage_mistakes()
@@ -308,7 +308,7 @@ class Algorithm(Section, frozen=True):
         if self.zero_variance != "resample" and self.resample != Resample():
             yield f'resample is for zero_variance = "resample", and that is {self.zero_variance!r}'
         if isinstance(self.advantage, Gdpo) and self.zero_variance != "keep":
-            yield "zero_variance judges the whole score; with gdpo equal scores have a signal if components differ"
+            yield "zero_variance compares scores, and with gdpo equal scores have a signal if components differ"
         if self.zero_variance != "keep" and self.teacher.on:
             yield (
                 f"zero_variance = {self.zero_variance!r} drops groups of equal scores, in which the teacher has a "
@@ -319,7 +319,7 @@ class Algorithm(Section, frozen=True):
         if not self._advantage_compares:
             yield "curriculum judges groups: it needs an advantage that compares them"
         if isinstance(self.advantage, Gdpo):
-            yield "curriculum judges the whole score; with gdpo equal scores have a signal if components differ"
+            yield "curriculum compares scores, and with gdpo equal scores have a signal if components differ"
         if self.teacher.on:
             yield "curriculum skips rows of equal scores, in which the teacher has a signal: leave it out"
 
@@ -330,7 +330,7 @@ class Algorithm(Section, frozen=True):
                 f"advantage {kind!r} uses no critic: leave critic.model, critic.warmup_updates and critic.pretrain out"
             )
         if isinstance(self.advantage, Gdpo) and self.kl.reward_beta:
-            yield f"advantage {kind!r} ignores a KL in the reward: use kl.loss_beta ({self.kl.reward_beta:g} is lost)"
+            yield f"advantage {kind!r} ignores kl.reward_beta ({self.kl.reward_beta:g}): use kl.loss_beta"
         if isinstance(self.advantage, MaxRl) and self.kl.reward_beta:
             yield (
                 f"advantage {kind!r} needs scores that are not negative, and a KL in the reward can make them so: "
@@ -345,13 +345,13 @@ class Algorithm(Section, frozen=True):
     def _sign_mistakes(self) -> Iterator[str]:
         kind = self.advantage.__struct_config__.tag
         by_token = isinstance(self.advantage, PER_TOKEN) or self.teacher.on
-        asked = "correction 'topr'" if isinstance(self.correction, Topr) else ""
-        asked = asked if self.negative_weight == 1 else f"negative_weight ({self.negative_weight:g})"
-        if asked and by_token and isinstance(self.policy_loss, SequenceClip):
+        setting = "correction 'topr'" if isinstance(self.correction, Topr) else ""
+        setting = setting if self.negative_weight == 1 else f"negative_weight ({self.negative_weight:g})"
+        if setting and by_token and isinstance(self.policy_loss, SequenceClip):
             yield (
-                f"{asked} depends on the sign of each token's advantage, and policy_loss 'sequence_clip' by the mean: "
-                f"with advantage {kind!r}, or with a teacher, the two differ. Choose an advantage of one number for a "
-                "response (grpo, rloo, sequence), or another policy_loss"
+                f"{setting} depends on the sign of each token's advantage, and policy_loss 'sequence_clip' on the "
+                f"mean: with advantage {kind!r}, or with a teacher, the two differ. Choose an advantage of one number "
+                "for a response (grpo, rloo, sequence), or another policy_loss"
             )
 
     def _proximal_mistakes(self) -> Iterator[str]:
@@ -364,8 +364,8 @@ class Algorithm(Section, frozen=True):
             yield f"proximal = 'loglinear' saves a pass over the batch that is needed anyway: {reason}"
         if self.proximal == "behavior" and not isinstance(self.correction, NoCorrection):
             yield (
-                f"correction {self.correction.__struct_config__.tag!r} is of proximal / behavior, which is 1 with "
-                "proximal = 'behavior', whose ratio already corrects for the age: choose correction = { kind = 'off' }"
+                f"correction {self.correction.__struct_config__.tag!r} weighs by proximal / behavior, which is 1 with "
+                "proximal = 'behavior'. The loss's ratio already corrects for lag: choose correction = { kind = 'off' }"
             )
         if self.proximal == "behavior" and isinstance(self.policy_loss, Reinforce):
             yield (

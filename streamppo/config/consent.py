@@ -4,9 +4,9 @@ STATE/streamppo/secret   32 random bytes of this user, in XDG_STATE_HOME or ~/.l
 RUN/consent              a line for each name that this user agreed to: its HMAC with the secret; for the file of a
                          bundle, FILE.consent
 
-The user who made the run has agreed; any other user must agree once. A moved or copied run keeps its lines. Nobody can
-write a line without the secret. A file in the run's folder is signed with its content. STREAMPPO_TRUST=1 agrees
-for every command of a script.
+The user who starts a run agrees by starting it. Any other user must agree once to the run's code. The lines stay valid
+if the run is moved or copied. A valid line needs the user's secret. For code in the run's folder, the HMAC covers the
+file's content too. STREAMPPO_TRUST=1 agrees to all code for every command in a script.
 """
 
 import hmac
@@ -36,25 +36,25 @@ BUILT_IN = frozenset(
         *("scorers.format_reward:Overlong", "scorers.format_reward:Pattern", "scorers.format_reward:think_answer"),
     )
 )
-"""Names that run no foreign code; other names in streamppo (`Local`, `plugins:load`) may."""
+"""Names that run no user's code. Other names in streamppo (`Local`, `plugins:load`) may run a user's code."""
 
 MOST_LINES, MOST_CODE = 2**20, 2**26
-"""Largest number of bytes read of RUN/consent, and of a code file in the run's folder."""
+"""Maximum bytes of RUN/consent, and of a code file in the run's folder."""
 CODE = ("environment.name", "environment.agent", "environment.sandbox.name", "rollout.limit", "task.environment")
-"""Fields that name code."""
+"""Fields whose values name code."""
 SHOWN, LENGTH = 10, 300
-"""Names shown by a refusal, and characters of each."""
+"""Number of names in an error message, and maximum characters of a name."""
 
 log = logging.getLogger(__name__)
 
 
 def code(config: Config) -> set[str]:
-    """Names of code, not built in, that a run of `config` imports or starts, and addresses that get a key."""
+    """The code outside `BUILT_IN` that a run of `config` imports or starts, and the addresses that get an API key."""
     return set(_file_names(cast(Tree, msgspec.to_builtins(config)), "")) - BUILT_IN
 
 
 def _file_names(tree: Tree, path: str) -> Iterator[str]:
-    """The names in `tree`, the table at the dotted `path` of the configuration."""
+    """Yield the code and addresses in `tree`, the table at the dotted `path` of the configuration."""
     for urls, key_env in (("url", "key_env"), ("urls", "api_key_env")):
         if tree.get(urls) and tree.get(key_env):
             yield f"{path}: the key in {tree[key_env]} for {_listed(tree[urls])}"
@@ -68,7 +68,7 @@ def _file_names(tree: Tree, path: str) -> Iterator[str]:
         ):
             yield f"{at} = {value}"
         elif isinstance(value, str) and value:
-            # An argument of a scorer or environment may name a class, the sandbox, or a verifiers environment.
+            # An argument of a scorer or environment may name a class, a sandbox or a verifiers environment.
             is_argument = ".arguments." in at and (":" in value or key == "environment")
             if key == "function" or at in CODE or is_argument:
                 yield value
@@ -81,20 +81,20 @@ def _listed(urls: object) -> str:
 
 
 def give(run: Path, config: Config) -> None:
-    """Record this user's consent to the names in `config` for the run in `run`. A failure is a warning."""
-    named = code(config)
-    if not named:
+    """Record this user's consent to the code and addresses in `config`, or log a warning."""
+    names_of_code = code(config)
+    if not names_of_code:
         return
     try:
         secret = _secret(make=True)
-        lines = _lines(run) | {_sign(secret, name, run) for name in named}
+        lines = _lines(run) | {_sign(secret, name, run) for name in names_of_code}
         durable.write(_file(run), "".join(f"{line}\n" for line in sorted(lines)).encode())
     except (OSError, RuntimeError, StreamppoError) as error:
         log.warning(f"{run}: your trust in this run's code cannot be recorded ({error}): `resume` will ask for --trust")
 
 
 def require(run: Path, configs: Iterable[Config], *, trust: bool = False) -> None:
-    """Raise `ConfigError` if one of `configs` of the run in `run` has names without this user's consent."""
+    """Raise `ConfigError` if this user has not agreed to all code and addresses in `configs` of the run in `run`."""
     configs = list(configs)
     names_of_code = set[str]().union(*map(code, configs))
     if not names_of_code:
@@ -119,18 +119,18 @@ def require(run: Path, configs: Iterable[Config], *, trust: bool = False) -> Non
 
 
 def _secret(*, make: bool) -> bytes:
-    """This user's secret. Raises `OSError` or `RuntimeError` (no home) if it is missing or cannot be made."""
+    """This user's secret. Raises `OSError` or `RuntimeError` (no home) if the secret is missing or cannot be made."""
     state = os.environ.get("XDG_STATE_HOME", "")
     folder = (Path(state) if os.path.isabs(state) else Path.home() / ".local" / "state") / "streamppo"
     file = folder / "secret"
     if make and not file.exists():
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         aside = folder / f"secret.{os.getpid()}.{secrets.token_hex(4)}"
-        with open(os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as opened:
-            opened.write(secrets.token_bytes(32))
+        with open(os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as stream:
+            stream.write(secrets.token_bytes(32))
         durable.flush(aside)
         try:
-            # If two processes make a secret at once, the first wins.
+            # If two processes create a secret at the same time, the first one is kept.
             os.link(aside, file)
         except FileExistsError:
             pass
@@ -143,7 +143,7 @@ def _secret(*, make: bool) -> bytes:
 
 
 def _file(run: Path) -> Path:
-    """The file of consent to a run or a bundle, next to it."""
+    """The file that records consent: in the folder of a run, or next to a bundle."""
     return run.with_name(f"{run.name}.{FILE}") if run.is_file() else run / FILE
 
 
@@ -151,18 +151,18 @@ def _lines(run: Path) -> set[str]:
     file = _file(run)
     if not file.is_file():
         return set()
-    with durable.reading(file) as opened:
-        return set(opened.read(MOST_LINES).decode("ascii", "replace").split())
+    with durable.reading(file) as stream:
+        return set(stream.read(MOST_LINES).decode("ascii", "replace").split())
 
 
 def _sign(secret: bytes, name: str, run: Path) -> str:
-    """The HMAC of `name`. Paths in the run or its parent are made relative; a file in the run adds its digest."""
+    """The HMAC of `name`. Paths are relative to the run; the digest of a file in the run is added."""
     file, colon, attribute = name.rpartition(":")
-    # A name with NUL or a lone surrogate is not a file name.
+    # A name with NUL or a lone surrogate cannot be a file's name.
     with suppress(ValueError):
         path, folder = Path(file).resolve(), run.resolve()
         if not path.exists():
-            # The path of a deleted file stays relative to the run.
+            # If the file was deleted, `load` has left its path relative to the run.
             path = (folder / file).resolve()
         if colon and file.endswith(".py") and path.is_relative_to(folder.parent):
             digest = _digest(path) if path.is_relative_to(folder) and path.is_file() else ""

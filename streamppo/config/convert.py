@@ -1,6 +1,6 @@
-"""Converts a tree of plain values to a `Config`, or lists all mistakes in the tree.
+"""Converts the parsed TOML of a configuration to a `Config`, or lists all mistakes in it.
 
-Each value is checked against its field's type. Rules between fields are checked only if these fields are valid.
+Each value is checked against its field's type. A rule between fields is checked only if their table is valid.
 """
 
 import math
@@ -16,9 +16,9 @@ from streamppo.config.sections import Config
 
 
 class Mistake(NamedTuple):
-    """A sentence about the field or section `name` (dotted), which is set at the dotted name `at`.
+    """A sentence about the field or section with the dotted name `name`, which the file sets at the dotted name `at`.
 
-    `broad`: the sentence is about several fields below `at`.
+    `broad` is true if the sentence is about several fields below `at`.
     """
 
     name: str
@@ -27,18 +27,19 @@ class Mistake(NamedTuple):
     broad: bool = False
 
 
+SCALARS = (inspect.BoolType, inspect.StrType, inspect.LiteralType, inspect.IntType, inspect.FloatType)
 INVALID = object()
-"""Replaces an invalid value."""
+"""Marks an invalid value."""
 BITS = 63
-"""Integers are sent as signed 64-bit."""
+"""Bits of an integer besides its sign: integers are encoded in 64 bits."""
 MOST = 2**BITS - 1
-"""The largest."""
+"""The largest integer."""
 BOUNDS = {"gt": "above {}", "ge": "of at least {}", "lt": "below {}", "le": "of at most {}"}
-"""The words of a bound."""
+"""How a message words each kind of bound."""
 
 
 def convert(tree: Tree) -> tuple[Config | None, list[Mistake]]:
-    """The configuration in `tree`, or None and all its mistakes, in the order of the sections."""
+    """Return the configuration in `tree`, or None with all mistakes in the order of the sections."""
     reader = _Reader()
     converted = reader.value(inspect.type_info(Config), tree, "")
     return (converted if isinstance(converted, Config) else None), reader.mistakes
@@ -51,7 +52,7 @@ class _Reader:
         self.mistakes: list[Mistake] = []
 
     def value(self, node: inspect.Type, value: object, name: str, default: object = NODEFAULT) -> object:
-        """The value of type `node`, or `INVALID`; `default` is the field's default."""
+        """Return `value` as type `node`, or `INVALID`. `default` is the field's default."""
         match node:
             case inspect.StructType():
                 return self._struct(node, value, name)
@@ -120,7 +121,7 @@ class _Reader:
         if value is None and any(isinstance(option, inspect.NoneType) for option in node.types):
             return None
         structs = [option for option in node.types if isinstance(option, inspect.StructType)]
-        if structs and (_is_table(value) or not any(map(_is_scalar, node.types))):
+        if structs and (_is_table(value) or not any(isinstance(option, SCALARS) for option in node.types)):
             return self._kind(structs, value, name, default)
         for option in node.types:
             if (converted := _scalar(option, value)) is not INVALID:
@@ -128,7 +129,7 @@ class _Reader:
         return self._type_mistake(node, value, name)
 
     def _kind(self, structs: Sequence[inspect.StructType], value: object, name: str, default: object) -> object:
-        """Read a table of one kind; without a `kind` it has the default's kind."""
+        """Read a table with a `kind`. A missing `kind` is the kind of the field's default."""
         if structs[0].tag is None or not isinstance(value, dict):
             return self._struct(structs[0], value, name)
         tags = {str(struct.tag): struct for struct in structs}
@@ -148,7 +149,7 @@ class _Reader:
         return self._type_mistake(node, value, name) if INVALID in converted else converted
 
     def _tables(self, node: inspect.Type, item: inspect.Type, value: object, name: str) -> object:
-        """Read a list of tables. A mistake in one table is reported at the list."""
+        """Read a list of tables. A mistake in one table is reported at the line of the list."""
         tables, before = _items(value), len(self.mistakes)
         if tables is None:
             return self._type_mistake(node, value, name)
@@ -166,7 +167,7 @@ def _items(value: object) -> Sequence[object] | None:
 
 
 def _scalar(node: inspect.Type, value: object) -> object:
-    """`value` as type `node`, or `INVALID`. An integer is valid as a float; infinity and nan are not."""
+    """Return `value` as type `node`, or `INVALID`. An integer is valid as a float; infinity and nan are not."""
     match node, value:
         case (inspect.BoolType(), bool()) | (inspect.StrType(), str()):
             return value
@@ -186,12 +187,6 @@ def _is_table(value: object) -> bool:
     return isinstance(value, dict)
 
 
-def _is_scalar(node: inspect.Type) -> bool:
-    return isinstance(
-        node, inspect.BoolType | inspect.StrType | inspect.LiteralType | inspect.IntType | inspect.FloatType
-    )
-
-
 def _is_within(node: inspect.IntType | inspect.FloatType, value: float) -> bool:
     above = (node.gt is None or value > node.gt) and (node.ge is None or value >= node.ge)
     return above and (node.lt is None or value < node.lt) and (node.le is None or value <= node.le)
@@ -201,7 +196,7 @@ def _is_within(node: inspect.IntType | inspect.FloatType, value: float) -> bool:
 
 
 def describe_type(node: inspect.Type) -> str:
-    """The values of a type: "a number above 0"."""
+    """Return the values of a type in words: "a number above 0"."""
     match node:
         case inspect.BoolType():
             return "true or false"
@@ -225,7 +220,7 @@ def describe_type(node: inspect.Type) -> str:
 
 
 def format_value(value: object) -> str:
-    """A value as written in the file; a table becomes "a table"."""
+    """Return a value in TOML's notation; for a table "a table"."""
     if isinstance(value, dict):
         return "a table"
     if isinstance(value, bool):

@@ -13,7 +13,7 @@ from streamppo.config.sections import Config
 from streamppo.config.teacher import SERVER_FIELDS
 
 FIXED = ("model", "algorithm.critic.model", "learner.ranks", "learner.mesh", "queue.shards")
-"""Fields and sections that may not change during a run."""
+"""Fields and sections that a resume may not change."""
 CHANGEABLE = (
     "model.clock",
     "model.float32_head",
@@ -21,7 +21,7 @@ CHANGEABLE = (
     "model.gradient_checkpointing",
     "model.compile",
 )
-"""Fields inside `FIXED` that may still change."""
+"""Fields inside sections of `FIXED` that a resume may change."""
 NOT_LEARNING = (
     "name",
     "reward",
@@ -42,7 +42,7 @@ NOT_LEARNING = (
     "algorithm.teacher.url",
     *(f"algorithm.teacher.{name}" for name in SERVER_FIELDS),
 )
-"""Fields and sections that do not affect the result of an update on a given batch."""
+"""Fields and sections that do not affect an update's result, given its batch."""
 LEARNING = (
     "reward.correct_at",
     "rollout.max_tokens",
@@ -52,23 +52,23 @@ LEARNING = (
     "queue.max_lag",
     "queue.too_old",
 )
-"""Fields inside `NOT_LEARNING` that still affect it."""
+"""Fields inside sections of `NOT_LEARNING` that affect an update's result."""
 
 
 def fixed_values(config: Config) -> dict[str, object]:
-    """Values that may not change during a run, by dotted name."""
+    """Return the values that a resume may not change, by dotted name."""
     values = {
         name: value
         for name, value in _without_folders(config).items()
         if _is_below(name, FIXED) and not _is_below(name, CHANGEABLE)
     }
-    # Queued trajectories have a teacher's log-probs, or none.
+    # A teacher at a url scores trajectories before they are queued, so a queue has log-probs for all or for none.
     asks = bool(config.algorithm.teacher.url)
     return values | {"learner.gpus > 0": config.learner.gpus > 0, "teacher at a url": asks}
 
 
 def fixed_fault(before: Config, after: Config) -> str:
-    """A sentence about a changed value that is fixed; empty if there is none."""
+    """Return a sentence about the first changed value that may not change; empty if there is none."""
     was, becomes = fixed_values(before), fixed_values(after)
     for name in (name for name in (*was, *becomes) if was.get(name) != becomes.get(name)):
         return f"a run keeps its {name}: it was {was.get(name)!r}, and cannot become {becomes.get(name)!r}"
@@ -76,7 +76,7 @@ def fixed_fault(before: Config, after: Config) -> str:
 
 
 def learning(config: Config) -> dict[str, object]:
-    """Values that affect the result of an update on a given batch, by dotted name."""
+    """Return the values that affect an update's result, given its batch, by dotted name."""
     values = {
         name: value
         for name, value in _without_folders(config).items()
@@ -84,32 +84,32 @@ def learning(config: Config) -> dict[str, object]:
     }
     queue = config.queue
     values |= {"queue.segments.prefix": queue.prefix, "queue.segments.explained": queue.least_explained}
-    # An adaptive lag steers the learning rate.
+    # With an adaptive lag, the flow lag affects the learning rate.
     values["queue.flow_lag"] = None if queue.first_lag is None else queue.flow_lag
-    # A fractional GPU gives the same results, so only gpus > 0 matters.
+    # A share of a GPU gives the same results as a whole one.
     return values | {"learner.gpus": config.learner.gpus > 0}
 
 
 def differ(before: Config, after: Config) -> bool:
-    """True if a value differs: any but the run's name, its origin, and the places of its files."""
+    """True if any value differs besides the run's name, its origin, and the folders of its files."""
     was, becomes = _without_folders(before), _without_folders(after)
     return any(was.get(name) != becomes.get(name) for name in was | becomes if not _is_below(name, ("name", "origin")))
 
 
 def fields(config: Config) -> dict[str, object]:
-    """Every value of `config` by dotted name; the kind of a choice is a value too."""
+    """Return every value of `config` by dotted name, including each `kind`."""
     return dict(_leaves("", msgspec.to_builtins(config)))
 
 
 def describe_changes(before: Config, after: Config) -> list[str]:
-    """A line for every changed value: "learner.lr: 0.001 -> 0.0003"."""
+    """Return a line for every changed value: "learner.lr: 0.001 -> 0.0003"."""
     was, becomes = fields(before), fields(after)
     names = [name for name in dict.fromkeys((*was, *becomes)) if was.get(name) != becomes.get(name)]
     return [f"{name}: {_text(was, name)} -> {_text(becomes, name)}" for name in names]
 
 
 def moved_paths(before: Config, after: Config) -> dict[str, str]:
-    """The paths in `after`, by dotted name, that have the same last part and another folder in `before`."""
+    """Return the paths in `after`, by dotted name, that differ from those in `before` only in the folder."""
     was, becomes = fields(before), fields(after)
     return {
         name: value
@@ -119,9 +119,9 @@ def moved_paths(before: Config, after: Config) -> dict[str, str]:
 
 
 def as_present(recorded: Config, present: Config) -> Config:
-    """`recorded` with the paths, addresses and transport of `present`, on which no weights depend.
+    """Return `recorded` with the paths, addresses and transport of `present`, which do not affect the weights.
 
-    Returns `present` itself if the two do not `differ`.
+    Returns `present` if the two configurations do not `differ`.
     """
     if not differ(recorded, present):
         return present
@@ -141,9 +141,9 @@ def _text(values: dict[str, object], name: str) -> str:
 
 
 def _without_folders(config: Config) -> dict[str, object]:
-    """Every value by dotted name; of absolute paths only the last part, because a run and its files may be moved.
+    """Every value by dotted name. An absolute path is its last part, because a run and its files may be moved.
 
-    driver/inputs.py compares the content of models and data.
+    driver/inputs.py compares the contents of models and data.
     """
     return {name: _name(value) for name, value in fields(config).items()}
 

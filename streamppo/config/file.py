@@ -3,7 +3,7 @@
     text --tomllib--> tree --overrides--> tree --expand--> tree of one shape --convert--> Config
                                                                              `--explain--> ConfigError, a line a mistake
 
-A run keeps its configuration in its folder in the same format.
+A run stores its configuration in its folder in the same format.
 """
 
 import os
@@ -27,20 +27,21 @@ from streamppo.errors import CheckpointError, ConfigError, RunError
 
 CONFIG = "config.toml"
 """The name of a run's configuration in its folder."""
+REWARD = "reward.py"
+"""The file in a run's folder with the source of a reward that a script or notebook defined."""
 WEIGHTS = (".safetensors", ".bin")
 
 
 def load(path: Path, overrides: Sequence[str] = ()) -> Config:
-    """Read `path`, apply `overrides` ("learner.lr=3e-4"), check everything.
+    """Read the configuration in `path`, apply `overrides` ("learner.lr=3e-4"), and check it.
 
-    Relative paths in the file are resolved in its folder first, then in the current folder. Without a `name` the run
-    has the file's name. Raises `ConfigError` with a line for every mistake: the file and the line or the override, and
-    the nearest name.
+    Relative paths in the file are resolved in its folder first, then in the current folder. If the file has no `name`,
+    the run has the file's name. Raises `ConfigError` with the file and line, or the override, of every mistake.
     """
     try:
-        # A file named by the user may be a shell's pipe, `<(...)`; a file in a run's folder may not.
+        # A file that the user names may be a shell's pipe, `<(...)`. A file in a run's folder must not be a pipe.
         with durable.reading(path, whole=True) if path.name == CONFIG else path.open("rb") as file:
-            # An editor may have put a byte order mark before it.
+            # The file may begin with a byte order mark.
             text = file.read().decode("utf-8-sig").replace("\r\n", "\n").replace("\r", "\n")
     except OSError as error:
         raise ConfigError(f"cannot read {path}: {error.strerror}") from error
@@ -56,7 +57,7 @@ def load(path: Path, overrides: Sequence[str] = ()) -> Config:
 
 
 def change(config: Config, overrides: Sequence[str]) -> Config:
-    """`config` with `overrides`. Raises `ConfigError` with a line for every mistake in them."""
+    """`config` with `overrides`. Raises `ConfigError` with a line for every mistake in `overrides`."""
     return _resolve(_plain(config), overrides, Path(CONFIG), "")
 
 
@@ -69,21 +70,22 @@ def save(config: Config, run: Path) -> None:
 
 
 def existing(run: Path) -> Path:
-    """The absolute path of a run's folder.
+    """Return the absolute path of a run's folder.
 
-    Raises `CheckpointError` if it has no run, or an entry, not hidden, that is neither a file nor a folder: a read of a
-    pipe may block for ever, and of a device never end. A sparse file is refused too: it may exhaust the memory.
+    Raises `CheckpointError` if the folder has no run; if an entry, unless hidden, is neither file nor folder, because
+    reading a pipe or a device may never end; and if a file is sparse, because it may exhaust the memory.
     """
     run = run.resolve()
     if not (run / CONFIG).is_file():
         if (run / "config.json").is_file():
             raise CheckpointError(f"{run}: made by an earlier version of streamppo: only that version can continue it")
         raise CheckpointError(f"{run}: no run found")
-    # A temporary file of a running run may be gone by now. Hidden files, such as an editor's lock, are never opened.
+    # A run in progress may have deleted its temporary file since `iterdir`. Hidden files, such as an editor's lock, are
+    # not opened.
     shown = [path for path in run.iterdir() if not path.name.startswith(".")]
     if foreign := [path.name for path in shown if not (path.is_file() or path.is_dir()) and os.path.lexists(path)]:
         raise CheckpointError(f"{run / min(foreign)}: neither a file nor a folder; streamppo writes only these")
-    # Not checked: files that SQLite and tokenizers read themselves, and weights, of which only a header is read.
+    # SQLite and tokenizers open files without a check for holes. Only the headers of weights are read.
     for path in (*run.iterdir(), *(run / "model").glob("*")):
         if path.suffix not in WEIGHTS and path.is_file() and durable.is_hollow(path):
             raise CheckpointError(f"{path}: {durable.HOLLOW}")
@@ -91,7 +93,7 @@ def existing(run: Path) -> Path:
 
 
 def show(config: Config) -> str:
-    """The whole tree as TOML that `load` reads; fields without a value are omitted."""
+    """Return `config` as TOML that `load` can read. Fields whose value is None are omitted."""
     return tomli_w.dumps(_plain(config))
 
 
@@ -108,26 +110,26 @@ def _without_none(tree: Tree) -> Tree:
 
 
 def _resolve(tree: Tree, overrides: Sequence[str], path: Path, text: str) -> Config:
-    """The configuration of `tree` with `overrides`; `path` and its content `text` locate mistakes."""
+    """Return the configuration of `tree` with `overrides`. Mistakes name lines of `path`, whose content is `text`."""
     tree, parsed = with_kinds(tree), dotted.parse(overrides, as_kinds)
-    wrong = dotted.apply(tree, parsed)
+    sentences = dotted.apply(tree, parsed)
     paths.make_absolute(tree, Path())
     expanded = expand(tree)
     config, mistakes = convert(tree)
     names = [override.name for override in parsed]
-    wrong += explain([*expanded.mistakes, *mistakes], path, text, names, expanded.short)
-    if config is None or wrong:
-        raise ConfigError("\n".join(wrong))
+    sentences += explain([*expanded.mistakes, *mistakes], path, text, names, expanded.short)
+    if config is None or sentences:
+        raise ConfigError("\n".join(sentences))
     return config
 
 
-# --- the place of a mistake ----------------------------------------------------------------------------------
+# --- location of a mistake -----------------------------------------------------------------------------------
 
 
 def explain(
     mistakes: Sequence[Mistake], path: Path, text: str, overridden: Sequence[str], short: Mapping[str, str]
 ) -> list[str]:
-    """A line for each mistake, in the order of the file `path` with content `text`; `short` comes from `expand`."""
+    """Return a line for each mistake, in the order of `text`, the content of `path`. `short` comes from `expand`."""
     written = [_as_written(mistake, short) for mistake in mistakes]
     lines = [(_find_line(mistake.at, text) or 0, mistake) for mistake in written]
     ordered = sorted(lines, key=lambda pair: pair[0])
@@ -142,11 +144,11 @@ def _sentence(mistake: Mistake, path: Path, line: int, overridden: Sequence[str]
 
 
 def _about(mistake: Mistake, override: str) -> bool:
-    """True if the override caused the mistake: it set this field, a table around it, or a contradicting field."""
+    """True if the override caused the mistake: it set this field, a table around it, or a field that contradicts it."""
     if f"{mistake.at}.".startswith(f"{override}."):
         return True
     if mistake.broad and not mistake.at:
-        # The sentence of a rule between sections begins with the name of its field.
+        # A sentence about several sections begins with the name of a field.
         return mistake.text.startswith(f"{override} ")
     return mistake.broad and f"{override}.".startswith(f"{mistake.at}.")
 
@@ -161,7 +163,7 @@ def _as_written(mistake: Mistake, short: Mapping[str, str]) -> Mistake:
 
 
 def _find_line(name: str, text: str) -> int | None:
-    """The line of the file that sets the dotted `name`, or else the line of the innermost table around it."""
+    """The line that sets the dotted `name`, or else the line of the innermost table around `name`."""
     best: tuple[int, int] | None = None
     for number, full in _set(text):
         if full == name:
@@ -172,7 +174,7 @@ def _find_line(name: str, text: str) -> int | None:
 
 
 def _set(text: str) -> Iterator[tuple[int, str]]:
-    """(line, dotted name) of every table header and every key."""
+    """Yield (line, dotted name) for every table header and every key."""
     table = ""
     for number, line in enumerate(text.splitlines(), start=1):
         if header := re.match(r"\s*\[+\s*([\w.\-]+)\s*\]", line):

@@ -1,4 +1,4 @@
-"""Hints about an unknown name in the configuration: a typo, another table's field, another trainer's name.
+"""Hints about an unknown name in the configuration: a typo, a field of another table, another trainer's name.
 
 queue.batch_sizes        did you mean 'batch_size'?                  a similar name of the same table
 lr                       did you mean 'learner.lr'?                  the name of a field elsewhere
@@ -16,11 +16,11 @@ from msgspec import inspect
 from streamppo.config.sections import Config
 
 TYPO, NEAR, ELSEWHERE = 0.85, 0.5, 0.8
-"""The least similarity of two names for: a certain typo; a hint in the same table; a hint about another table."""
+"""Least similarity of names for a certain typo, a hint in the same table, and a hint about another table."""
 MOST = 3
-"""The most fields of one name in a hint."""
+"""Maximum fields that one hint names."""
 SHORT = {"reward.scorers": ("reward", ""), "task.sources": ("task", "data")}
-"""Tables whose entries a file may write in their parent table: the parent's name, and its kind if it has kinds."""
+"""Tables whose single entry may be written in the parent table: the parent's name and kind."""
 ALIASES = {
     "algorithm.advantage": "adv_estimator advantage_estimator",
     "algorithm.advantage.gamma": "gamma discount",
@@ -104,7 +104,7 @@ ALIASES = {
     "telemetry.trackers": "report_to logger use_wandb",
     "updates": "max_steps total_training_steps num_train_epochs total_epochs num_episodes num_epochs",
 }
-"""Other trainers' names of a field, separated by spaces; dotted where the last part alone is ambiguous."""
+"""Names of a field in other trainers, separated by spaces. A name is dotted if its last part is ambiguous."""
 MEANING = {
     "algorithm.policy_loss.range": "two distances from 1, such as [0.2, 0.2]",
     "learner.micro_batch_tokens": "in tokens of a rank; gradients accumulate automatically",
@@ -117,7 +117,7 @@ MEANING = {
 
 
 class Field(NamedTuple):
-    """A field or table: its dotted name, the kind of table it belongs to ("" without kinds), and its depth."""
+    """A field or table: its dotted name, the kind of its table ("" if the table has no kinds), and its depth."""
 
     name: str
     kind: str
@@ -130,23 +130,23 @@ class Field(NamedTuple):
 
 
 def unknown(name: str, value: object, known: Iterable[str]) -> Iterator[tuple[str, str]]:
-    """(dotted name, sentence) for the unknown `name` in a table with the fields `known`.
+    """Yield (dotted name, sentence) for the unknown `name` in a table with the fields `known`.
 
-    For an unknown table: one for each of its fields, if any of them is known elsewhere.
+    If `name` is a table with a field that is known elsewhere, yields a pair for each of its fields.
     """
     key, names = name.rpartition(".")[2], sorted(known)
     hint = nearest(key, names, TYPO) or _alias(name)
     if not hint and isinstance(value, dict):
-        inside = {leaf: _alias(leaf) or _elsewhere(leaf) for leaf in _leaves(name, cast("dict[str, object]", value))}
-        if any(inside.values()):
-            yield from ((leaf, _sentence(leaf, message)) for leaf, message in inside.items())
+        messages = {leaf: _alias(leaf) or _elsewhere(leaf) for leaf in _leaves(name, cast("dict[str, object]", value))}
+        if any(messages.values()):
+            yield from ((leaf, _sentence(leaf, message)) for leaf, message in messages.items())
             return
     hint = hint or _elsewhere(name) or nearest(key, names) or _nearly_elsewhere(key)
     yield name, _sentence(name, hint or (f": known here are {join_names(names)}" if names else ""))
 
 
 def nearest(name: str, known: Iterable[str], cutoff: float = NEAR) -> str:
-    """The end of a sentence about the unknown `name`: the most similar of `known`; empty if none is similar."""
+    """Return a hint with the name of `known` that is most similar to `name`; empty if none is similar."""
     near = difflib.get_close_matches(name, sorted(known), n=1, cutoff=cutoff)
     return f": did you mean {near[0]!r}?" if near else ""
 
@@ -161,7 +161,7 @@ def _sentence(name: str, hint: str) -> str:
 
 
 def _alias(name: str) -> str:
-    """A hint for another trainer's name: the longest suffix of `name` in `ALIASES`."""
+    """Return a hint from the longest suffix of `name` in `ALIASES`; empty if there is none."""
     parts = name.split(".")
     for begin in range(len(parts)):
         if field := _aliases().get(".".join(parts[begin:])):
@@ -171,7 +171,7 @@ def _alias(name: str) -> str:
 
 
 def _elsewhere(name: str) -> str:
-    """A hint about fields of the same name: in other kinds of its table, or in other tables."""
+    """Return a hint about fields of the same name in other kinds of the table or in other tables."""
     key = name.rpartition(".")[2]
     same = [field for field in _fields() if field.key == key]
     if kinds := [f'kind "{field.kind}"' for field in same if field.kind and field.name == name]:
@@ -194,7 +194,7 @@ def _aliases() -> dict[str, str]:
 
 @cache
 def _fields() -> tuple[Field, ...]:
-    """Every field and table of the configuration, as written in a file, in the order of the sections."""
+    """Every field and table of the configuration by its name in a file, in the order of the sections."""
     return tuple(dict.fromkeys(map(_short, _below(inspect.type_info(Config), ""))))
 
 

@@ -17,54 +17,58 @@ from streamppo.config.base import (
 
 
 class Mesh(Section, frozen=True):
-    """Replicas of the model: each rank of a replica has a shard, and gradients are summed over replicas.
+    """How ranks share the model: the ranks of a replica hold one shard each, and gradients are summed over replicas.
 
-    FSDP2's hybrid sharding, as in torchtitan. A replica's ranks are consecutive, so they share a node if it has room:
-    weights are then gathered within nodes, and only gradients of a shard go between them. The ranks of a `tensor`,
-    `expert` or `context` group are consecutive too; `context` is Ulysses context parallelism
+    The layout is FSDP2's hybrid sharding, as in torchtitan. The ranks of a replica are consecutive, so they share a
+    node if it has room. Weights are then gathered within a node, and only gradients cross nodes. The ranks of a
+    `tensor`, `expert` or `context` group are consecutive too. `context` is Ulysses context parallelism
     (https://arxiv.org/abs/2309.14509).
     """
 
     replicate: Positive = 1
-    """Replicas of the sharded weights and moments; a divisor of `ranks`."""
+    """Number of replicas of the sharded weights and moments; a divisor of `ranks`."""
     context: Positive = 1
-    """Ranks that share a row's tokens; a divisor of a replica's ranks."""
+    """Number of ranks that share a row's tokens; a divisor of a replica's ranks."""
     tensor: Positive = 1
-    """Ranks that share layers' heads and units; a divisor of a replica's ranks."""
+    """Number of ranks that share each layer's heads and units; a divisor of a replica's ranks."""
     expert: Positive = 1
-    """Ranks that share layers' experts; a divisor of a replica's ranks and of the experts."""
+    """Number of ranks that share each layer's experts; a divisor of the experts and of a replica's ranks."""
 
     def refuses(self, ranks: int, prefix: str, *, adapted: bool, compiled: bool) -> Iterator[str]:
-        """Yield reasons against this mesh of `ranks`; `prefix` is queue.segments.prefix, the flags the model's."""
+        """Yield a sentence for every reason against this mesh of `ranks`; `prefix` is queue.segments.prefix."""
         if ranks % self.replicate:
             yield f"learner.mesh.replicate ({self.replicate}) must divide learner.ranks ({ranks})"
         else:
-            of = f"learner.ranks ({ranks})" if self.replicate == 1 else f"the {self.shards(ranks)} ranks of a copy"
+            divided = (
+                f"learner.ranks ({ranks})" if self.replicate == 1 else f"the {self.shards(ranks)} ranks of a replica"
+            )
             for name, parts in (("context", self.context), ("tensor", self.tensor), ("expert", self.expert)):
                 if self.shards(ranks) % parts:
-                    yield f"learner.mesh.{name} ({parts}) must divide {of}"
+                    yield f"learner.mesh.{name} ({parts}) must divide {divided}"
             if self.context > 1 and self.tensor > 1 and self.shards(ranks) % self.slices:
-                yield f"learner.mesh.context * tensor ({self.slices}) must divide {of}"
-        cut = [f"learner.mesh.{name} = {n}" for name, n in (("tensor", self.tensor), ("expert", self.expert)) if n > 1]
+                yield f"learner.mesh.context * tensor ({self.slices}) must divide {divided}"
+        splits = [
+            f"learner.mesh.{name} = {n}" for name, n in (("tensor", self.tensor), ("expert", self.expert)) if n > 1
+        ]
         if self.slices > 1 and prefix == "detached":
-            (choice, *_) = self.own_attention
+            (choice, *_) = self.attention_settings
             yield (
                 f"{choice} computes all tokens of a row together: it is not possible with queue.segments.prefix = "
                 + ("'detached'")
             )
-        if cut and adapted:
-            yield f"{cut[0]} splits weights, which model.lora does not support: choose one"
-        if cut and compiled:
-            yield f"{cut[0]} is not possible with model.compile = True"
+        if splits and adapted:
+            yield f"{splits[0]} splits weights, which model.lora does not support: choose one"
+        if splits and compiled:
+            yield f"{splits[0]} is not possible with model.compile = True"
 
     @property
     def slices(self) -> int:
-        """Ranks that share a row."""
+        """Number of ranks that share a row."""
         return self.context * self.tensor
 
     @property
-    def own_attention(self) -> tuple[str, ...]:
-        """The choices here that need the learner's own attention."""
+    def attention_settings(self) -> tuple[str, ...]:
+        """The settings of this table that need streamppo's attention."""
         named = (("context", self.context), ("tensor", self.tensor))
         return tuple(f"learner.mesh.{name} = {ranks}" for name, ranks in named if ranks > 1)
 
@@ -76,8 +80,8 @@ class Mesh(Section, frozen=True):
 class ObjectStore(Kind, frozen=True, tag="object_store"):
     """Ray's object store."""
 
-    def refuses_disks(self, *, own: bool) -> Iterator[str]:
-        """Reasons against nodes with disks of their `own`: none."""
+    def refuses_disks(self, *, own_disks: bool) -> Iterator[str]:
+        """Nothing is refused: the transport needs no common disk."""
         return iter(())
 
 
@@ -85,11 +89,11 @@ class Folder(Kind, frozen=True, tag="folder"):
     """Files in a folder that all nodes see."""
 
     path: str = ""
-    """A folder that every node sees, with room for three versions; empty is in the run's folder."""
+    """A folder that every node sees, with room for three versions; empty is a folder in the run's."""
 
-    def refuses_disks(self, *, own: bool) -> Iterator[str]:
-        """Reason against nodes with disks of their `own`, if there is one."""
-        if own and not self.path:
+    def refuses_disks(self, *, own_disks: bool) -> Iterator[str]:
+        """Yield a sentence if nodes have `own_disks` but the transport needs a common one."""
+        if own_disks and not self.path:
             yield (
                 "learner.transport = { kind = 'folder' } needs a path with cluster.own_disks: nodes do not see the "
                 "run's folder"
@@ -97,10 +101,10 @@ class Folder(Kind, frozen=True, tag="folder"):
 
 
 class Nixl(Kind, frozen=True, tag="nixl"):
-    """NIXL (extra `nixl`): actors read the ranks' memory."""
+    """NIXL (extra `nixl`): rollout actors read the ranks' memory."""
 
-    def refuses_disks(self, *, own: bool) -> Iterator[str]:
-        """Reasons against nodes with disks of their `own`: none."""
+    def refuses_disks(self, *, own_disks: bool) -> Iterator[str]:
+        """Nothing is refused: the transport needs no common disk."""
         return iter(())
 
 
@@ -111,54 +115,54 @@ class Learner(Machine, frozen=True, kw_only=True):
     """The ranks that train."""
 
     lr: PositiveFloat = 1e-6
-    """AdamW's learning rate: 1e-6 for a billion weights, 1e-3 for 0.1 million."""
+    """AdamW's learning rate, such as 1e-6 for a billion weights and 1e-3 for 0.1 million."""
     threads: Positive | Literal["auto"] = "auto"
-    """CPU threads of a rank; auto: 1, or more for a large model."""
+    """CPU threads of a rank; "auto" is 1, or more for a large model."""
     ranks: Processes = 1
     """Learner ranks, one Ray actor each."""
     mesh: Mesh = Mesh()
     """Parallelism of the model over the ranks."""
     warmup_updates: Count = 0
-    """Updates over which the learning rate rises from 0."""
+    """Number of first updates in which the learning rate rises from 0."""
     decay: Literal["constant", "linear", "cosine"] = "constant"
-    """Decay of the learning rate until the last update."""
+    """Shape of the learning rate's decay from the warm-up to the last update."""
     final_lr_share: Fraction = 0.0
     """Learning rate at the end, as a share of lr."""
     lr_by_ess: Literal["auto", "on", "off"] = "auto"
-    """Scale lr by the root of the effective sample size; auto: on with an adaptive lag."""
+    """Scale lr by the square root of the effective sample size; "auto" is "on" with an adaptive lag."""
     betas: tuple[Fraction, Fraction] = (0.9, 0.95)
-    """AdamW's moments."""
+    """AdamW's betas."""
     weight_decay: NonNegative = 0.0
     """AdamW's weight decay."""
     max_grad_norm: PositiveFloat = 1.0
-    """The gradient's global norm is clipped to this."""
+    """Gradients are scaled so that their global norm is at most this."""
     norm: Literal["2-norm", "max-norm"] = "2-norm"
-    """The norm for max_grad_norm: Euclidean, or the largest entry."""
+    """The norm that max_grad_norm bounds: Euclidean, or the largest absolute entry."""
     max_bad_steps: Positive = 3
-    """Skipped steps with a non-finite gradient in a row after which the run stops."""
+    """The run stops after this many consecutive steps that were skipped for a non-finite gradient."""
     epochs: Positive = 1
     """Passes over one batch."""
     minibatches: Positive = 1
     """Optimizer steps in one epoch."""
     micro_batch_tokens: Positive = 16384
-    """Tokens of one pass on a rank (or on the ranks of a row), padding included."""
+    """Maximum tokens of one forward pass, including padding, on a rank or on the ranks that share a row."""
     offload: bool = False
-    """Keep weights, gradients and moments in CPU memory, and step there."""
+    """Keep weights, gradients and moments in CPU memory, and run the optimizer there."""
     exact: bool = True
-    """Bit-identical recovery and replay; false is faster on a GPU."""
+    """Make recovery and replay bit-identical; false is faster on a GPU."""
     bucket_bytes: Positive = 256 * 1024 * 1024
     """Size of the buckets in which weights are sent."""
     deltas: Literal["auto", "on", "off"] = "auto"
-    """Push only changed elements if that is less; auto: on a cluster."""
+    """Push only changed weights if they are fewer bytes; "auto" is "on" on a cluster."""
     transport: Transport = ObjectStore()
     """Transport of new weights to the rollout actors."""
 
     @property
     def thread_count(self) -> int:
-        """Threads of a rank; 1 where no run has chosen a number."""
+        """CPU threads of a rank; 1 if "auto" has not been resolved yet."""
         return 1 if self.threads == "auto" else self.threads
 
     def contradictions(self) -> Iterator[str]:
-        """With a beta of 1 a moment would stay 0."""
+        """Both betas must be below 1, because with a beta of 1 a moment stays 0."""
         if max(self.betas) == 1:
             yield f"betas ({list(self.betas)}) must be below 1: with 1 a moment ignores every gradient"

@@ -10,22 +10,22 @@ from streamppo.config.base import Count, Fraction, Positive, Section
 from streamppo.config.regularisation import Kl
 
 BUILTIN = "builtin:tiny"
-"""The model.path of a small model that the run makes itself."""
+"""The model.path of a small model that the run creates."""
 HEAD_WIDTH = 8
 """Width of an attention head of builtin:tiny."""
 JOINED = ("flash_attention_2", "flash_attention_3", "flash_attention_4", "varlen")
-"""Attention kernels for packed rows, without padding, in 16 bits, on a GPU; the last is torch's own."""
+"""Attention kernels for packed rows without padding, in 16 bits on a GPU. "varlen" is part of torch."""
 
 
 class Lora(Section, frozen=True):
-    """Low-rank adapters (arXiv:2106.09685): W + alpha / rank * B A; only A and B are trained and pushed."""
+    """Low-rank adapters: W + alpha / rank * B A, of which only A and B are trained and pushed (arXiv:2106.09685)."""
 
     rank: Positive = 16
     """Rows of A and columns of B."""
     alpha: Positive = 32
     """The product B A is scaled by alpha / rank."""
     targets: tuple[str, ...] = ()
-    """Name suffixes of the linear layers with an adapter; empty is all but the head, experts and their routers."""
+    """Name suffixes of the linear layers with an adapter; empty is all except the head, experts and routers."""
 
     @property
     def scale(self) -> float:
@@ -33,12 +33,12 @@ class Lora(Section, frozen=True):
         return self.alpha / self.rank
 
     def contradictions(self) -> Iterator[str]:
-        """Targets must be distinct names; an empty one would match every module."""
+        """Targets must be distinct names and not empty, because an empty name matches every module."""
         if "" in self.targets or len(set(self.targets)) < len(self.targets):
             yield f"targets ({', '.join(self.targets)}) must be names, each once"
 
     def refuses(self, kl: Kl) -> Iterator[str]:
-        """Yield a sentence for every choice that needs separate reference weights: here it is the frozen policy."""
+        """Yield a sentence for every setting of `kl` that needs a separate reference model."""
         if kl.follow_every:
             yield f"algorithm.kl.follow_every ({kl.follow_every}) moves the reference, which model.lora keeps frozen"
         if kl.offload:
@@ -46,19 +46,19 @@ class Lora(Section, frozen=True):
 
 
 class Tiny(Section, frozen=True):
-    """The model "builtin:tiny": its size, and the supervised warm-up that teaches it the format and weak answers."""
+    """The model "builtin:tiny": its size, and a supervised warm-up that teaches the format of answers."""
 
     hidden_size: Positive = 64
-    """Width; every attention head is 8 wide."""
+    """Width of the hidden states; every attention head has width 8."""
     layers: Annotated[int, Meta(ge=1, le=128)] = 2
     """Layers."""
     max_steps: Count = 200
-    """Maximum supervised steps before reinforcement."""
+    """Maximum supervised steps before the first update."""
     target_accuracy: Fraction = 0.22
-    """Greedy accuracy on training problems that ends the warm-up."""
+    """The warm-up ends at this greedy accuracy on training problems."""
 
     def contradictions(self) -> Iterator[str]:
-        """The heads must divide the width."""
+        """The width of a head must divide hidden_size."""
         if self.hidden_size % HEAD_WIDTH:
             yield f"hidden_size ({self.hidden_size}) must be a multiple of {HEAD_WIDTH}, the width of a head"
 
@@ -69,30 +69,30 @@ class Model(Section, frozen=True):
     path: str
     """Folder or hub name of a causal LM, or "builtin:tiny"."""
     dtype: Literal["float32", "bfloat16"] = "float32"
-    """Parameters and activations of learner and engine."""
+    """Type of parameters and activations in learner and engine."""
     float32_head: bool = True
     """Compute logits in float32 in learner and engine (arXiv:2506.13585)."""
     attention: Literal[
         "auto", "sdpa", "eager", "varlen", "flash_attention_2", "flash_attention_3", "flash_attention_4"
     ] = "auto"
-    """The learner's; auto: for bfloat16 on a GPU flash-attn, or torch's own (varlen), else sdpa."""
+    """The learner's attention; "auto" is flash-attn, or else "varlen", for bfloat16 on a GPU, and otherwise "sdpa"."""
     share_prompts: bool = True
-    """Compute a prompt once for its samples in a micro-batch; not with eager."""
+    """Compute a prompt once for all its samples in a micro-batch; "eager" attention does not support this."""
     float32_router: bool = False
-    """The learner computes expert scores in float32."""
+    """Compute the routers' scores in float32 in the learner."""
     gradient_checkpointing: Literal["auto", "off", "full", "offloaded"] = "auto"
-    """Recompute activations from layers' inputs ("offloaded": kept in CPU memory); auto: full if a GPU is too small."""
+    """Recompute activations from layers' inputs ("offloaded": kept on the CPU); "auto" is "full" if memory is short."""
     compile: bool = False
-    """Compile the learner's layers with torch.compile: a warm-up of minutes."""
+    """Compile the learner's layers with torch.compile, which takes minutes."""
     lora: Lora | None = None
-    """Train adapters on frozen weights; `{}` takes their defaults."""
+    """Train adapters on frozen weights; `{}` is their defaults."""
     clock: str = ""
-    """Time for chat templates (2026-01-31T12:00); empty is the run's start."""
+    """The present time in chat templates (2026-01-31T12:00); empty is the run's start."""
     tiny: Tiny = Tiny()
     """The model behind "builtin:tiny"."""
 
     def contradictions(self) -> Iterator[str]:
-        """Attention over packed rows needs bfloat16, float32_router needs compile off, clock must be a time."""
+        """Attention over packed rows needs bfloat16, float32_router excludes compile, and clock must be a time."""
         if self.clock and not _is_time(self.clock):
             yield f"clock ({self.clock!r}) is a date, or a date and a time: 2026-01-31 or 2026-01-31T12:00"
         if self.attention in JOINED and self.dtype != "bfloat16":
@@ -100,11 +100,11 @@ class Model(Section, frozen=True):
         if self.compile and self.float32_router:
             yield "float32_router = true needs single operations, and compile = true fuses them"
 
-    def refuses(self, what: str) -> Iterator[str]:
-        """Yield a sentence for every choice that excludes `what`, which needs the learner's own attention."""
+    def refuses(self, setting: str) -> Iterator[str]:
+        """Yield a sentence for every setting that excludes `setting`, which needs streamppo's attention."""
         for name, refused in {"attention": self.attention == "eager", "compile": self.compile}.items():
             if refused:
-                yield f"{what} is not possible with model.{name} = {getattr(self, name)!r}"
+                yield f"{setting} is not possible with model.{name} = {getattr(self, name)!r}"
 
 
 def _is_time(text: str) -> bool:

@@ -18,33 +18,33 @@ class Override(NamedTuple):
 
 
 Rewrite: TypeAlias = Callable[[Sequence[Override]], list[Override]]
-"""Expands the short forms of overrides."""
+"""A function that replaces short forms of overrides by complete ones."""
 
 
 def parse(texts: Sequence[str], rewrite: Rewrite = list) -> list[Override]:
-    """Parse overrides. Raises `ConfigError` with every text that is not section.field=value, or several of them."""
-    wrong = [text for text in texts if not text.partition("=")[0].strip() or "=" not in text]
-    if wrong:
-        raise ConfigError("\n".join(f"override {text!r} is not of the form section.field=value" for text in wrong))
+    """Parse overrides. Raises `ConfigError` with a line for every text that is not exactly one section.field=value."""
+    invalid = [text for text in texts if not text.partition("=")[0].strip() or "=" not in text]
+    if invalid:
+        raise ConfigError("\n".join(f"override {text!r} is not of the form section.field=value" for text in invalid))
     parts = [text.partition("=") for text in texts]
-    if wrong := [text for text, (_, _, value) in zip(texts, parts, strict=True) if _has_more(value)]:
+    if invalid := [text for text, (_, _, value) in zip(texts, parts, strict=True) if len(_tree(value.strip())) > 1]:
         raise ConfigError(
-            "\n".join(f"override {text!r} sets more than one field: give each by itself" for text in wrong)
+            "\n".join(f"override {text!r} sets more than one field: give each by itself" for text in invalid)
         )
     return _kinds_first(rewrite([Override(name.strip(), _value(value.strip())) for name, _, value in parts]))
 
 
 def apply(tree: Tree, overrides: Sequence[Override]) -> list[str]:
-    """Change `tree` in place. Returns a sentence for each override whose path runs through a value."""
+    """Change `tree` in place. Returns a sentence for each name that continues below a value, such as learner.lr.x."""
     return [mistake for override in overrides if (mistake := _apply(tree, override))]
 
 
 def _kinds_first(named: Sequence[Override]) -> list[Override]:
-    """Move each kind before the fields of its table, because a new kind empties the table; else keep the order."""
+    """Move each `kind` before the fields of its table, because a new kind empties the table."""
     ordered: list[Override] = []
     for override in named:
         place = len(ordered)
-        # Overrides of the same kind or of a table around it stay before it, because the last one wins.
+        # An override of the same `kind` or of a table around it stays before it, because the last override counts.
         while override.name.endswith(".kind") and place and not _covers(ordered[place - 1].name, override.name):
             place -= 1
         ordered.insert(place, override)
@@ -56,13 +56,13 @@ def _covers(name: str, other: str) -> bool:
 
 
 def _apply(tree: Tree, override: Override) -> str | None:
-    """Set one value. A new `kind` first empties its table, because two kinds share no fields."""
+    """Set one value. A new `kind` empties its table first, because the fields belong to the old kind."""
     *parents, last = override.name.split(".")
     table = tree
     for depth, part in enumerate(parents, start=1):
         inner = table.setdefault(part, {})
         if last == "kind" and depth == len(parents) and not isinstance(inner, dict):
-            # A choice replaces a number: queue.max_lag = 2, and queue.max_lag.kind=adaptive.
+            # A table replaces a number: the file has queue.max_lag = 2, the override is queue.max_lag.kind=adaptive.
             inner = table[part] = {}
         if not isinstance(inner, dict):
             return f"override {override.name}: {part!r} is a value, not a section"
@@ -74,17 +74,12 @@ def _apply(tree: Tree, override: Override) -> str | None:
 
 
 def _value(text: str) -> object:
-    """`text` as TOML; a bare word is a string."""
+    """The value of `text` in TOML; a word without quotes is a string."""
     return _tree(text).get("value", text)
 
 
-def _has_more(text: str) -> bool:
-    """True if lines after a value set other fields or begin a table."""
-    return len(_tree(text.strip())) > 1
-
-
 def _tree(text: str) -> Tree:
-    """The table of a TOML file with the value `text`; empty if it is no TOML."""
+    """The table of a TOML file with the value `text`; empty if the file is invalid."""
     try:
         return tomllib.loads(f"value = {text}")
     except (tomllib.TOMLDecodeError, RecursionError):

@@ -1,7 +1,7 @@
-"""Resolves a configuration's paths: a file's in its folder, then in the current folder; overrides only in the latter.
+"""Resolves relative paths: those in a file in its folder, else in the current folder; overrides in the current folder.
 
 A run stores absolute paths, so that it can be resumed from any folder. Paths into the run or its parent folder are
-stored relative to the run: it can be resumed after a move together with its neighbours.
+stored relative to the run, so that both can be moved together.
 """
 
 import os
@@ -19,11 +19,11 @@ FIELDS: Mapping[str, tuple[str, ...]] = {
     "algorithm": ("function", "model", "pretrain"),
     "rollout": ("folder", "limit"),
 }
-"""By section, the fields at any depth that may name a file or folder."""
+"""The fields that may contain a path, at any depth, by section."""
 
 
 def make_absolute(tree: Tree, folder: Path) -> None:
-    """Make every relative path that exists in `folder` absolute, in place. Others are unchanged."""
+    """Make every relative path in `tree` that exists in `folder` absolute, in place."""
     absolute = folder.absolute()
 
     def change(path: str) -> str:
@@ -34,7 +34,7 @@ def make_absolute(tree: Tree, folder: Path) -> None:
 
 
 def make_relative(tree: Tree, run: Path) -> None:
-    """Make every path into the run folder `run` or its parent relative to `run`, in place."""
+    """Make the paths in `tree` to files in the run's folder or its parent relative to the run's folder, in place."""
     absolute = run.absolute()
 
     def change(path: str) -> str:
@@ -56,7 +56,7 @@ def _walk(table: Tree, names: tuple[str, ...], change: Callable[[str], str]) -> 
             _walk(cast(Tree, value), names, change)
         elif isinstance(value, list) and name in names:
             table[name] = [_changed(item, change) for item in cast("list[object]", value)]
-        # An environment of verifiers is a file or an id, also if a folder of that name exists.
+        # An environment of verifiers without ".toml" is an id, even if a folder of that name exists.
         elif name in names and not (name == "environment" and not str(cast(object, value)).endswith(".toml")):
             table[name] = _changed(cast(object, value), change)
 

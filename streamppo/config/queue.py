@@ -10,24 +10,24 @@ from streamppo.config.base import Count, Fraction, Kind, Positive, Processes, Se
 
 
 class Segments(Section, frozen=True):
-    """Completions are trained on while they are sampled, one segment at a time."""
+    """Settings for training on segments of a completion while the rest is being sampled."""
 
     max_tokens: Count = 0
-    """Tokens at which a segment is cut; 0 is no bound."""
+    """Maximum tokens of a segment; 0 is no bound."""
     explained: Fraction = 0.1
-    """With max_tokens, the policy waits until the critic explains this share of known outcomes."""
+    """With max_tokens, the policy is trained only while the critic explains this share of known outcomes."""
     just_in_time: bool = True
-    """Cut a segment before its oldest token is too old."""
+    """Cut a segment before its oldest token exceeds max_lag."""
     prefix: Literal["attached", "detached"] = "attached"
-    """Prompt and earlier segments have a gradient, or none, which is faster."""
+    """Whether gradients flow through the prompt and earlier segments; "detached" is faster."""
 
     def contradictions(self) -> Iterator[str]:
-        """At least one rule must cut segments."""
+        """max_tokens or just_in_time must cut segments."""
         if not self.max_tokens and not self.just_in_time:
             yield "max_tokens must be above 0 without just_in_time: nothing would ever be cut"
 
     def refuses(self, algorithm: Algorithm) -> Iterator[str]:
-        """Yield a sentence for every choice of `algorithm` that needs whole completions."""
+        """Yield a sentence for every setting of `algorithm` that needs whole completions."""
         advantage = algorithm.advantage
         if not isinstance(advantage, Gae | VTrace):
             yield (
@@ -43,54 +43,54 @@ class Segments(Section, frozen=True):
 
 
 class AdaptiveLag(Kind, frozen=True, tag="adaptive"):
-    """The admitted lag follows the effective sample size of the data, lag by lag (algorithms/lag.py)."""
+    """Adapts the admitted lag to the effective sample size of tokens of each lag (algorithms/lag.py)."""
 
     at_most: Positive
     """Hard bound on the age of a trained token, in versions."""
     ess: Annotated[float, Meta(gt=0, lt=1)] = 0.5
-    """Less lag is admitted below this effective sample size of a lag's tokens."""
+    """A lower effective sample size at some lag reduces the admitted lag."""
 
 
 class Queue(Section, frozen=True):
     """The queue of trajectories between rollout and learner."""
 
     batch_size: Positive = 256
-    """Trajectories (or segments) of an update."""
+    """Number of trajectories (or segments) in an update."""
     max_lag: Count | AdaptiveLag = 8
     """Hard bound on a trained token's age in versions; 0 is synchronous PPO."""
     ahead: Literal["as_needed", "max_lag"] = "as_needed"
-    """Engines sample ahead as far as the learner needs so as not to wait, or always to max_lag."""
+    """Engines sample as far ahead as the learner needs to avoid waiting, or always as far as max_lag."""
     too_old: Literal["mask", "drop", "wait", "windowed", "keep"] = "mask"
-    """Tokens beyond max_lag: mask, sample again, prevent by (nearly) keeping issue order, or keep."""
+    """What happens to tokens beyond max_lag. "drop" resamples; "wait" and "windowed" prevent them by a batch order."""
     samples_per_prompt: Positive = 1
     """Completions of each prompt."""
     max_attempts: Positive = 3
-    """Failed tries before a trajectory is abandoned."""
+    """A trajectory is abandoned after this many failed tries."""
     max_failure_rate: Fraction = 0.5
-    """A higher share of failures stops the run."""
+    """The run stops if the share of failed trajectories is higher."""
     segments: Segments | None = None
-    """Train on segments of unfinished completions; the critic's value at the cut replaces the rest's return."""
+    """Train on segments of unfinished completions. The critic's value at the cut replaces the rest of the return."""
     admission: Literal["engine", "mean"] = "engine"
-    """Slots open max_lag ahead of the engine's version, or the learner's, which bounds only the mean lag."""
+    """Bound sampling ahead by the "engine"'s version, or by the learner's, which bounds only the "mean" lag."""
 
     shards: Processes = 1
-    """Processes that store tokens; above 1 the queue keeps only records."""
+    """Number of processes that store tokens. Above 1, the queue's actor stores only records of them."""
     standby: bool = False
-    """Copy journals and archive to checkpoint.remote before acknowledging."""
+    """Copy journals and archive to checkpoint.remote before the queue acknowledges trajectories."""
 
     @property
     def prefix(self) -> Literal["attached", "detached"]:
-        """Whether earlier tokens of a completion have a gradient; "attached" without segments."""
+        """`segments.prefix`; "attached" without segments."""
         return self.segments.prefix if self.segments else "attached"
 
     @property
     def least_explained(self) -> float:
-        """The share of known outcomes that the critic must explain before the policy moves; 0 is none."""
+        """The policy is trained only while the critic explains this share of known outcomes; 0 is no condition."""
         return self.segments.explained if self.segments and self.segments.max_tokens else 0.0
 
     @property
-    def own_attention(self) -> tuple[str, ...]:
-        """The choices here that need the learner's own attention."""
+    def attention_settings(self) -> tuple[str, ...]:
+        """The settings of this table that need streamppo's attention."""
         return ("queue.segments.prefix = 'detached'",) if self.prefix == "detached" else ()
 
     @property
@@ -100,15 +100,15 @@ class Queue(Section, frozen=True):
 
     @property
     def first_lag(self) -> int | None:
-        """The admitted lag before the first measurement; None if the lag is not adaptive."""
+        """The admitted lag at the run's start; None if the lag is not adaptive."""
         return 1 if isinstance(self.max_lag, AdaptiveLag) else None
 
     @property
     def flow_lag(self) -> int:
-        """The target lag of admission and cuts, an upper bound if adaptive; `bound` minus it is slack.
+        """The lag at which admission and cuts aim. An adaptive lag is at most this.
 
-        Just-in-time segments get one version of slack if possible. A window gets three tenths of the held units
-        (queue/rules/take.py).
+        `bound` minus this is slack. Just-in-time segments get one version of slack if `bound` is above 1. With too_old
+        = "windowed" the slack is the window, three tenths of the held units (queue/rules/take.py).
         """
         if self.too_old == "windowed":
             return max(min(1, self.bound), (10 * self.bound - 3) // 13)
@@ -116,18 +116,18 @@ class Queue(Section, frozen=True):
 
     @property
     def cut_age(self) -> int:
-        """The lag at which a segment is cut: with slack, because an engine may be one version behind."""
+        """The lag at which a segment must be cut, with room for an engine that is one version behind."""
         return _with_room(self.flow_lag)
 
     def aim(self, admitted: int | None) -> int:
-        """The lag at which a segment is cut if there is room, given the admitted lag; 0 if it is not adaptive."""
+        """The lag at which a segment is cut if a batch has room for it; 0 if `admitted` is None."""
         return 0 if admitted is None else max(1, _with_room(min(admitted, self.flow_lag)))
 
     def contradictions(self) -> Iterator[str]:
-        """Rules of admission and of segments.
+        """Yield a sentence for every contradiction of admission, too_old and segments.
 
-        Segments need a lag of at least 1 and too_old = "mask": the rest of a completion cannot be resampled. It takes
-        two settings to give up the hard bound on lag, so that this does not happen by accident.
+        Segments need too_old = "mask", because the rest of a completion cannot be resampled. Two settings together give
+        up the hard bound on lag, so that nobody gives it up by accident.
         """
         if (self.admission == "mean") != (self.too_old == "keep"):
             yield (

@@ -16,7 +16,7 @@ class Limits(Calls, frozen=True):
     weight: float = 1.0
     """The score is multiplied by this."""
     sources: tuple[str, ...] = ()
-    """Data sources whose prompts it scores; empty is all."""
+    """Data sources whose trajectories this scorer scores; empty is all."""
 
 
 class Batched(Limits, frozen=True):
@@ -32,24 +32,24 @@ class FunctionScorer(Batched, frozen=True, kw_only=True, tag_field="kind", tag="
     function: str
     """`package.module:name` or `path/file.py:name` of a function or class."""
     arguments: dict[str, Argument] = msgspec.field(default_factory=dict[str, Argument])
-    """Keyword arguments of the constructor, or of every call."""
+    """Keyword arguments of a class's constructor, or of every call of a function."""
     where: Literal["auto", "actor", "process"] = "auto"
-    """In the actor's event loop, or in killable processes; auto: our own async scorers in the actor."""
+    """In the rollout actor's event loop or in separate processes; "auto": the actor for streamppo's async scorers."""
     processes: Positive = 2
-    """Processes for a sync function; an async one has one."""
+    """Number of processes for a sync function. An async function always has one."""
     memory_mib: Positive = 512
-    """Memory of one process after the import (Linux)."""
+    """Memory that one process may use after the import (Linux)."""
 
 
 class ModelScorer(Batched, frozen=True, kw_only=True, tag_field="kind", tag="model"):
-    """A Hugging Face sequence classification model, in a Ray actor of its own that all rollout actors share."""
+    """A Hugging Face sequence classification model in one Ray actor, which all rollout actors call."""
 
     path: str
     """A local folder or hub name."""
     label: Count = 0
-    """Index of the output that is the score."""
+    """Index of the model's output that is the score."""
     max_tokens: Positive = 4096
-    """A longer text fails its trajectory."""
+    """Maximum tokens of a text; a longer one fails its trajectory."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Parameters and activations."""
     threads: Positive = 1
@@ -62,7 +62,7 @@ class Remote(Limits, frozen=True, kw_only=True):
     """Scorers behind HTTP."""
 
     url: str
-    """Address of the service; for a judge up to /chat/completions: http://localhost:8000/v1."""
+    """Address of the service; for a judge without /chat/completions: http://localhost:8000/v1."""
     key_env: str = ""
     """Environment variable with a bearer token."""
 
@@ -72,37 +72,37 @@ class Remote(Limits, frozen=True, kw_only=True):
 
 
 class ServiceScorer(Remote, frozen=True, kw_only=True, tag_field="kind", tag="service"):
-    """A scorer behind HTTP: gets prompt, completion and columns as JSON, answers {"score": number}."""
+    """A scorer behind HTTP that gets prompt, completion and columns as JSON, and answers {"score": number}."""
 
 
 class JudgeScorer(Remote, frozen=True, kw_only=True, tag_field="kind", tag="judge"):
-    """A language model behind an OpenAI-compatible /chat/completions that answers with a number."""
+    """A language model that answers a question about the completion with a number, at an OpenAI-compatible endpoint."""
 
     model: str
-    """The model's name there."""
+    """The model's name at the endpoint."""
     question: str
-    """The question, with {prompt}, {completion} and columns in braces."""
+    """The question. {prompt}, {completion} and columns in braces are filled in."""
     pattern: str = r"(-?\d+(?:\.\d+)?)\s*$"
-    """Regular expression whose group is the number in the answer."""
+    """Regular expression whose first group is the number in the answer."""
     scale: PositiveFloat = 1.0
-    """The number is divided by this."""
+    """The score is the number divided by this."""
     max_tokens: Positive = 1024
-    """Maximum tokens of its answer."""
+    """Maximum tokens of the answer."""
 
 
 Scorer = FunctionScorer | ModelScorer | ServiceScorer | JudgeScorer
 
 
 class Reward(Section, frozen=True):
-    """The scorers of a run. `[reward] function = ...` in a file is short for `[reward.scorers.reward]`."""
+    """The scorers of a run. In a file, `[reward] function = ...` is short for `[reward.scorers.reward]`."""
 
     scorers: dict[str, Scorer] = msgspec.field(default_factory=dict[str, Scorer])
-    """Scorers by name; the scores of several are logged as reward_NAME."""
+    """Scorers by name. With several scorers, each score is logged as reward_NAME."""
     combine: Literal["sum", "model_first"] = "sum"
-    """The weighted sum of all scores, or only of models', judges' and services' if there are any."""
+    """Sum all weighted scores, or ("model_first") only those of models, judges and services if there are any."""
     correct_at: float = 1.0
-    """Reward from which a completion is correct."""
+    """A completion counts as correct from this reward on."""
 
     def models(self) -> dict[str, ModelScorer]:
-        """The reward models among the scorers."""
+        """The scorers that are reward models."""
         return {name: scorer for name, scorer in self.scorers.items() if isinstance(scorer, ModelScorer)}

@@ -1,6 +1,6 @@
-"""The `[rollout]` section of the configuration: the actors that generate, their engines, and the rules of each engine.
+"""The `[rollout]` section of the configuration: the actors that sample, and their engines with the rules of each.
 
-Other packages call an engine's methods and never test which engine it is.
+Other packages call the methods of an engine's configuration, and do not test the kind of the engine.
 """
 
 import re
@@ -12,61 +12,61 @@ from msgspec import Meta, field, structs
 from streamppo.config.base import Count, Kind, Machine, Positive, PositiveFloat, Processes, Seconds
 
 FAMILIES = ("llama", "qwen2", "qwen3")
-"""Values of model_type for which the embedded engine has a forward pass of its own, and the learner its own layers."""
+"""Values of model_type with streamppo's forward pass in the embedded engine, and streamppo's layers in the learner."""
 MOST_CANDIDATES = 4096
-"""Maximum candidates of a token that SGLang returns."""
+"""Maximum candidates that SGLang returns for a token."""
 Argument: TypeAlias = bool | int | float | str
 Fit = Callable[[float], int]
-"""(share of a GPU's free memory) -> cache tokens that fit into it next to the weights."""
+"""A function from a share of the GPU's free memory to the cache tokens that fit into it beside the weights."""
 
 
 class EngineKind(Kind, frozen=True):
     """Fields common to all engines."""
 
     kv: Literal["keep", "recompute"] = "keep"
-    """At a swap, keep the cache of running completions or recompute it."""
+    """Keep or recompute the KV cache of running completions when the engine loads new weights."""
 
 
 class EmbeddedEngine(EngineKind, frozen=True, tag="embedded"):
-    """Our own torch engine: any device, small models. Its own forward pass is the faster one."""
+    """streamppo's engine in torch, on any device. It is fastest for the models in `FAMILIES`."""
 
     @property
     def spare_weights(self) -> int:
-        """Copies of the weights besides those for decoding."""
+        """Number of copies of the weights in addition to those used for decoding."""
         return 1
 
     def shares_weights(self, *, adapted: bool) -> bool:
-        """False: each engine loads the weights in a form of its own."""
+        """False, because each actor holds its copy of the weights."""
         return False
 
     def at(self, place: int) -> Self:
-        """The engine of actor number `place`: the same for all."""
+        """The configuration of actor number `place`, which is the same for all actors."""
         return self
 
     @property
     def start_s(self) -> float:
-        """Time limit of its start in seconds: none, it starts at once."""
+        """Added to time limits while the engine starts: 0 s, because it starts at once."""
         return 0.0
 
     @property
     def routes(self) -> bool:
-        """It runs no mixture of experts."""
+        """False, because the engine runs no mixture of experts."""
         return False
 
     def refuses_learner(self, *, compiled: bool, segments: bool) -> Iterator[str]:
-        """Reasons against a learner with these settings: none."""
+        """No learner is refused."""
         return iter(())
 
     def refuses_sampling(self, top_p: float, top_k: int) -> str:
-        """Reason against this sampling: none."""
+        """No sampling is refused."""
         return ""
 
     def refuses_places(self, actors: int, evaluators: int, gpus: float) -> str:
-        """Reason that `actors` and `evaluators` of it cannot run with `gpus` GPUs each; empty if they can."""
+        """Why `actors` and `evaluators` with this engine cannot run on `gpus` GPUs each; empty if they can."""
         return f"rollout.gpus ({gpus:g}) must be 1 with the embedded engine" if gpus > 1 else ""
 
     def cache_tokens(self, row_tokens: int, fit: Fit | None) -> int | None:
-        """Capacity of its cache in tokens: `row_tokens`, the longest rows of all slots."""
+        """Capacity of the cache in tokens, which is `row_tokens`, the longest rows of all slots."""
         return row_tokens
 
 
@@ -90,50 +90,50 @@ DECIDED = {
     "host": "our engines listen on loopback",
     "enable_return_routed_experts": "by rollout.engine.routes",
 }
-"""SGLang arguments that have their own field here or are fixed, with the reason."""
+"""SGLang arguments that `args` may not set, each with the reason."""
 
 
 class SGLangEngine(EngineKind, frozen=True, tag="sglang"):
-    """SGLang, 0.5.17 or newer: every actor starts one on its GPUs, or uses a running server."""
+    """SGLang 0.5.17 or newer. Every actor starts an engine on its GPUs, or uses a running server."""
 
     urls: tuple[str, ...] = ()
-    """Running servers, one for each actor; if empty, actors start their own."""
+    """Addresses of running servers, one for each actor. If empty, each actor starts an engine."""
     api_key_env: str = "SGLANG_API_KEY"
-    """Environment variable with the key of `urls`."""
+    """Environment variable with the API key of the servers at `urls`."""
     transport: Literal["tensor", "group", "disk"] = "tensor"
-    """Transport to SGLang: shared memory, a process group's broadcast, or a folder."""
+    """How weights reach SGLang: in shared memory, by a process group's broadcast, or in a folder."""
     folder: str = ""
-    """For "disk": a folder that actor and SGLang see."""
+    """For transport = "disk", a folder that both actor and SGLang see."""
     attention_backend: str = ""
-    """SGLang's attention backend; empty is its choice."""
+    """SGLang's attention backend; empty lets SGLang choose."""
     mem_fraction_static: Annotated[float, Meta(gt=0, lt=1)] = 0.8
     """Share of the free GPU memory for weights and cache."""
     max_total_tokens: Count = 0
-    """Tokens of the cache; 0 fills mem_fraction_static."""
+    """Maximum tokens of the cache; 0 is as many as fit into mem_fraction_static."""
     prefix_cache: bool = True
-    """Prompts share the cache of a common prefix."""
+    """Prompts with a common prefix share its cache."""
     args: dict[str, Argument] = field(default_factory=dict[str, Argument])
-    """Further arguments by SGLang's names: { schedule_policy = "lpm" }."""
+    """Further arguments of SGLang, such as { schedule_policy = "lpm" }."""
     routes: bool = False
-    """The learner uses the experts that SGLang reports (R3)."""
+    """Use in the learner the experts that SGLang chose for each token (R3)."""
     start_s: Seconds = 900.0
     """Time limit for the engine's start."""
 
     def at(self, place: int) -> Self:
-        """The engine of actor number `place`: of `urls` only the server with this index."""
+        """The configuration of actor number `place`, with only its server in `urls`."""
         return structs.replace(self, urls=self.urls[place : place + 1])
 
     @property
     def spare_weights(self) -> int:
-        """Copies of the weights besides those for decoding: none, it loads in place."""
+        """0, because SGLang loads weights in place."""
         return 0
 
     def shares_weights(self, *, adapted: bool) -> bool:
-        """True if engines of a machine load a version from common memory; with adapters each actor merges its own."""
+        """True if all engines of a machine load from the same shared memory, which excludes urls and adapters."""
         return self.transport == "tensor" and not self.urls and not adapted
 
     def contradictions(self) -> Iterator[str]:
-        """Fields that need or exclude others, and valid `urls`."""
+        """Yield a sentence for fields that need or exclude others, and for invalid `urls`."""
         if (self.transport == "disk") != bool(self.folder):
             yield 'folder is for transport = "disk", which needs it'
         if self.args and self.urls:
@@ -150,7 +150,7 @@ class SGLangEngine(EngineKind, frozen=True, tag="sglang"):
                 yield f"transport = 'tensor' is memory of one machine: with urls ({url!r}) it must be 'group' or 'disk'"
 
     def refuses_sampling(self, top_p: float, top_k: int) -> str:
-        """Reason against this sampling; empty if it is possible."""
+        """Why the engine cannot sample with this `top_p` and `top_k`; empty if it can."""
         if top_k <= MOST_CANDIDATES and (top_k or top_p == 1):
             return ""
         return (
@@ -159,14 +159,14 @@ class SGLangEngine(EngineKind, frozen=True, tag="sglang"):
         )
 
     def refuses_learner(self, *, compiled: bool, segments: bool) -> Iterator[str]:
-        """Reasons against a learner that is `compiled`, or that trains on `segments`."""
+        """Yield the reasons against a learner that is `compiled` or that trains on `segments`."""
         if self.routes and compiled:
             yield "rollout.engine.routes replaces each router's choice, and model.compile fuses a layer's operations"
         if self.routes and segments:
             yield "rollout.engine.routes arrive at the end of a completion, and queue.segments are trained on earlier"
 
     def refuses_places(self, actors: int, evaluators: int, gpus: float) -> str:
-        """Reason that `actors` and `evaluators` of it cannot run with `gpus` GPUs each; empty if they can."""
+        """Why `actors` and `evaluators` with this engine cannot run on `gpus` GPUs each; empty if they can."""
         if gpus > 1 and gpus % 1:
             return f"rollout.gpus ({gpus:g}) must be below 1 or a whole number"
         if self.urls and gpus and self.transport != "group":
@@ -178,10 +178,10 @@ class SGLangEngine(EngineKind, frozen=True, tag="sglang"):
         return ""
 
     def cache_tokens(self, row_tokens: int, fit: Fit | None) -> int | None:
-        """Capacity of its cache in tokens; `fit` is None on a CPU. Returns None for a server at `urls`.
+        """Capacity of the cache in tokens, or None for a server at `urls`. `fit` is None on a CPU.
 
-        On a GPU the cache fills its share of the memory; on a CPU it holds `row_tokens`, the longest rows of all slots.
-        `max_total_tokens` replaces `row_tokens` and bounds the share.
+        On a GPU the cache fills mem_fraction_static. On a CPU it holds `row_tokens`, the longest rows of all slots.
+        `max_total_tokens` bounds the former and replaces the latter.
         """
         if self.urls:
             return None
@@ -192,30 +192,30 @@ class SGLangEngine(EngineKind, frozen=True, tag="sglang"):
 
 
 class Rollout(Machine, frozen=True):
-    """The actors that generate."""
+    """The actors that sample completions."""
 
     engine: EmbeddedEngine | SGLangEngine = EmbeddedEngine()
     """The engine that samples the tokens."""
     threads: Positive = 1
     """CPU threads."""
     actors: Processes = 1
-    """Rollout actors; `streamppo scale` changes their number."""
+    """Number of rollout actors; `streamppo scale` changes it."""
     in_flight: Positive = 64
-    """Trajectories of one actor in flight, rewards included."""
+    """Maximum trajectories of one actor that are being sampled or scored."""
     slots: Positive = 64
-    """Completions that one engine decodes at once."""
+    """Maximum completions that one engine decodes at the same time."""
     max_tokens: Positive = 256
     """Maximum tokens of one completion."""
     stop: tuple[str, ...] = ()
-    """Further stops: names of added tokens, and strings."""
+    """Names of added tokens, or strings, that also end a completion."""
     limit: str = ""
-    """`package.module:name` or `path/file.py:name`: (prompt, identity) -> a lower max_tokens."""
+    """`package.module:name` or `path/file.py:name` of a function from (prompt, identity) to a lower max_tokens."""
     temperature: PositiveFloat = 1.0
-    """Sampling temperature, of the learner's log-probs too."""
+    """Temperature of sampling, and of the learner's log-probs."""
     top_p: Annotated[float, Meta(gt=0, le=1)] = 1.0
-    """Nucleus sampling in training; below 1, log-probs are over the candidates."""
+    """Nucleus sampling in training. Below 1, log-probs are of the distribution over the nucleus."""
     top_k: Count = 0
-    """Top-k sampling in training, as with top_p; 0 is off."""
+    """Top-k sampling in training; 0 is off. If on, log-probs are of the distribution over the k tokens."""
 
     @property
     def excludes_tokens(self) -> bool:
@@ -223,13 +223,13 @@ class Rollout(Machine, frozen=True):
         return excludes_tokens(self.top_p, self.top_k)
 
     def contradictions(self) -> Iterator[str]:
-        """Sampling without a training signal, or that the engine does not support."""
+        """Yield a sentence for sampling that gives no training signal or that the engine does not support."""
         if "" in self.stop:
             yield 'stop has "", which would end a completion at its first token'
         if self.top_k == 1:
             yield "top_k (1) leaves every token without an alternative: all log-probs are 0, and nothing is learned"
-        if refused := self.engine.refuses_sampling(self.top_p, self.top_k):
-            yield refused
+        if reason := self.engine.refuses_sampling(self.top_p, self.top_k):
+            yield reason
 
 
 def excludes_tokens(top_p: float, top_k: int) -> bool:

@@ -1,8 +1,8 @@
-"""The configuration tree. It is frozen; unknown fields are errors; a required field has no default.
+"""The configuration tree. The tree is frozen. Unknown fields are errors, and a required field has no default.
 
-A choice between kinds is a tagged union: `kind = "..."` in the file selects the struct, and one `match` selects the
-function that builds the object. file.py reads files and overrides. A large section has its own file: model.py, task.py,
-reward.py, rollout.py, queue.py, algorithm.py, learner.py.
+A choice between kinds is a tagged union: `kind = "..."` in the file selects the struct. One `match` on the struct
+builds the object. file.py reads files and overrides. Large sections are in model.py, task.py, reward.py, rollout.py,
+queue.py, algorithm.py and learner.py.
 """
 
 from collections.abc import Iterator
@@ -23,99 +23,99 @@ from streamppo.config.task import AgentEnvironment, AnyEnvironment, ArithmeticTa
 from streamppo.terminal import quoted
 
 LONGEST_NAME = 200
-"""Longest name of a run in bytes: file systems take 255, and a number may be appended."""
+"""Maximum bytes of a run's name. File systems allow 255, and a number may be appended."""
 LOCAL = "local"
-"""The address of a Ray that the run starts here for itself."""
+"""The cluster.address with which the run starts Ray on this machine."""
 Tracker: TypeAlias = Literal["tensorboard", "wandb", "trackio", "mlflow"]
 Port: TypeAlias = Annotated[int, Meta(ge=1, le=65535)]
 
 
 class Evaluation(Section, frozen=True):
-    """Greedy answers to held-out prompts, during training."""
+    """Evaluation during training, by greedy answers to held-out prompts."""
 
     every: Count = 20
-    """Updates between two evaluations; 0: only before and after training."""
+    """Updates between two evaluations; 0 evaluates only before and after training."""
     prompts: Positive = 256
-    """Held-out prompts of one evaluation."""
+    """Number of held-out prompts in one evaluation."""
     actors: Annotated[int, Meta(ge=0, le=MOST_PROCESSES)] = 0
-    """Actors that only evaluate, each as one of [rollout]; 0: the rollout actors answer beside their samples."""
+    """Number of actors that only evaluate, each like a rollout actor; 0 lets the rollout actors evaluate."""
 
 
 class Checkpoint(Section, frozen=True):
-    """State on disk to resume from."""
+    """Checkpoints, from which a run is resumed."""
 
     every: Count = 50
-    """Updates between two checkpoints; 0: only the last one."""
+    """Updates between two checkpoints; 0 writes only the last one."""
     keep: Positive = 2
-    """Newest checkpoints kept on disk."""
+    """Number of newest checkpoints that stay on disk."""
     keep_every: Count = 0
-    """Versions divisible by this keep their checkpoint; 0 is off."""
+    """Checkpoints of versions divisible by this are never deleted; 0 is off."""
     remote: str = ""
-    """An fsspec address (s3://bucket/runs) for copies."""
+    """An fsspec address (s3://bucket/runs) to which checkpoints are copied."""
 
 
 class Archive(Section, frozen=True):
-    """Trained batches on disk."""
+    """The archive, which stores trained batches on disk."""
 
     keep: Count = 0
-    """Newest batches that are kept, besides all after the oldest checkpoint; 0 is all."""
+    """Number of newest batches that stay on disk, besides all after the oldest checkpoint; 0 is all."""
     numbers: bool = True
-    """Store each token's learner's log-prob and advantage, for `watch` and `inspect`."""
+    """Store each token's advantage and the learner's log-prob, which `watch` and `inspect` show."""
 
 
 class Cluster(Section, frozen=True):
-    """The run's Ray."""
+    """The Ray cluster of the run."""
 
     address: str = LOCAL
-    """ "local" starts Ray here; any other address joins that cluster."""
+    """"local" starts Ray on this machine. Any other address joins the cluster at that address."""
     cpus: Positive | None = None
-    """Logical CPUs of local Ray; by default what the configuration needs."""
+    """Logical CPUs of a local Ray; by default as many as the configuration needs."""
     object_store_mib: Positive = 256
     """Shared memory of the local object store."""
     own_disks: bool = False
-    """Nodes share no folder; files come through checkpoint.remote."""
+    """Nodes share no folder, so files are copied through checkpoint.remote."""
 
 
 class Watchdog(Section, frozen=True):
-    """Bounds on waiting."""
+    """Time limits, and limits on restarts."""
 
     stall_s: Seconds = 300.0
-    """Time without an update or evaluation after which the run stops."""
+    """The run stops after this time without an update or evaluation."""
     load_s: Seconds = 900.0
-    """Added to stall_s while the learner loads its model."""
+    """Time that is added to stall_s while the learner loads its model."""
     shutdown_s: Seconds | None = None
-    """Time limit of the last checkpoint; by default 6 s, plus 10 s per GB."""
+    """Time limit of the last checkpoint; by default 6 s and 10 s per GB."""
     heartbeat_s: Annotated[float, Meta(ge=10)] = 60.0
-    """Time without a heartbeat after which an actor or rank is replaced."""
+    """An actor or rank is restarted after this time without a heartbeat."""
     max_restarts: Count = 10
-    """Restarts within restarts_s; one more death ends the run."""
+    """Maximum restarts within restarts_s. One more restart ends the run."""
     restarts_s: Seconds = 600.0
-    """Time window in which restarts are counted."""
+    """Time window of max_restarts."""
 
 
 class Endpoint(Kind, frozen=True, tag="endpoint"):
-    """A server on 127.0.0.1 that Prometheus scrapes."""
+    """An HTTP server on 127.0.0.1 that Prometheus scrapes."""
 
     port: Port
-    """Its port; the path is /metrics."""
+    """Port of the server. The path is /metrics."""
 
 
 class RayMetrics(Kind, frozen=True, tag="ray"):
-    """Ray's metrics; needs ray[default] on the nodes."""
+    """Prometheus scrapes Ray's metrics. All nodes need ray[default]."""
 
 
 class Telemetry(Section, frozen=True):
-    """Other programs that get the run's metrics. None of them can stop a run or slow it down."""
+    """Programs that get the run's metrics, and that can neither stop a run nor slow it down."""
 
     trackers: tuple[Tracker, ...] = ()
-    """Trackers of metrics and configuration."""
+    """Trackers that get the metrics and the configuration."""
     project: str = "streamppo"
-    """Project or experiment of the trackers."""
+    """Name of the project or experiment in the trackers."""
     prometheus: Endpoint | RayMetrics | None = None
-    """How Prometheus gets the metrics; none by default."""
+    """How Prometheus gets the metrics; by default it gets none."""
 
     def contradictions(self) -> Iterator[str]:
-        """Each tracker at most once, and a project name."""
+        """Each tracker must be given at most once, and the project needs a name."""
         if len(set(self.trackers)) < len(self.trackers):
             yield f"trackers ({', '.join(self.trackers)}) must name each tracker once"
         if not self.project:
@@ -123,27 +123,27 @@ class Telemetry(Section, frozen=True):
 
 
 class Origin(Section, frozen=True):
-    """The version of another run from which a fork begins; `streamppo fork` writes it, and a run does not read it."""
+    """The version of another run from which a fork begins. `streamppo fork` writes this table; runs do not read it."""
 
     run: str
     """The folder of the run that was forked."""
     version: Count
-    """The last version that both have."""
+    """The last version that both runs have."""
     digest: str
-    """The hash of its weights."""
+    """The hash of that version's weights."""
 
 
 class Config(Section, frozen=True):
-    """One run."""
+    """Configuration of one run."""
 
     name: str
-    """The run's folder is runs/NAME; by default the file's name."""
+    """Name of the run, whose folder is runs/NAME; by default the file's name."""
     model: Model
     """The policy."""
     task: Task
     """The source of prompts."""
     updates: Positive = 200
-    """Updates to make."""
+    """Number of updates in the run."""
     queue: Queue = Queue()
     """The queue of trajectories between rollout and learner."""
     algorithm: Algorithm = Algorithm()
@@ -151,41 +151,41 @@ class Config(Section, frozen=True):
     learner: Learner = Learner()
     """The ranks that train."""
     reward: Reward = Reward()
-    """The source of scores; optional with an environment, which gives rewards itself."""
+    """The source of scores; optional with an environment, because environments give rewards."""
     environment: AnyEnvironment | None = None
-    """Several turns, if given; its rewards are added to those of [reward]."""
+    """An environment makes trajectories of several turns. The environment's rewards are added to those of [reward]."""
     seed: Count = 1
     """Seed of all randomness."""
     rollout: Rollout = Rollout()
     """The actors that generate."""
     evaluation: Evaluation = Evaluation()
-    """Held-out accuracy."""
+    """Evaluation on held-out prompts."""
     checkpoint: Checkpoint = Checkpoint()
-    """State on disk."""
+    """Checkpoints, from which a run is resumed."""
     archive: Archive = Archive()
-    """Batches on disk."""
+    """The archive of trained batches."""
     cluster: Cluster = Cluster()
-    """The run's Ray."""
+    """The Ray cluster of the run."""
     watchdog: Watchdog = Watchdog()
-    """Bounds on waiting."""
+    """Time limits, and limits on restarts."""
     telemetry: Telemetry = Telemetry()
-    """Other programs that get the run's metrics."""
+    """Programs that get the run's metrics, and that can neither stop a run nor slow it down."""
     origin: Origin | None = None
-    """The run that this one was forked of; `streamppo fork` writes it."""
+    """The run from which this one was forked; `streamppo fork` writes it."""
 
     @property
     def engines(self) -> int:
-        """The number of engines, those that only evaluate included."""
+        """The number of engines, including those that only evaluate."""
         return self.rollout.actors + self.evaluation.actors
 
     @property
     def linear(self) -> tuple[str, ...]:
-        """The choices that exclude trajectories with branches, whose tokens form a tree."""
+        """The settings that do not support branches, which are trajectories whose tokens form a tree."""
         segments = ("queue.segments",) if self.queue.segments else ()
-        return (*segments, *self.learner.mesh.own_attention)
+        return (*segments, *self.learner.mesh.attention_settings)
 
     def contradictions(self) -> Iterator[str]:
-        """Rules between sections."""
+        """Yield a sentence for every contradiction between sections."""
         queue, learner, algorithm = self.queue, self.learner, self.algorithm
         sizes = {
             "queue.samples_per_prompt": queue.samples_per_prompt,
@@ -202,20 +202,20 @@ class Config(Section, frozen=True):
             yield "algorithm.curriculum and task.ramp_prompts are two curricula: choose one"
         yield from _proximal_mistakes(self)
         yield from queue.segments.refuses(algorithm) if queue.segments else ()
-        for choice in (*queue.own_attention, *self.learner.mesh.own_attention):
+        for choice in (*queue.attention_settings, *self.learner.mesh.attention_settings):
             yield from self.model.refuses(choice)
-        if refused := algorithm.teacher.refuses_sampling(
+        if reason := algorithm.teacher.refuses_sampling(
             self.rollout.temperature, excludes_tokens=self.rollout.excludes_tokens
         ):
-            yield refused
+            yield reason
         if self.environment is None and not self.reward.scorers:
             yield "a run has `[reward] function = ...`, `[reward.scorers.NAME]` tables or an `[environment]`"
         if isinstance(self.environment, AgentEnvironment):
             yield from self.environment.refuses(self.linear)
         yield from _file_mistakes(self)
         places = self.rollout.actors, self.evaluation.actors, self.rollout.gpus
-        if refused := self.rollout.engine.refuses_places(*places):
-            yield refused
+        if reason := self.rollout.engine.refuses_places(*places):
+            yield reason
         segments = queue.segments is not None
         yield from self.rollout.engine.refuses_learner(compiled=self.model.compile, segments=segments)
         yield from _gpu_mistakes(self)
@@ -230,7 +230,7 @@ class Config(Section, frozen=True):
 
 
 def _file_mistakes(config: Config) -> Iterator[str]:
-    """Yield a sentence for every choice that would leave a run without files that it needs."""
+    """Yield a sentence for every setting with which a run would lack files that it needs."""
     if config.archive.keep and (not config.checkpoint.every or config.checkpoint.keep < 2):
         yield (
             f"archive.keep ({config.archive.keep}) drops batches that two checkpoints replace: "
@@ -239,12 +239,12 @@ def _file_mistakes(config: Config) -> Iterator[str]:
     if config.cluster.own_disks and not config.checkpoint.remote:
         yield "cluster.own_disks needs checkpoint.remote: a new node lacks the files of earlier ones"
     if config.queue.standby and not config.cluster.own_disks:
-        yield "queue.standby needs cluster.own_disks: without the queue's disk the model must come from elsewhere"
-    yield from config.learner.transport.refuses_disks(own=config.cluster.own_disks)
+        yield "queue.standby needs cluster.own_disks: without it the model's files are only on the queue's disk"
+    yield from config.learner.transport.refuses_disks(own_disks=config.cluster.own_disks)
 
 
 def _proximal_mistakes(config: Config) -> Iterator[str]:
-    """Yield a sentence for every choice that is void or misleading with the configured proximal policy."""
+    """Yield a sentence for every setting that is useless or misleading with the configured proximal policy."""
     algorithm, learner, max_lag = config.algorithm, config.learner, config.queue.bound
     if algorithm.proximal == "loglinear" and learner.epochs * learner.minibatches == 1:
         yield (
@@ -276,23 +276,23 @@ def _names_folder(name: str) -> bool:
 
 
 PROMPT = 256
-"""Assumed tokens of a prompt if the configuration does not bound them."""
+"""Assumed tokens of a prompt whose length the configuration does not bound."""
 
 
 def longest_row(config: Config) -> int:
-    """Tokens of the longest prompt plus the longest completion; `PROMPT` replaces an unbounded prompt."""
+    """Maximum tokens of a prompt and its completion. A prompt without a bound counts as `PROMPT` tokens."""
     if not isinstance(config.task, DataTask):
         return PROMPT + longest_completion(config)
     return max(source.max_prompt_tokens for source in config.task.sources.values()) + longest_completion(config)
 
 
 def longest_completion(config: Config) -> int:
-    """Maximum tokens of a completion, including an environment's turns and observations."""
+    """Maximum tokens of a completion, or of all turns and observations with an environment."""
     return config.rollout.max_tokens if config.environment is None else config.environment.max_tokens
 
 
 def shares_gpus(config: Config) -> bool:
-    """True if ranks and rollout actors share GPUs: both need less than one."""
+    """True if ranks and rollout actors share GPUs, because both need less than one."""
     return 0 < config.learner.gpus < 1 and 0 < config.rollout.gpus < 1
 
 
@@ -306,8 +306,8 @@ def _gpu_mistakes(config: Config) -> Iterator[str]:
         yield f"model.attention = {config.model.attention!r} needs a GPU, and learner.gpus is 0"
     if shares_gpus(config) and together > 1:
         yield (
-            f"learner.gpus ({learner.gpus:g}) and rollout.gpus ({rollout.gpus:g}) are more than one GPU where a rank "
-            f"and its share of the {config.engines} engines have one between them"
+            f"learner.gpus ({learner.gpus:g}) and rollout.gpus ({rollout.gpus:g}) are more than one GPU, but a rank "
+            f"and its share of the {config.engines} engines share one"
         )
     cut = {"adapted": config.model.lora is not None, "compiled": config.model.compile}
     yield from learner.mesh.refuses(learner.ranks, config.queue.prefix, **cut)
@@ -316,5 +316,5 @@ def _gpu_mistakes(config: Config) -> Iterator[str]:
 
 
 def model_path(config: Config, run: Path) -> str:
-    """Folder or hub name of the run's first model and its tokenizer."""
+    """Folder or hub name of the run's initial model and its tokenizer."""
     return str(run / "model") if config.model.path == BUILTIN else config.model.path

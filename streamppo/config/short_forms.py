@@ -1,4 +1,4 @@
-"""Expands the short forms of a configuration file, so that the tree always has the same shape.
+"""Replaces the short forms in a configuration file by tables of one shape.
 
 [reward]                              [reward.scorers.reward]
 function = "a:b"              ->      kind = "function"
@@ -30,15 +30,15 @@ from streamppo.config.task import DataTask, Source
 
 
 class ShortForm(NamedTuple):
-    """A table `table` that may directly contain the fields of its single entry `entries.name`.
+    """The table `table`, which may contain the fields of its single entry `entries.name`.
 
-    `own` are the table's own fields, `inner` those of an entry, `kind` the default kind of an entry.
+    `outer` are the fields of the table, `inner` those of an entry. `kind` is the default kind of an entry.
     """
 
     table: str
     entries: str
     name: str
-    own: Sequence[str]
+    outer: Sequence[str]
     inner: Sequence[str]
     kind: str | None
 
@@ -64,14 +64,14 @@ SOURCE = ShortForm("task", "sources", "data", ["kind", *_names(DataTask)], _name
 
 
 class ExpandedTree(NamedTuple):
-    """The mistakes, and {dotted name of an entry: dotted name of the table that has its fields in the file}."""
+    """The mistakes, and for the dotted name of each entry that of the table with its fields in the file."""
 
     mistakes: list[Mistake]
     short: dict[str, str]
 
 
 def expand(tree: Tree) -> ExpandedTree:
-    """Expand `tree` in place. A misplaced field is removed from it."""
+    """Expand the short forms in `tree` in place. Misplaced fields are removed from `tree` and reported."""
     shorts, task = [SCORER], _table(tree, "task")
     if "kind" not in task and task.keys() & {"data", "sources"}:
         task["kind"] = "data"
@@ -86,7 +86,7 @@ def expand(tree: Tree) -> ExpandedTree:
 
 def _expand(tree: Tree, short: ShortForm) -> list[Mistake]:
     table = _table(tree, short.table)
-    loose = {name: table.pop(name) for name in list(table) if name not in short.own and _belongs_inside(name, short)}
+    loose = {name: table.pop(name) for name in list(table) if name not in short.outer and _belongs_inside(name, short)}
     entries = _table(table, short.entries)
     if loose and entries.keys() - {short.name}:
         text = f"belongs into the [{short.table}.{short.entries}.NAME] tables, next to it"
@@ -98,8 +98,8 @@ def _expand(tree: Tree, short: ShortForm) -> list[Mistake]:
 
 
 def _belongs_inside(name: str, short: ShortForm) -> bool:
-    """True for an entry's field; a name most similar to a field of the table itself is a typo of it."""
-    near = get_close_matches(name, [*short.inner, *short.own], n=1, cutoff=0.5)
+    """True if `name` is a field of an entry, or is not most similar to a field of the table."""
+    near = get_close_matches(name, [*short.inner, *short.outer], n=1, cutoff=0.5)
     return not near or near[0] in short.inner
 
 
@@ -108,16 +108,16 @@ def _table(tree: Tree, name: str) -> Tree:
     return cast(Tree, table) if isinstance(table, dict) else {}
 
 
-# --- bare kinds ----------------------------------------------------------------------------------------------
+# --- kinds written as strings --------------------------------------------------------------------------------
 
 
 def with_kinds(tree: Tree) -> Tree:
-    """`tree` with a table in place of each choice written as its bare kind."""
+    """Replace each kind that is written as a string by a table: `advantage = "grpo"` -> `{ kind = "grpo" }`."""
     return cast(Tree, _with_kinds((_root(),), tree))
 
 
 def as_kinds(overrides: Sequence[Override]) -> list[Override]:
-    """Rewrite overrides with a bare kind to set the field `kind`: a table that already has that kind keeps its fields.
+    """Let overrides whose value is a kind set the field `kind`, so that a table of the same kind keeps its fields.
 
     Example: algorithm.advantage=grpo -> algorithm.advantage.kind=grpo
     """
@@ -139,7 +139,7 @@ def _root() -> inspect.Type:
 
 
 def _with_kinds(nodes: Sequence[inspect.Type], value: object) -> object:
-    """`value`, of one of the types `nodes`, with tables in place of bare kinds."""
+    """Return `value`, of one of the types `nodes`, with tables in place of kinds."""
     if isinstance(value, str) and _is_choice(nodes, value):
         return {"kind": value}
     if isinstance(value, list):
@@ -152,7 +152,7 @@ def _with_kinds(nodes: Sequence[inspect.Type], value: object) -> object:
 
 
 def _is_choice(nodes: Sequence[inspect.Type], value: str) -> bool:
-    """True if `value` is a bare kind: any word if only kinds are possible, else only a kind's name."""
+    """True if `value` is a kind: any string if only kinds are possible, else only a known kind."""
     options = list(_alternatives(nodes))
     tags = [option.tag for option in options if isinstance(option, inspect.StructType) and option.tag_field == "kind"]
     others = (inspect.StructType, inspect.NoneType)
@@ -160,7 +160,7 @@ def _is_choice(nodes: Sequence[inspect.Type], value: str) -> bool:
 
 
 def _field_types(nodes: Sequence[inspect.Type], name: str) -> Iterator[inspect.Type]:
-    """The possible types of `name` in a table of one of the types `nodes`."""
+    """Yield the possible types of the field `name` in a table of one of the types `nodes`."""
     for node in _alternatives(nodes):
         if isinstance(node, inspect.StructType):
             yield from (field.type for field in node.fields if field.encode_name == name)

@@ -10,96 +10,96 @@ from streamppo.config.base import Count, Fraction, Kind, Positive, PositiveFloat
 
 ControlTokens: TypeAlias = Literal["text", "parse"]
 MOST_SUMS = 1_000_000
-"""Maximum problems of an addition, all of which are in memory."""
+"""Maximum problems of an addition task, because all are in memory."""
 
 
 class Addition(Kind, frozen=True):
-    """Sums of two numbers."""
+    """Problems that ask for the sum of two numbers."""
 
     first: tuple[Count, Count] = (10, 99)
-    """Range of the first number."""
+    """[smallest, largest] first number."""
     second: tuple[Count, Count] = (10, 99)
-    """Range of the second number."""
+    """[smallest, largest] second number."""
     held_out: Fraction = 0.1
-    """Share of the problems for evaluation only."""
+    """Share of the problems that are used only for evaluation."""
 
     def contradictions(self) -> Iterator[str]:
-        """All problems are made when the task is built."""
+        """The ranges may have at most `MOST_SUMS` sums, because all are made at the run's start."""
         sums = math.prod(last - first + 1 for first, last in (self.first, self.second))
         if sums > MOST_SUMS:
-            yield f"first {self.first} and second {self.second} have {sums:,} sums, which may be {MOST_SUMS:,} at most"
+            yield f"first {self.first} and second {self.second} have {sums:,} sums, more than {MOST_SUMS:,}"
 
 
 class ArithmeticTask(Addition, frozen=True, tag="arithmetic"):
-    """Procedural addition: "12+34=" asks for "46"."""
+    """Addition: the prompt "12+34=" has the answer "46"."""
 
     ramp_prompts: Count = 0
-    """Curriculum: prompts from the easiest tenth of the problems to all; 0 is off."""
+    """Prompts during which sampling widens from the easiest tenth of the problems to all (a curriculum); 0 is off."""
 
 
 class HeldOut(Section, frozen=True):
-    """Rows that are split into training and evaluation."""
+    """Tasks whose rows are split into training and evaluation."""
 
     held_out: Fraction = 0.05
-    """Share of the distinct prompts for evaluation only, without named evaluation rows."""
+    """Share of the distinct prompts that are used only for evaluation, if no evaluation data are named."""
 
 
 class Source(HeldOut, frozen=True, kw_only=True):
-    """One data set, and how its rows become prompts. Columns may be dotted: `reward_model.ground_truth`."""
+    """One data set, and how its rows become prompts. A column's name may be dotted: `reward_model.ground_truth`."""
 
     data: str
     """A jsonl, csv or parquet file, a folder, or a hub name (extra `data`)."""
     subset: str = ""
-    """Configuration of a hub data set, or the folder of that name in `data`."""
+    """Configuration of a hub data set, or a subfolder of `data`."""
     split: str = "train"
-    """Split for training; a single file is its own split."""
+    """Split for training. A single file has only one split."""
     evaluation: str | None = None
-    """Data set of the held-out prompts, if not `data`."""
+    """Data set of the held-out prompts; by default `data`."""
     evaluation_split: str | None = None
-    """Split for evaluation, of a folder or hub name."""
+    """Split of a folder or hub data set for evaluation."""
     prompt: str = "prompt"
-    """Column of the prompt: a string, or messages with role and content."""
+    """Column of the prompt, which is a string, or messages with role and content."""
     answer: str = "answer"
-    """Column that rewards get as `answer`; "" is none."""
+    """Column that scorers get as `answer`; "" is none."""
     columns: dict[str, str] = msgspec.field(default_factory=dict[str, str])
-    """Further names of columns for rewards: `name = "column"`; `answer` here overrides the field."""
+    """Further columns for scorers, `name = "column"`. An `answer` here replaces the field `answer`."""
     chat: bool = False
-    """Make a string prompt a user message of the chat template."""
+    """Turn a string prompt into a user message of the chat template."""
     system: str = ""
-    """System message; string prompts then become user messages."""
+    """System message. If given, string prompts become user messages."""
     tools: str = "tools"
-    """Column of tools as JSON schemas; "" is none."""
+    """Column of the tools as JSON schemas; "" is none."""
     template: dict[str, str | int | float | bool] = msgspec.field(default_factory=dict[str, str | int | float | bool])
-    """Arguments of the chat template, below a row's `chat_template_kwargs`."""
+    """Arguments of the chat template, which a row's `chat_template_kwargs` override."""
     control_tokens: ControlTokens = "text"
-    """Names of control tokens in rows, such as <|im_end|>, are text, or parsed."""
+    """Encode names of control tokens in rows, such as <|im_end|>, as "text", or "parse" them as control tokens."""
     max_prompt_tokens: Positive = 1024
-    """Longest prompt."""
+    """Maximum tokens of a prompt."""
     too_long: Literal["error", "skip", "truncate"] = "error"
-    """For longer prompts: stop, skip the row, or keep its last tokens."""
+    """What happens to longer prompts: an error, skipping the row, or truncation to the last tokens."""
     weight: PositiveFloat = 1.0
-    """Share of the training prompts, relative to others."""
+    """Share of the training prompts, relative to the weights of other data sets."""
 
 
 class DataTask(Kind, frozen=True, tag="data"):
-    """Rows of a data set, or of several. `[task] data = ...` in a file is short for `[task.sources.data]`."""
+    """Rows of one or several data sets. In a file, `[task] data = ...` is short for `[task.sources.data]`."""
 
     sources: dict[str, Source] = msgspec.field(default_factory=dict[str, Source])
-    """Data sets by name, mixed by weight; rewards are selected by these names, or a row's data_source."""
+    """Data sets by name, mixed by weight. `sources` of a scorer selects by these names or a row's data_source."""
 
     def contradictions(self) -> Iterator[str]:
-        """At least one source."""
+        """There must be at least one source."""
         if not self.sources:
-            yield "a data task needs `data`, or `[task.sources.NAME]` tables with one each"
+            yield "a data task needs `data`, or tables `[task.sources.NAME]` that each have `data`"
 
 
 class GymTask(HeldOut, frozen=True, kw_only=True, tag_field="kind", tag="reasoning_gym"):
     """A procedural data set of reasoning-gym (extra `gym`); its scorer is `streamppo.tasks.library.gym:score`."""
 
     dataset: str
-    """Its name, such as "chain_sum"."""
+    """Name of the data set, such as "chain_sum"."""
     parameters: dict[str, str | int | float | bool] = msgspec.field(default_factory=dict[str, str | int | float | bool])
-    """Its parameters, such as max_digits."""
+    """Parameters of the data set, such as max_digits."""
     size: Positive = 10_000
     """Number of problems."""
     suffix: str = ""
@@ -114,50 +114,50 @@ class VerifiersTask(HeldOut, frozen=True, kw_only=True, tag_field="kind", tag="v
     """Tasks of a verifiers environment (extra `verifiers`), for the agent `streamppo.tasks.library.verifiers:run`."""
 
     environment: str
-    """The id of its taskset, or a TOML file with an `[env]` table."""
+    """The id of the environment's taskset, or a TOML file with an `[env]` table."""
     rows: Positive = 10_000
-    """Maximum tasks that are read."""
+    """Maximum number of tasks that are read."""
 
 
 Task = ArithmeticTask | DataTask | GymTask | CalculatorTask | VerifiersTask
 
 
 class Conversation(Timed, frozen=True, kw_only=True):
-    """Fields of every environment: bounds on its turns, and how its messages become tokens."""
+    """Fields of every environment: bounds on turns, and how messages become tokens."""
 
     template: dict[str, str | int | float | bool] = msgspec.field(default_factory=dict[str, str | int | float | bool])
-    """Further arguments of the chat template for its messages."""
+    """Further arguments of the chat template for the environment's messages."""
     control_tokens: ControlTokens = "text"
-    """Names of control tokens in its texts are text, or parsed."""
+    """Encode names of control tokens in the environment's texts as "text", or "parse" them as control tokens."""
     max_turns: Positive = 8
-    """Maximum turns of the policy; for an agent, maximum requests."""
+    """Maximum turns of the policy, or requests of an agent."""
     max_tokens: Positive = 4096
     """Maximum tokens of all turns and observations together."""
 
 
 class Environment(Conversation, frozen=True, kw_only=True, tag_field="kind", tag="class"):
-    """Several turns: an environment answers each turn of the policy until it is done."""
+    """Trajectories of several turns: an environment answers each turn of the policy until it is done."""
 
     name: str
-    """`package.module:Class` or `path/file.py:Class`; an instance for each trajectory."""
+    """`package.module:Class` or `path/file.py:Class`. Each trajectory has an instance of the class."""
     arguments: dict[str, str | int | float | bool] = msgspec.field(default_factory=dict[str, str | int | float | bool])
     """Keyword arguments of the class's constructor."""
 
     @property
     def module(self) -> str:
-        """The name of its class."""
+        """The name of the environment's class."""
         return self.name
 
 
 class BubblewrapSandbox(Kind, frozen=True, tag="bubblewrap"):
-    """The program has /usr, Python and `files`, read-only, and no network but its own endpoint."""
+    """The program can read /usr, Python and `files`. The program has no network except its endpoint."""
 
     files: tuple[str, ...] = ()
     """Files and folders that the program may read."""
     memory_mib: Positive = 1024
-    """Memory of all its processes together."""
+    """Memory limit of all the program's processes together."""
     disk_mib: Positive = 64
-    """Size of the scratch folder."""
+    """Maximum size of the program's scratch folder."""
 
 
 class CustomSandbox(Kind, frozen=True, kw_only=True, tag="class"):
@@ -173,28 +173,28 @@ AnySandbox: TypeAlias = BubblewrapSandbox | CustomSandbox
 
 
 class AgentEnvironment(Conversation, frozen=True, kw_only=True, tag_field="kind", tag="agent"):
-    """Several turns: your program calls an OpenAI-compatible endpoint, and the policy answers."""
+    """Trajectories of several turns: the user's program calls an OpenAI-compatible endpoint, and the policy answers."""
 
     agent: str = ""
-    """`package.module:function` or `path/file.py:function`, run for each trajectory."""
+    """`package.module:function` or `path/file.py:function`, which runs once for each trajectory."""
     command: tuple[str, ...] = ()
-    """Or a program and its arguments."""
+    """A program and its arguments, instead of `agent`."""
     sandbox: AnySandbox | None = None
-    """The place in which `command` runs; without one it runs as you do."""
+    """The sandbox in which `command` runs. By default `command` runs with the user's rights."""
     host: str = "127.0.0.1"
-    """Address on which each actor's endpoint listens."""
+    """Address on which the endpoint of each rollout actor listens."""
     ignored: tuple[Literal["response_format", "tool_choice"], ...] = ()
-    """Parameters of requests that are ignored and counted, instead of refused: nothing enforces a form or a call."""
+    """Parameters of requests that are ignored and counted. By default such requests are refused."""
     timeout_s: Seconds = 600.0
-    """A run that takes longer fails its trajectory."""
+    """Time limit of the agent; a longer run fails its trajectory."""
 
     @property
     def module(self) -> str:
-        """The name of its function; "" for a program."""
+        """The name of the agent's function; "" for a program."""
         return self.agent
 
     def contradictions(self) -> Iterator[str]:
-        """Either a function or a program."""
+        """Exactly one of agent and command must be given, and sandbox needs command."""
         if bool(self.agent) == bool(self.command):
             yield (
                 'an agent is a function, agent = "mine.py:run", or a program, command = ["python", "agent.py"]: give '
@@ -204,7 +204,7 @@ class AgentEnvironment(Conversation, frozen=True, kw_only=True, tag_field="kind"
             yield "sandbox is for a program: give command = [...]; a function runs in a process of the run"
 
     def refuses(self, linear: Sequence[str]) -> Iterator[str]:
-        """Yield a sentence for each choice in `linear`, which excludes branches: an agent's requests may branch."""
+        """Yield a sentence for each setting in `linear`, because an agent's requests may branch."""
         for choice in linear:
             yield f"{choice} does not support branches, which an agent's run may have: leave it out"
 

@@ -1,4 +1,4 @@
-"""The `[algorithm.teacher]` part of the configuration: the model that scores the policy's tokens."""
+"""The `[algorithm.teacher]` part of the configuration: the model whose log-probs teach the policy."""
 
 from collections.abc import Iterator
 from typing import Literal
@@ -8,29 +8,29 @@ from streamppo.config.base import Calls, NonNegative, PositiveFloat, address_fau
 
 
 class Teacher(Calls, frozen=True):
-    """On-policy distillation: a second model scores the policy's tokens. The bounds on calls are for `url`."""
+    """On-policy distillation from a second model. The limits on calls apply only to `url`."""
 
     model: str = ""
     """Folder or hub name of a causal LM with the policy's tokenizer."""
     url: str = ""
-    """Instead of `model`: an SGLang server, http://10.0.0.9:30000."""
+    """Address of an SGLang server with the teacher, instead of `model`: http://10.0.0.9:30000."""
     key_env: str = ""
-    """Environment variable with the server's key."""
+    """Environment variable with the server's API key."""
     weight: PositiveFloat = 1.0
-    """Weight of log teacher - log proximal of each token."""
+    """Weight of each token's signal, the teacher's log-prob minus the proximal one."""
     signal: Literal["advantage", "reward"] = "advantage"
-    """Add it to the advantage, or to the reward, which the estimator discounts."""
+    """Add the signal to the advantages, or to the rewards from which advantages are estimated."""
     others: NonNegative = 1.0
-    """Weight of the rewards' advantages; 0 is only the teacher."""
+    """Weight of the advantages from rewards; 0 trains on the teacher's signal alone."""
     offload: bool = False
-    """Keep `model` in CPU memory, and its layers on the GPU one by one."""
+    """Keep `model` in CPU memory, and copy one layer at a time to the GPU."""
 
     def contradictions(self) -> Iterator[str]:
-        """Two teachers, settings without a teacher or of the other kind, and two weights for one sum."""
+        """Yield a sentence for two teachers, and for settings without effect."""
         if self.model and self.url:
-            yield f"a teacher has one place: model ({self.model!r}) on the learner's ranks, or url ({self.url!r})"
+            yield f"a teacher is either a model ({self.model!r}) on the learner's ranks or at a url ({self.url!r})"
         if not self.on and self._changed("weight", "signal", "others", "offload", *SERVER_FIELDS):
-            yield "a teacher needs a place: set algorithm.teacher.model or algorithm.teacher.url"
+            yield "a teacher needs a model or a url: set algorithm.teacher.model or algorithm.teacher.url"
         if self.model:
             for name in self._changed(*SERVER_FIELDS):
                 yield f"{name} ({getattr(self, name)!r}) is for a teacher at a url"
@@ -45,7 +45,7 @@ class Teacher(Calls, frozen=True):
         return bool(self.model or self.url)
 
     def refuses_sampling(self, temperature: float, *, excludes_tokens: bool) -> str:
-        """Reason that a server cannot score tokens of this sampling; empty if it can."""
+        """Why a server cannot give log-probs for this sampling; empty if it can."""
         if self.url and temperature != 1:
             return (
                 f"rollout.temperature ({temperature:g}) must be 1 with algorithm.teacher.url: SGLang gives "
@@ -53,8 +53,8 @@ class Teacher(Calls, frozen=True):
             )
         if self.url and excludes_tokens:
             return (
-                "rollout.top_p and top_k must be off with algorithm.teacher.url: the server's log-probs are of the "
-                "whole vocabulary, and the policy's would be among the tokens that these leave (a teacher by model can)"
+                "rollout.top_p and top_k must be off with algorithm.teacher.url: the server's log-probs are over the "
+                "whole vocabulary, and the policy's would be over fewer tokens (algorithm.teacher.model supports them)"
             )
         return ""
 
@@ -80,4 +80,4 @@ class Teacher(Calls, frozen=True):
 
 
 SERVER_FIELDS = (*Calls.__struct_fields__, "key_env")
-"""Fields of calls to the server; no update on a given batch depends on them."""
+"""Fields of calls to the teacher's server, which do not affect an update, given its batch."""

@@ -56,8 +56,8 @@ def test_a_trajectory_without_a_component_is_refused_by_name(folder: Path) -> No
 @pytest.mark.parametrize(
     ("choice", "reason"),
     [
-        ("algorithm.zero_variance=mask", "judges the whole score"),
-        ("algorithm.kl.reward_beta=0.1", "ignores a KL in the reward"),
+        ("algorithm.zero_variance=mask", "compares scores, and with gdpo"),
+        ("algorithm.kl.reward_beta=0.1", "ignores kl.reward_beta"),
         ("algorithm.advantage.weights={right=0.0}", "weights must name a component"),
     ],
 )

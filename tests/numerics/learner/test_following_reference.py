@@ -156,7 +156,7 @@ def test_a_reference_that_stops_moving_stays_where_it_is_also_over_a_resume(fold
     ("choices", "reason"),
     [
         (["algorithm.kl.follow_every=5"], "moves a reference: set reward_beta or loss_beta"),
-        ([*KL, "algorithm.kl.follow_share=0.5"], "is of a reference that moves: set follow_every"),
+        ([*KL, "algorithm.kl.follow_share=0.5"], "has no effect without follow_every"),
         ([*SOFT, "algorithm.kl.follow_share=0"], "follow_share"),
     ],
 )

@@ -162,7 +162,7 @@ def test_a_model_that_cannot_be_cut_is_refused_when_it_is_loaded(folder: Path) -
     ("overrides", "reason"),
     [
         (["learner.ranks=3"], r"learner.mesh.context \(2\) must divide learner.ranks \(3\)"),
-        (["learner.ranks=6", "learner.mesh.replicate=2"], r"context \(2\) must divide the 3 ranks of a copy"),
+        (["learner.ranks=6", "learner.mesh.replicate=2"], r"context \(2\) must divide the 3 ranks of a replica"),
         (["learner.ranks=2", "model.attention=eager"], "context = 2 is not possible with model.attention = 'eager'"),
         (["learner.ranks=2", "model.compile=true"], "context = 2 is not possible with model.compile = True"),
         (

@@ -99,7 +99,7 @@ def test_a_number_is_finite(name: str, value: str) -> None:
         (["task.kind=7"], "override task.kind: unknown kind 7: kinds are arithmetic, data, reasoning_gym"),
         (["task={}"], "override task: missing required field `kind`: kinds are arithmetic"),
         (["task.kind=verifiers"], "override task: missing required field `environment`"),
-        (["task.kind=data"], "override task: a data task needs `data`, or `[task.sources.NAME]` tables"),
+        (["task.kind=data"], "override task: a data task needs `data`, or tables `[task.sources.NAME]`"),
         (["reward={}"], "a run has `[reward] function = ...`, `[reward.scorers.NAME]` tables or an `[environment]`"),
         (["reward.combin=sum"], "override reward.combin: unknown field 'combin': did you mean 'combine'?"),
         (["task.kind=data", "task.data=x", "task.wait=2"], "override task.wait: unknown field 'wait'"),

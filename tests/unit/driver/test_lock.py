@@ -184,7 +184,7 @@ def test_a_number_that_no_run_may_have_is_refused_by_the_command(
     configfile.save(math_config("learner.gpus=0.5", "rollout.gpus=0.5"), tmp_path)
     with run_folder.driver_lock(tmp_path):
         assert main(["scale", str(tmp_path), "--rollouts", "2"]) == 2
-        assert "are more than one GPU where a rank and its share of the 2 engines" in capsys.readouterr().err
+        assert "are more than one GPU, but a rank and its share of the 2 engines" in capsys.readouterr().err
         assert run_folder.accept(tmp_path) is None
 
 

@@ -303,5 +303,5 @@ def test_difficulty_is_digits_and_carries() -> None:
 
 
 def test_a_data_task_has_one_data_set_or_several() -> None:
-    with pytest.raises(ValueError, match=r"needs `data`, or `\[task.sources.NAME\]` tables"):
+    with pytest.raises(ValueError, match=r"needs `data`, or tables `\[task.sources.NAME\]`"):
         DataTask()
