@@ -1,6 +1,6 @@
-"""The process of a run of a script or notebook: `python -m streamppo.api.child DESCRIPTOR`.
+"""The process of a run that a script or notebook starts: `python -m streamppo.api.child DESCRIPTOR`.
 
-DESCRIPTOR is the file descriptor of its socket. When the script ends or dies, the process stops as on SIGTERM.
+DESCRIPTOR is the file descriptor of a socket to the script. If the script ends, the process stops as on SIGTERM.
 """
 
 import logging
@@ -29,14 +29,12 @@ from streamppo.driver.ray.interrupts import Interrupts
 from streamppo.errors import StreamppoError
 
 STARTED = time.perf_counter()
-REWARD = "reward.py"
-"""The file in the run's folder with the source of a reward from a script or notebook."""
 
 log = logging.getLogger("streamppo.api.child")
 
 
 def main(descriptor: int) -> int:
-    """Start or resume the run of the script's request; return the exit code of `streamppo run` or `resume`."""
+    """Start or resume the run that the script requests. Returns the exit code of `streamppo run` or `resume`."""
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     channel = socket.socket(fileno=descriptor)
     lines = channel.makefile("rb")
@@ -53,7 +51,7 @@ def main(descriptor: int) -> int:
 
 
 def _stop_with_script(lines: BufferedReader) -> None:
-    # A script that ends before it has read all replies resets the connection.
+    # The connection is reset if the script ends before it has read all replies.
     with suppress(ConnectionError):
         lines.read()
     os.kill(os.getpid(), signal.SIGTERM)
@@ -99,13 +97,13 @@ def _train(request: RunRequest, config: Config, folder: Path, channel: socket.so
 
 
 def _reward_override(reward: RewardSource | None, folder: Path) -> list[str]:
-    """Write the source of the script's reward to `folder`; return the override for it, or nothing without a reward."""
+    """Write the source of the script's reward, if any, to `folder`, and return the overrides that name it."""
     if reward is None:
         return []
     function = reward.function
     if reward.source:
-        durable.write(folder / REWARD, reward.source.encode())
-        function = f"{folder / REWARD}:{reward.function}"
+        durable.write(folder / configfile.REWARD, reward.source.encode())
+        function = f"{folder / configfile.REWARD}:{reward.function}"
     return [f"reward.function={msgspec.json.encode(function).decode()}"]
 
 

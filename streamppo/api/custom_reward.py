@@ -1,4 +1,4 @@
-"""Turns a reward of a script or notebook into a value of `reward.function`, by its name or by its source.
+"""Turns a function or class of a script or notebook into a value of `reward.function`.
 
 reward of a module                              `package.module:name` or `path/file.py:name`
 reward defined in the script or notebook        a file with its source, after the definitions that it uses:
@@ -6,7 +6,7 @@ reward defined in the script or notebook        a file with its source, after th
     functions and classes                           their source, after the definitions that they use
     numbers, texts, tables, regular expressions     their present values
 
-Reward processes, resume and replay load it without the script. Other rewards are refused.
+Reward processes, resume and replay can load this value without the script. Other rewards are refused.
 """
 
 import __future__
@@ -33,7 +33,7 @@ Definition = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
 
 
 def write_out(reward: Callable[..., object]) -> RewardSource:
-    """Return the name of `reward`, with its source if it needs one. Raises `TaskError` if a file cannot hold it."""
+    """Return the name of `reward`, with its source if no module has it. Raises `TaskError` if there is no source."""
     name = _name(reward)
     if name == "<lambda>":
         raise TaskError("reward: a lambda has no source that can stand alone: write it as a `def`")
@@ -53,13 +53,13 @@ def write_out(reward: Callable[..., object]) -> RewardSource:
 
 
 def _module_name(module: ModuleType) -> str:
-    """The name of a module in a package; the absolute path of any other module's file."""
+    """Return the name of a module in a package, or the absolute path of any other module's file."""
     file = getattr(module, "__file__", None)
     return module.__name__ if module.__package__ or not file or not file.endswith(".py") else str(Path(file).resolve())
 
 
 class _File:
-    """The file of a reward: imports first, then each definition after the definitions that it uses."""
+    """Builds the file of a reward: imports first, then each definition after the definitions that it uses."""
 
     def __init__(self, reward: str) -> None:
         self._reward = reward
@@ -69,7 +69,7 @@ class _File:
         self._defined: dict[str, object] = {}
 
     def text(self) -> str:
-        """The text of the file."""
+        """Return the text of the file."""
         lazy = [LAZY] if self._is_lazy else []
         imports = "".join(f"{statement}\n" for statement in sorted(self._imports))
         return "\n".join([HEAD, *lazy, *([imports] if imports else []), *self._body])
@@ -80,7 +80,7 @@ class _File:
         codes = list(_codes(definition))
         if closed := {name for code in codes for name in code.co_freevars} - {"__class__"}:
             self._refuse(f"{_name(definition)!r} is a closure over {min(closed)!r}")
-        # Names in lazy annotations are never evaluated and need not exist.
+        # Names in lazy annotations are not evaluated, and so need not exist.
         is_lazy = any(code.co_flags & __future__.annotations.compiler_flag for code in codes)
         self._is_lazy |= is_lazy
         text = self._source(definition, codes)
@@ -90,7 +90,7 @@ class _File:
         self._body.append(f"\n{text}")
 
     def _use(self, name: str, values: Mapping[str, object], text: str) -> None:
-        """Give `name` the value in the file that it has among the `values` of the script."""
+        """Define or import `name` in the file with its value among the `values` of the script."""
         if name not in values:
             if not hasattr(builtins, name):
                 self._refuse(f"{name!r} is not defined")
@@ -118,7 +118,7 @@ class _File:
     def _import(self, name: str, module: ModuleType, text: str) -> None:
         alias = "" if module.__name__ == name else f" as {name}"
         self._imports.add(f"import {module.__name__}{alias}")
-        # `import a.b` only binds `a`: add an import for every submodule in use.
+        # `import a.b` binds only `a`, so every submodule in use is imported.
         for submodule in sorted(_submodules(name, module, text)):
             self._imports.add(f"import {submodule}")
 
@@ -132,7 +132,7 @@ class _File:
             self._body.append(f"{name} = {defined_name}\n")
 
     def _source(self, definition: object, codes: Sequence[CodeType]) -> str:
-        """The source of a definition in its file or cell, with its decorators."""
+        """Return the source of a definition in its file or cell, with its decorators."""
         name = _name(definition)
         file = codes[0].co_filename if codes else str(getattr(sys.modules[MAIN], "__file__", "the script"))
         lines = linecache.getlines(file)
@@ -143,7 +143,7 @@ class _File:
         for node in ast.walk(tree):
             if isinstance(node, Definition) and node.name == name and _defines(node, definition, codes):
                 text = "".join(lines[_first_line(node) - 1 : node.end_lineno]).rstrip() + "\n"
-                # Its lines keep their indentation, which texts over several lines contain.
+                # The lines keep their indentation, which may be part of strings over several lines.
                 return f"if True:\n{text}" if text[0].isspace() else text
         self._refuse(f"the source of {_name(definition)!r} is no longer in {file}")
 
@@ -158,19 +158,19 @@ class _File:
 
 
 def _codes(definition: object) -> Iterator[CodeType]:
-    """The code objects of a function without its decorators, or of the methods that the script defines in a class."""
+    """Yield the code objects of a function without decorators, or of the methods that the script defines in a class."""
     for member in vars(definition).values() if isinstance(definition, type) else [definition]:
         function = getattr(member, "__func__", getattr(member, "fget", None) or member)
         inner = inspect.unwrap(function) if callable(function) else None
         code = getattr(inner, "__code__", None)
-        # Generated methods of a dataclass or named tuple are not in the script.
+        # Generated methods, as of a dataclass, are not in the script.
         in_script = getattr(inner, "__module__", "") == MAIN and bool(code and linecache.getlines(code.co_filename))
         if isinstance(code, CodeType) and (in_script or member is definition):
             yield code
 
 
 def _values(definition: object) -> Mapping[str, object]:
-    """The globals of the module in which a function or class was defined."""
+    """Return the globals of the module in which a function or class was defined."""
     inner = inspect.unwrap(definition) if callable(definition) and not isinstance(definition, type) else definition
     return getattr(inner, "__globals__", vars(sys.modules[MAIN]))
 
@@ -180,7 +180,7 @@ def _first_line(node: Definition) -> int:
 
 
 def _defines(node: Definition, definition: object, codes: Sequence[CodeType]) -> bool:
-    """True if `node` is the source of `definition`, by line numbers: several definitions may have its name."""
+    """True if `node` is the source of `definition` by line numbers, because several definitions may have its name."""
     if isinstance(node, ast.ClassDef):
         return isinstance(definition, type) and all(
             _first_line(node) <= code.co_firstlineno <= (node.end_lineno or 0) for code in codes
@@ -189,7 +189,7 @@ def _defines(node: Definition, definition: object, codes: Sequence[CodeType]) ->
 
 
 def _names(text: str) -> set[str]:
-    """The global names that a definition's source uses."""
+    """Return the global names that the source of a definition uses."""
     top = symtable.symtable(text, "reward", "exec")
     names = {symbol.get_name() for symbol in top.get_symbols() if symbol.is_referenced()}
     for table in _tables_inside(top):
@@ -204,7 +204,7 @@ def _tables_inside(table: symtable.SymbolTable) -> Iterator[symtable.SymbolTable
 
 
 def _submodules(name: str, module: ModuleType, text: str) -> set[str]:
-    """The submodules that `text` uses through the module `name`. Example: a.b in `a.b.c(x)`."""
+    """Return the submodules that `text` uses through the module `name`. Example: a.b in `a.b.c(x)`."""
     names: set[str] = set()
     for node in ast.walk(ast.parse(text)):
         dotted = ast.unparse(node) if isinstance(node, ast.Attribute) else ""
@@ -218,7 +218,7 @@ def _submodules(name: str, module: ModuleType, text: str) -> set[str]:
 
 
 def _literal(value: object) -> str | None:
-    """The Python literal of a number, a text, or a table of them; None for other values."""
+    """Return the Python literal of a number, string, list or dict; None for other values."""
     try:
         text = repr(value)
         parsed = ast.literal_eval(text)
@@ -228,7 +228,7 @@ def _literal(value: object) -> str | None:
 
 
 def _import_statement(value: object, name: str) -> str | None:
-    """The import statement that binds `value`, a member of another module, to `name`; None if there is none."""
+    """Return the statement that imports `value` from another module as `name`; None if there is none."""
     for module_name in (getattr(value, "__module__", None), getattr(type(value), "__module__", None)):
         module = sys.modules.get(module_name) if isinstance(module_name, str) and module_name != MAIN else None
         for member in (getattr(value, "__name__", name), name):

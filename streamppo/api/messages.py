@@ -1,7 +1,7 @@
-"""Messages between the process of a script or notebook and the process of its run: JSON lines over a socket.
+"""Messages between a script or notebook and the process of its run, as JSON lines over a socket.
 
-script -> run    one `RunRequest`; the stream ends when the script ends
-run -> script    `RunReply`: the run's folder once it exists, and the error that ended the run, if any
+script -> run    one `RunRequest`; the script's end closes the stream
+run -> script    a `RunReply` with the run's folder when it exists, and one with the error that ended the run, if any
 """
 
 import msgspec
@@ -10,14 +10,14 @@ from streamppo.types import WireStruct
 
 
 class RewardSource(WireStruct, frozen=True):
-    """A reward. `function` is the value of `reward.function`; with a `source`, the reward's name in that source."""
+    """A reward. `function` is the value of `reward.function`, or the reward's name in `source` if this is not empty."""
 
     function: str
     source: str = ""
 
 
 class RunRequest(WireStruct, frozen=True):
-    """A run to start from a `config` file, or to resume in a `folder`."""
+    """Asks to start a run from the file `config`, or to resume the run in `folder`."""
 
     config: str = ""
     folder: str = ""
@@ -28,7 +28,7 @@ class RunRequest(WireStruct, frozen=True):
 
 
 class RunReply(WireStruct, frozen=True):
-    """The run's folder, or an error: its class in `streamppo.errors` and its text."""
+    """The run's folder, or an error with its class in `streamppo.errors` and its text."""
 
     folder: str = ""
     error: str = ""

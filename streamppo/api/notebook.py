@@ -1,4 +1,4 @@
-"""The report's curves in a notebook, redrawn while the run is running."""
+"""Draws the report's curves in a notebook, again and again during the run."""
 
 import sys
 import time
@@ -12,9 +12,9 @@ from streamppo.telemetry.report import page
 from streamppo.telemetry.report.view import View
 
 DRAW_S = 5.0
-"""Seconds between two drawings; each takes about 10 ms of the notebook's process."""
+"""Seconds between two drawings, each of which takes about 10 ms of the notebook's process."""
 HEIGHT = 560
-"""Height of the frame in pixels; the page in it scrolls."""
+"""Height in pixels of the frame, in which the page scrolls."""
 
 
 class _Display(Protocol):
@@ -24,7 +24,7 @@ class _Display(Protocol):
 
 
 def charts(folder: Path) -> str:
-    """Draw the curves of the run in `folder` as HTML, in an iframe: their style does not affect the notebook."""
+    """Return HTML with the curves of the run in `folder`. An iframe keeps their style out of the notebook."""
     curves = page.curves(View(folder.name, metrics_file.read(folder)))
     frame = f'<iframe srcdoc="{escape(curves)}" style="width: 100%; height: {HEIGHT}px; border: 0"></iframe>'
     # IPython warns about HTML that is only an iframe.
@@ -35,12 +35,12 @@ def watcher() -> Callable[[Path], None] | None:
     """Return a function that draws the curves of a run's folder in the current cell; None outside a notebook."""
     ipython = sys.modules.get("IPython")
     shell = ipython.get_ipython() if ipython else None
-    # The shell of a notebook has a kernel; IPython's shell in a terminal has none.
+    # IPython's shell has a kernel in a notebook, but not in a terminal.
     return _Curves().draw if shell is not None and hasattr(shell, "kernel") else None
 
 
 class _Curves:
-    """The curves in one cell."""
+    """Draws the curves in one cell."""
 
     def __init__(self) -> None:
         self._display: _Display | None = None

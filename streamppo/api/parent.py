@@ -1,6 +1,6 @@
-"""The script's side of a run: starts its process, forwards its output, and waits for its end.
+"""Starts the process of a run from a script or notebook, forwards its output, and waits for its end.
 
-The process has its own process group: only the script receives a Ctrl-C, and sends a SIGINT to the process.
+The process has a separate process group, so that only the script receives a Ctrl-C, and then sends it a SIGINT.
 """
 
 import codecs
@@ -30,11 +30,11 @@ DRAIN_S = 0.05
 CHUNK_BYTES = 2**16
 
 Watcher = Callable[[Path], None]
-"""Called with the run's folder repeatedly during the run, and once after its end."""
+"""A function that is called with the run's folder repeatedly during the run, and once after its end."""
 
 
 def drive(request: RunRequest, watch: Watcher | None = None) -> Path:
-    """Start or resume a run in a new process; return the run's folder after all updates.
+    """Start or resume a run in a new process. Returns the run's folder after all updates.
 
     Raises the run's `StreamppoError`, `RunError` if its process died, and `KeyboardInterrupt` after a Ctrl-C.
     """
@@ -48,7 +48,7 @@ def drive(request: RunRequest, watch: Watcher | None = None) -> Path:
 
 
 def run_command(*words: str) -> object:
-    """Run a command of streamppo with `--json` among its `words`; return its output, whatever its exit code.
+    """Run a command with `--json` among its `words`. Returns the parsed output, even if the exit code is not 0.
 
     Raises the `StreamppoError` that the command reports.
     """
@@ -65,7 +65,7 @@ def run_command(*words: str) -> object:
 
 
 class _Child:
-    """The process of the run. Its output goes to `sys.stdout`, also if a notebook has replaced `sys.stdout`."""
+    """The process of the run. The run's output goes to `sys.stdout`, even if a notebook has replaced `sys.stdout`."""
 
     def __init__(self, watch: Watcher | None) -> None:
         self._watch = watch
@@ -92,12 +92,12 @@ class _Child:
             self._selector.register(self._process.stdout, selectors.EVENT_READ)
 
     def send(self, request: RunRequest) -> None:
-        """Send the request; `follow` detects a dead process."""
+        """Send the request. `follow` detects a dead process."""
         with suppress(OSError):
             self._channel.sendall(encode(request))
 
     def follow(self) -> None:
-        """Forward output until the process ends, and SIGINT at every Ctrl-C; the second one ends the run at once."""
+        """Forward output until the process ends. A Ctrl-C sends it a SIGINT; a second one ends the run at once."""
         is_open = True
         while is_open:
             try:
@@ -107,15 +107,15 @@ class _Child:
                 self._process.send_signal(signal.SIGINT)
 
     def end(self) -> None:
-        """Close the socket, which stops the process; forward its output up to its end.
+        """Close the socket, which stops the process, and forward its output until its end.
 
-        If forwarding fails, further output is dropped, and the error is raised after the end.
+        If forwarding fails, further output is discarded, and the error is raised after the process has ended.
         """
         self._channel.close()
         try:
             self._drain()
         finally:
-            # After a failure to forward, the process would wait forever for a reader of its output.
+            # If nobody read its output, the process would wait forever.
             self._drops_output = True
             self._drain()
             if self._process.stdout is not None:
@@ -125,7 +125,7 @@ class _Child:
             self._watch(folder)
 
     def _drain(self) -> None:
-        """Forward the output of the process up to its end."""
+        """Forward the output of the process until its end."""
         while self._process.poll() is None:
             with suppress(subprocess.TimeoutExpired):
                 self._process.wait(DRAIN_S)
@@ -133,7 +133,7 @@ class _Child:
         self._forward()
 
     def outcome(self) -> Path:
-        """Return the folder of a run after all updates; raise its error otherwise. See `drive`."""
+        """Return the folder of the run if all updates are made. Otherwise raise its error, as `drive` describes."""
         code, folder = self._process.returncode, self._folder()
         if self._is_interrupted:
             raise KeyboardInterrupt
@@ -146,7 +146,7 @@ class _Child:
         return folder
 
     def _step(self) -> bool:
-        """Wait for output or a message, at most `TICK_S`; False once the process has closed its socket."""
+        """Wait at most `TICK_S` for output or a message. Returns False if the process has closed its socket."""
         for key, _ in self._selector.select(TICK_S):
             if key.fileobj is not self._channel:
                 self._forward()

@@ -1,7 +1,7 @@
-"""Runs in Python: start or resume one, read its metrics, checkpoints, archive and summary, and replay its updates.
+"""The Python interface: start, resume and read runs, and call commands on them.
 
-A run is a separate process, as with the command, and does not touch the script's signals, Ray or memory. So are the
-commands on a run: `fork` and the functions after it run one with `--json`.
+A run is a separate process, and so does not change the script's signals, Ray or memory. `fork` and the functions after
+it run commands with `--json` in a separate process, too.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 
 class Run:
-    """A run in its folder. Every property reads the files anew, and so shows the newest state of a running run."""
+    """A run in its folder. Every property reads the files again, also during the run."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -53,7 +53,7 @@ class Run:
 
     @property
     def metrics(self) -> list[dict[str, float]]:
-        """One dictionary for each update, in order: its version under `update`, and every metric of metrics.jsonl.
+        """A dictionary for each update in order, with its version under `update` and every metric of metrics.jsonl.
 
         `accuracy` is the held-out accuracy of this version, if it was evaluated.
         """
@@ -83,14 +83,14 @@ class Run:
 
     @property
     def summary(self) -> dict[str, object]:
-        """The content of summary.json; while the run is running, or after it was killed, the known part of it."""
+        """The content of summary.json. During the run, and after it was killed, this is the part that is known."""
         from streamppo.commands.look.summary import current_summary
 
         return current_summary(self.folder)
 
     @property
     def checkpoints(self) -> dict[int, Path]:
-        """The folder of each complete checkpoint by its version, oldest first; `streamppo export` reads one."""
+        """The folder of each complete checkpoint by its version, with the oldest first."""
         return {int(path.name): path for path in manifest.complete(self.folder / "checkpoints")}
 
     @property
@@ -104,9 +104,9 @@ class Run:
         return archive.open(self.folder)
 
     def difference(self, other: "Run") -> "RunDifference | None":
-        """This run minus `other`, prompt by prompt, from the version at which they part; None if there is none.
+        """Return this run minus `other`, prompt by prompt, after the last version that both have; None without one.
 
-        `rows` has differences with their errors: over all updates since, then over parts of them.
+        `rows` has differences with their errors, first over all updates after that version, then over parts of them.
         """
         from streamppo.driver import report
 
@@ -114,7 +114,7 @@ class Run:
 
     @property
     def is_running(self) -> bool:
-        """True if a driver process is running it."""
+        """True if the run is in progress."""
         from streamppo.driver import run_folder
 
         return run_folder.is_running(self.folder)
@@ -127,10 +127,10 @@ def run(
     reward: Callable[..., object] | None = None,
     runs: str | PathLike[str] = "runs",
 ) -> Run:
-    """Train with the configuration file `config` and `overrides` ("section.field=value"), in a new folder in `runs`.
+    """Train with the configuration file `config` and `overrides` ("section.field=value"). Makes a new folder in `runs`.
 
-    A `reward` replaces the configuration's `reward.function`. It may be defined in the script or notebook: its source
-    is written to the run's folder. Ctrl-C ends the run with a last checkpoint, and raises `KeyboardInterrupt`.
+    A `reward` replaces the configuration's `reward.function`. The source of a reward that is defined in the script or
+    notebook is written to the run's folder. Ctrl-C ends the run with a last checkpoint, and raises `KeyboardInterrupt`.
     Raises the `StreamppoError` that `streamppo run` would report.
     """
     reward_source = None if reward is None else custom_reward.write_out(reward)
@@ -142,7 +142,7 @@ def run(
 def resume(folder: str | PathLike[str], overrides: Sequence[str] = (), *, accept_changes: bool = False) -> Run:
     """Continue the run in `folder` with its configuration and `overrides`.
 
-    `accept_changes`: continue even if the data or the model have changed. Raises as `run` does.
+    With `accept_changes` the run continues even if the data or the model have changed. Raises the same errors as `run`.
     """
     existing = str(configfile.existing(Path(folder)))
     return _drive(RunRequest(folder=existing, overrides=tuple(overrides), accept_changes=accept_changes))
@@ -168,9 +168,9 @@ def fork(
     name: str = "",
     runs: str | PathLike[str] = "runs",
 ) -> Run:
-    """Make a run in a new folder of `runs` that begins as the one in `folder` was at version `at`, with `changes`.
+    """Make a new run in `runs` that begins with version `at` of the run in `folder`, with changed settings.
 
-    `resume` trains it. Raises `StreamppoError`, of the kind that the command reports.
+    `resume` continues it. Raises the command's `StreamppoError`.
     """
     words = ["fork", str(configfile.existing(Path(folder))), "--at", str(at), "--runs", str(Path(runs)), "--json"]
     words += ["--name", name] if name else []
@@ -186,15 +186,16 @@ def bisect(
     test: str | PathLike[str] | None = None,
     changes: Sequence[str] = (),
 ) -> "Answer":
-    """Find the first version of the run in `folder` at which a bound of a `metric` holds, or the `test` of a file.
+    """Find the first version of the run in `folder` at which `metric` is `above` or `below` a bound, or `test` holds.
 
-    With `changes`, the first one of the same batches under another configuration. Raises as `fork` does.
+    `test` is a file with a function `test`. `changes` replay versions under another configuration. Raises the command's
+    `StreamppoError`.
     """
     from streamppo.commands.bisection import Answer
 
     words = ["bisect", str(configfile.existing(Path(folder))), "--json"]
     options = {"--metric": metric or None, "--above": above, "--below": below, "--test": test}
-    # A negative number is not an option.
+    # An argument with "=" can be a negative number.
     words += [f"{option}={value}" for option, value in options.items() if value is not None]
     return Answer(**cast(dict[str, Any], run_command(*words, *_set(changes))))
 
@@ -208,23 +209,23 @@ def try_versions(
     sample: int | None = None,
     n: int = 16,
 ) -> "Trial":
-    """Have `versions` of the run in `folder` continue a completion of `prompt`, a number or a text, `n` times each.
+    """Let `versions` of the run in `folder` continue a completion of `prompt`, a number or a text, `n` times each.
 
-    They continue from token `at` of the archived `sample`, by default the first. Raises as `fork` does.
+    They begin at token `at` of the archived `sample`, by default the first. Raises the command's `StreamppoError`.
     """
     from streamppo.commands.trial import Trial
 
     words = ["try", str(configfile.existing(Path(folder))), "--json", "--version", *map(str, versions)]
     options = {"--prompt": prompt, "--at": at, "-n": n, "--sample": sample}
-    # A text may begin as an option does.
+    # An argument with "=" can be a text that begins with "-".
     words += [f"{option}={value}" for option, value in options.items() if value is not None]
     return msgspec.convert(run_command(*words), Trial)
 
 
 def verify(folder: str | PathLike[str], updates: int = 1, expect: str = "") -> "Verification":
-    """Compare the records of the run in `folder`, and replay `updates` of its updates, drawn at random.
+    """Compare the records of the run in `folder` with each other, and replay `updates` random updates.
 
-    `expect` is a digest that the run must match. Its `faults` are empty if all is as recorded. Raises as `fork` does.
+    `expect` is the digest that the run must have. `faults` may be empty. Raises the command's `StreamppoError`.
     """
     from streamppo.commands.verification import Fault, Verification
 
@@ -237,9 +238,9 @@ def verify(folder: str | PathLike[str], updates: int = 1, expect: str = "") -> "
 
 
 class BundleReplay(NamedTuple):
-    """A replayed update: the digest of its version, the `recorded` one, and reasons why its bits may differ.
+    """A replayed update: the new version's digest, the `recorded` digest, and reasons why they may differ.
 
-    `tokens` has a column for each number (docs/bundle.md), with an entry for each token of each pass of a row.
+    `tokens` has columns (docs/bundle.md) with an entry for each token of each pass over a row.
     """
 
     digest: str
@@ -258,9 +259,9 @@ def bundle(
     rows: Sequence[int] = (),
     adapter: bool = False,
 ) -> Path:
-    """Write the update that made version `update` of the run in `folder` to a file; return its path.
+    """Write the update that made version `update` of the run in `folder` to a file, and return its path.
 
-    Raises as `fork` does.
+    Raises the command's `StreamppoError`.
     """
     words = ["bundle", str(configfile.existing(Path(folder))), "--update", str(update), "--json"]
     words += ["--to", str(to)] if to is not None else []
@@ -269,9 +270,9 @@ def bundle(
 
 
 def replay(file: str | PathLike[str], rows: Sequence[int] = (), changes: Sequence[str] = ()) -> BundleReplay:
-    """Replay the update in the bundle `file`, with `changes`; `tokens` are of `rows`, by default of all.
+    """Replay the update in the bundle `file`, with `changes` to the configuration.
 
-    A number that the update does not compute is NaN. Raises as `fork` does.
+    The result has the tokens of `rows`, by default of all; missing numbers are NaN. Raises the command's errors.
     """
     words = ["replay", str(Path(file)), "--json"]
     words += ["--rows", *map(str, rows)] if rows else []
@@ -281,7 +282,7 @@ def replay(file: str | PathLike[str], rows: Sequence[int] = (), changes: Sequenc
 
 
 def _arrays(columns: Mapping[str, Sequence[Any]]) -> dict[str, NDArray[np.generic]]:
-    """The columns of numbers as float32 or whole numbers; NaN is null in JSON."""
+    """Return the columns as arrays of float32 or integers. NaN is null in JSON."""
     arrays: dict[str, NDArray[np.generic]] = {}
     for name, column in columns.items():
         values = [np.nan if value is None else value for value in column]

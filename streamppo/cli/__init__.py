@@ -1,4 +1,4 @@
-"""The command line. Torch and Ray are imported only after the arguments and the configuration are checked.
+"""The command line. Torch and Ray are imported only after arguments and configuration have been checked.
 
 words.py     the program, and the arguments that several commands share
 __init__.py  commands that train: run, resume, fork, scale
@@ -40,13 +40,13 @@ from streamppo.errors import ConfigError, RunError, StreamppoError
 STARTED = time.perf_counter()
 MISTAKE = ConfigError.exit_code
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
-"""Error numbers of a write to a full disk or a failing device."""
+"""Error numbers of a failed write to a full disk or a broken device."""
 
 log = logging.getLogger(__name__)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command and return its exit code. Expected errors print one sentence to standard error."""
+    """Run one command and return its exit code. An expected error is printed as one sentence to standard error."""
     try:
         code = _run(arguments)
     finally:
@@ -57,7 +57,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _run(arguments: Sequence[str] | None) -> int:
     process.escape_unprintable()
     words = sys.argv[1:] if arguments is None else arguments
-    # Ray's usage report stays out of the training log.
+    # Ray would write about its usage report into the log.
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     try:
         _refuse_deleted_folder()
@@ -74,7 +74,7 @@ def _run(arguments: Sequence[str] | None) -> int:
     except BrokenPipeError:
         return 128 + signal.SIGPIPE
     except OSError as error:
-        # Only errors of standard output name no file.
+        # Errors of standard output name no file. All others do.
         if error.errno not in FULL or error.filename is not None:
             raise
         return _fail_to_write()
@@ -86,7 +86,7 @@ def _fail_to_write() -> int:
 
 
 def _refuse_deleted_folder() -> None:
-    """Raise `RunError` if the current folder has been deleted: relative paths and child processes would fail."""
+    """Raise `RunError` if the current folder has been deleted. Relative paths and child processes would fail."""
     try:
         Path.cwd()
     except OSError as error:
@@ -119,7 +119,7 @@ def run(
     from streamppo.commands.checks import check
 
     check.refuse(loaded)
-    # Before the line below: its reader may send a signal.
+    # Catch signals before the next line is printed, because a program that reads it may send a signal.
     interrupts = Interrupts()
     log.info(f"streamppo {__version__}: {config}, {loaded.updates} updates; starting Ray")
     from streamppo import loop
@@ -135,7 +135,7 @@ def resume(
     /,
     *overrides: Override,
     accept_changes: Annotated[bool, Parameter(help="Continue although data or model have changed.")] = False,
-    copies: Annotated[str, Parameter(name="--from", help="Make the folder of the copies at this address.")] = "",
+    copies: Annotated[str, Parameter(name="--from", help="Restore the folder from the copies at this address.")] = "",
     trust: Trust = False,
 ) -> int:
     """Continue a run with its configuration and overrides."""
@@ -150,9 +150,9 @@ def resume(
 
 
 def _continue(config: Config, folder: Path, source: str, *, accept_changes: bool, trust: bool) -> int:
-    """Continue the run in `folder` with `config`; the `source` of its changes is a file or overrides, or "".
+    """Continue the run in `folder` with `config`. `source` names the file or the overrides with changes, or is "".
 
-    Another driver and a complete run are detected before torch and Ray are imported.
+    A second driver and a complete run are detected before torch and Ray are imported.
     """
     config = threads.with_recorded(config, folder)
     with run_folder.driver_lock(folder):
@@ -178,12 +178,12 @@ def fork(
     *,
     at: Annotated[Count, Parameter(help="The version from which the new run begins.")],
     changes: Changes = (),
-    name: Annotated[str, Parameter(help="Its name (default: NAME-at-N).")] = "",
-    runs: Annotated[Path, Parameter(help="Where its folder is made (default: runs).")] = Path("runs"),
+    name: Annotated[str, Parameter(help="The name of the new run (default: NAME-at-N).")] = "",
+    runs: Annotated[Path, Parameter(help="The folder for the new run's folder (default: runs).")] = Path("runs"),
     json: Annotated[bool, Parameter(help="Print the result as JSON, for programs.")] = False,
     trust: Trust = False,
 ) -> int:
-    """Make a new run that begins with a version of another run: `resume` trains it.
+    """Make a new run that begins with a version of another run. `resume` continues it.
 
     A version without a checkpoint is replayed from the archive. The run itself is not changed.
     """
@@ -198,13 +198,13 @@ def scale(
     folder: RunFolder,
     /,
     *,
-    rollouts: Annotated[Positive, Parameter(help="How many rollout actors, at least 1.")],
+    rollouts: Annotated[Positive, Parameter(help="The number of rollout actors, at least 1.")],
 ) -> int:
     """Change the number of rollout actors of a running run. A resumed run keeps the number."""
     folder = configfile.existing(folder)
     path = folder / configfile.CONFIG
     before = configfile.load(path).rollout.actors
-    # An invalid number never reaches the run.
+    # An invalid number is refused here, before the run gets it.
     configfile.load(path, [f"rollout.actors={rollouts}"])
     run_folder.scale(folder, rollouts)
     present = configfile.load(path).rollout.actors

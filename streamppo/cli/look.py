@@ -1,4 +1,4 @@
-"""The commands that look at a run: its state, curves, trajectories and time; where it changed; whether it is intact."""
+"""The commands that show a run or check it, without training or weights."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -18,18 +18,18 @@ def bisect(
     /,
     *,
     metric: Annotated[str, Parameter(help="A metric of its updates, or `accuracy` of its evaluations.")] = "",
-    above: Annotated[float | None, Parameter(help="It holds where the metric is above this.")] = None,
-    below: Annotated[float | None, Parameter(help="It holds where the metric is below this.")] = None,
+    above: Annotated[float | None, Parameter(help="The condition: the metric is above this.")] = None,
+    below: Annotated[float | None, Parameter(help="The condition: the metric is below this.")] = None,
     test: Annotated[
-        Path | None, Parameter(help="FILE.py with a function `test` that returns True where the condition holds.")
+        Path | None, Parameter(help="FILE.py with a function `test`, which returns True if the condition holds.")
     ] = None,
     changes: Changes = (),
     json: Annotated[bool, Parameter(help="Print the answer as JSON, for programs.")] = False,
     trust: Trust = False,
 ) -> int:
-    """Find the first version at which a condition holds: a bound of a metric, or a test of yours.
+    """Find the first version at which a metric is above or below a bound, or at which your test returns True.
 
-    With --set: the first one of the same batches under another configuration.
+    With --set, the versions are replayed under another configuration, on the same batches.
     """
     from streamppo.commands.bisection import Question
     from streamppo.commands.look import bisect
@@ -50,7 +50,7 @@ def verify(
     json: Annotated[bool, Parameter(help="Print the result as JSON, for programs.")] = False,
     trust: Trust = False,
 ) -> int:
-    """Compare the records of a run with each other, and replay some updates. Prints a digest of the whole run."""
+    """Compare the records of a run with each other, and replay some updates. Prints a digest of the run."""
     folder = run_argument.trusted_folder(folder, trust=trust)
     from streamppo.commands.look import verify as command
 
@@ -87,22 +87,22 @@ def inspect(
 @app.command
 def report(
     *paths: Annotated[
-        Path, Parameter(name="RUN", help="Folders of runs; files of `replay --set` too (RUN/replays/1.json).")
+        Path, Parameter(name="RUN", help="Folders of runs, or files of `replay --set` (RUN/replays/1.json).")
     ],
     to: Annotated[
-        Path | None, Parameter(help="The file to write (default: report.html in the run's folder; of several, here).")
+        Path | None, Parameter(help="The file to write (default: report.html, in the folder of a single run or here).")
     ] = None,
     json: Annotated[
         bool, Parameter(help="Print the differences of runs with a common past as JSON, without a page.")
     ] = False,
     measured: Annotated[
         Sequence[Path],
-        Parameter(consume_multiple=True, help="Runs whose costs predict what the page's runs do, as `plan` does."),
+        Parameter(consume_multiple=True, help="Runs from whose costs the page predicts its runs, as `plan` does."),
     ] = (),
 ) -> int:
     """Write a page that opens offline: curves, timeline, tokens, samples, diagnosis. Several runs are compared.
 
-    A run and its fork are compared prompt by prompt, from the version at which they part.
+    A run and its fork are compared prompt by prompt, from the version at which the fork begins.
     """
     folders = run_argument.runs_and_replays("report", paths)
     from streamppo.commands.look import views as command
@@ -115,7 +115,7 @@ def summary(
     folder: RunFolder,
     /,
     *,
-    json: Annotated[bool, Parameter(help="Print summary.json, or its known part, for programs.")] = False,
+    json: Annotated[bool, Parameter(help="Print summary.json, or its part so far, for programs.")] = False,
 ) -> int:
     """Show a run on one screen: its progress, accuracy and warnings."""
     folder = configfile.existing(folder)
@@ -127,9 +127,9 @@ def summary(
 @app.command
 def watch(
     *paths: Annotated[
-        Path, Parameter(name="RUN", help="The folder of a run; then runs, or RUN/replays/1.json, to compare it with.")
+        Path, Parameter(name="RUN", help="The folder of a run, then runs or files RUN/replays/1.json for comparison.")
     ],
-    host: Annotated[str, Parameter(help="The address to listen on; any but loopback needs a token.")] = "127.0.0.1",
+    host: Annotated[str, Parameter(help="The address to listen on. All except loopback need a token.")] = "127.0.0.1",
     port: Annotated[
         Whole | None, Parameter(validator=Number(gte=0, lte=65535), help="The port (default: 8484, if it is free).")
     ] = None,

@@ -1,4 +1,4 @@
-"""The commands that compute with weights of a run: export, evaluate and continue them, replay and bundle updates."""
+"""The commands that compute with weights of a run: export, eval, try, replay and bundle."""
 
 import os
 from collections.abc import Sequence
@@ -25,7 +25,7 @@ def export(
     version: Annotated[Count | None, Parameter(help="The checkpoint (default: the newest).")] = None,
     adapter: Annotated[bool, Parameter(negative=(), help="With model.lora: only the adapters, for peft.")] = False,
 ) -> int:
-    """Write the weights of a checkpoint as a Hugging Face folder; also works for a run that died."""
+    """Write the weights of a checkpoint as a Hugging Face folder, even if the run has died."""
     folder = configfile.existing(folder)
     config = configfile.load(folder / configfile.CONFIG)
     from streamppo.commands.models import weights as command
@@ -41,7 +41,7 @@ def evaluate(
         str,
         Parameter(
             name="CONFIG",
-            help="A TOML file with another task and reward, which a model needs; and overrides, section.field=value.",
+            help="A TOML file with a task and reward (required for a model), and overrides section.field=value.",
         ),
     ],
     version: Annotated[Count | None, Parameter(help="The checkpoint of the run (default: the newest).")] = None,
@@ -64,7 +64,7 @@ def try_versions(
     /,
     *,
     versions: Versions,
-    prompt: Annotated[str, Parameter(help="The prompt's number, as in `inspect --prompt`; or a text.")],
+    prompt: Annotated[str, Parameter(help="The prompt's number, as in `inspect --prompt`, or a text.")],
     at: Annotated[Count, Parameter(help="The token to continue from (default: the first).")] = 0,
     sample: Annotated[Count | None, Parameter(help="The prompt's sample (default: the first in the archive).")] = None,
     attempt: Annotated[Count | None, Parameter(help="The sample's attempt (default: the newest).")] = None,
@@ -72,9 +72,9 @@ def try_versions(
     json: Annotated[bool, Parameter(help="Print the completions as JSON, for programs.")] = False,
     trust: Trust = False,
 ) -> int:
-    """Continue an archived completion from any of its tokens, with the weights of any version, and score it.
+    """Continue an archived completion from one of its tokens with any versions, and score the continuations.
 
-    A version without a checkpoint is replayed from the archive. For two versions, prints the difference with its error.
+    A version without a checkpoint is replayed from the archive. The difference of two versions has an error.
     """
     from streamppo.commands.trial import TrialQuestion
 
@@ -95,28 +95,28 @@ def replay(
     /,
     *,
     to: Annotated[Count | None, Parameter(help="For a run: the last version to replay (default: all).")] = None,
-    rows: Annotated[Rows, Parameter(help="For a bundle: rows to show (default: 0; as JSON all).")] = (),
+    rows: Annotated[Rows, Parameter(help="For a bundle: rows to show (default: 0, or all as JSON).")] = (),
     changes: Changes = (),
-    pdb: Annotated[bool, Parameter(help="For a bundle: stop in the debugger at the start of its update.")] = False,
-    json: Annotated[bool, Parameter(help="For a bundle: print every number of its tokens, for programs.")] = False,
+    pdb: Annotated[bool, Parameter(help="For a bundle: start the update in the debugger.")] = False,
+    json: Annotated[bool, Parameter(help="For a bundle: print all numbers as JSON, for programs.")] = False,
     trust: Trust = False,
 ) -> int:
-    """Redo a run's updates from its archive, without any engine, and compare the weights; or the one of a bundle.
+    """Repeat the updates of a run or the update of a bundle without an engine, and compare the weights.
 
-    With --set: show the effect of another configuration on the same batches. A bundle needs no run and no Ray.
+    With --set, show the effect of another configuration on the same batches. A bundle needs no run and no Ray.
     """
     if place.is_dir() or not os.path.lexists(place):
         if rows or pdb or json:
             raise ConfigError("--rows, --pdb and --json are for the file of a bundle: `streamppo bundle` writes one")
         folder = run_argument.trusted_folder(place, trust=trust)
-        from streamppo.commands import replay as of_run
+        from streamppo.commands import replay as replay_run
 
-        return of_run.replay(folder, to, changes)
+        return replay_run.replay(folder, to, changes)
     if to is not None:
         raise ConfigError("--to is for the folder of a run: a bundle has one update")
-    from streamppo.commands.bundle import replay as of_bundle
+    from streamppo.commands.bundle import replay as replay_bundle
 
-    return of_bundle.replay(place, rows, changes, trust=trust, debug=pdb, as_json=json)
+    return replay_bundle.replay(place, rows, changes, trust=trust, debug=pdb, as_json=json)
 
 
 @app.command
@@ -126,13 +126,12 @@ def bundle(
     *,
     update: Annotated[Positive, Parameter(help="The version that the update made.")],
     to: Annotated[Path | None, Parameter(help="The file to write (default: NAME-N.safetensors).")] = None,
-    rows: Annotated[Rows, Parameter(help="Rows of its batch (default: all; fewer make another update).")] = (),
-    adapter: Annotated[bool, Parameter(help="For a run with model.lora: without the frozen weights.")] = False,
+    rows: Annotated[Rows, Parameter(help="Rows of the batch (default: all; fewer give another update).")] = (),
+    adapter: Annotated[bool, Parameter(help="For a run with model.lora: leave out the frozen weights.")] = False,
     json: Annotated[bool, Parameter(help="Print the result as JSON, for programs.")] = False,
     trust: Trust = False,
 ) -> int:
-    """Write one update to a file: batch, configuration, weights and optimizer. `replay FILE` replays it without the
-    run."""
+    """Write one update to a file, with batch, configuration and weights: `replay FILE` repeats it without the run."""
     folder = run_argument.trusted_folder(folder, trust=trust)
     from streamppo.commands.bundle import make
 

@@ -1,4 +1,4 @@
-"""Commands that prepare a run: make a project; check its configuration, reward, data and machine."""
+"""The commands before a run: init, reward-test, check, doctor, data, bench, plan and completion."""
 
 import sys
 from collections.abc import Sequence
@@ -15,7 +15,7 @@ from streamppo.errors import ConfigError
 
 SPLIT_PATHS = 'COMPREPLY=( $(compgen -f -- "${cur}") )'
 WHOLE_PATHS = "IFS=$'\\n' read -r -d '' -a COMPREPLY < <(compgen -f -- \"${cur}\"); compopt -o filenames 2> /dev/null"
-"""The completion of paths that cyclopts writes for bash, which splits them at spaces, and its replacement."""
+"""What cyclopts writes for bash to complete paths, which splits them at spaces, and its replacement."""
 
 
 @app.command
@@ -27,12 +27,12 @@ def init(
     data: Annotated[
         str, Parameter(help="Your data, rows with a prompt: jsonl, csv, parquet, a folder, a hub name.")
     ] = "",
-    reward: Annotated[str, Parameter(help="Yours: FILE.py:FUNCTION, or package.module:function.")] = "",
-    gpu: Annotated[Count, Parameter(help="How many GPUs, with SGLang (default: 0).")] = 0,
+    reward: Annotated[str, Parameter(help="Your reward: FILE.py:FUNCTION or package.module:function.")] = "",
+    gpu: Annotated[Count, Parameter(help="The number of GPUs for SGLang and ranks (default: 0).")] = 0,
     prompt: Annotated[str, Parameter(help="The column of the prompt, if its name is unusual.")] = "",
     answer: Annotated[str, Parameter(help="The column of the answer, if its name is unusual.")] = "",
 ) -> int:
-    """Make a project that runs at once on a CPU, or a configuration for your model, data and reward.
+    """Write a project that is ready to run on a CPU, or a configuration for your model, data and reward.
 
     With --model, --data and --reward, the sizes in NAME.toml are derived from them.
     """
@@ -55,7 +55,7 @@ def reward_test(
     *overrides: Override,
     n: Annotated[Positive, Parameter(help="Completions to sample from the model (default: 16).")] = 16,
     completions: Annotated[
-        Path | None, Parameter(help="A jsonl file of them instead: completion, prompt, columns.")
+        Path | None, Parameter(help="A jsonl file of completions instead, with columns for scorers.")
     ] = None,
 ) -> int:
     """Score a few completions as a run does, and show rewards, times and errors."""
@@ -71,11 +71,11 @@ def check(
     /,
     *overrides: Override,
     gpu_gib: Annotated[
-        float | None, Parameter(help="Memory of one GPU (default: that of the GPU here, else 80).")
+        float | None, Parameter(help="Memory of one GPU in GiB (default: of this machine's GPU, else 80).")
     ] = None,
-    no_score: Annotated[bool, Parameter(help="Do not try the reward on rows of the data, nor the agent.")] = False,
+    no_score: Annotated[bool, Parameter(help="Do not call the scorers or the agent on rows of the data.")] = False,
 ) -> int:
-    """Report mistakes in CONFIG, what its run needs and about how much memory it takes, without starting it.
+    """Report mistakes in CONFIG, and the resources and memory that a run of it needs, without starting it.
 
     The exit code is 1 if the configuration cannot run.
     """
@@ -90,7 +90,7 @@ def doctor(
     *,
     runs: RunsFolder = Path("runs"),
 ) -> int:
-    """Report this machine's hardware and packages, what each feature lacks, and the remedy.
+    """Report this machine's hardware and packages, and how to install what is missing.
 
     The exit code is 1 if no run can be started here.
     """
@@ -101,12 +101,12 @@ def doctor(
 
 @app.command
 def data(
-    name: Annotated[data_sets.Name, Parameter(help="Which data set.", show_choices=True)],
+    name: Annotated[data_sets.Name, Parameter(help="The data set.", show_choices=True)],
     /,
     *,
     folder: Annotated[Path, Parameter(name="--from", help="The folder of the original files.")],
     to: Annotated[Path, Parameter(help="The parquet file to write.")],
-    split: Annotated[str, Parameter(help="Which split (default: train).")] = "train",
+    split: Annotated[str, Parameter(help="The split (default: train).")] = "train",
 ) -> int:
     """Convert the original files of a well-known data set to one parquet file."""
     return data_sets.data(name, folder, to, split)
@@ -117,11 +117,11 @@ def bench(
     *,
     json: Annotated[Path | None, Parameter(help="Write the result to this file.")] = None,
     compare: Annotated[
-        Path | None, Parameter(help="A file of --json; the exit code is 1 if something became slower.")
+        Path | None, Parameter(help="An earlier file of --json. The exit code is 1 if a cost has become slower.")
     ] = None,
-    rounds: Annotated[Positive, Parameter(help="How often to measure (default: 3).")] = 3,
+    rounds: Annotated[Positive, Parameter(help="The number of measurements (default: 3).")] = 3,
 ) -> int:
-    """Measure how fast streamppo is on this machine, in under five minutes. Needs the repository."""
+    """Measure the speed of streamppo on this machine, in less than five minutes. Needs the repository."""
     from streamppo.commands.start import bench as command
 
     return command.bench(command.PARTS, rounds, json, compare)
@@ -129,18 +129,18 @@ def bench(
 
 @app.command
 def plan(
-    config: Annotated[Path, Parameter(help="A TOML file; or the folder of a run, to compare with what it did.")],
+    config: Annotated[Path, Parameter(help="A TOML file, or the folder of a run to compare with the prediction.")],
     /,
     *overrides: Override,
     measured: Annotated[
         Sequence[Path],
         Parameter(
             consume_multiple=True,
-            help="Runs on this machine with the same model and lengths, half a minute each: their costs count.",
+            help="Runs of half a minute on this machine, with the same model and lengths, whose costs are used.",
         ),
     ] = (),
-    gpus: Annotated[Count, Parameter(help="Instead: a number of GPUs, 2 at least.")] = 0,
-    gpu: Annotated[str, Parameter(help="Their type: a100, h100, h200, b200, l40s (default: h100).")] = "h100",
+    gpus: Annotated[Count, Parameter(help="Instead of --measured: a number of GPUs, at least 2.")] = 0,
+    gpu: Annotated[str, Parameter(help="The GPUs' type: a100, h100, h200, b200, l40s (default: h100).")] = "h100",
     prompt_tokens: Annotated[
         float | None, Parameter(validator=Number(gt=0), help="Mean tokens of a prompt, with --gpus.")
     ] = None,
@@ -148,15 +148,15 @@ def plan(
         float | None, Parameter(validator=Number(gt=0), help="Mean tokens of a completion, with --gpus.")
     ] = None,
     reward_s: Annotated[
-        float | None, Parameter(validator=Number(gte=0), help="Seconds of a reward (default: as measured, or 0).")
+        float | None, Parameter(validator=Number(gte=0), help="Seconds of a reward (default: measured, or 0).")
     ] = None,
-    price: Annotated[float | None, Parameter(validator=Number(gte=0), help="Of a GPU for an hour.")] = None,
+    price: Annotated[float | None, Parameter(validator=Number(gte=0), help="Price of a GPU hour.")] = None,
     json: Annotated[Path | None, Parameter(help="Write the numbers to this file.")] = None,
 ) -> int:
-    """Predict a run's updates/s, waits and lag, and propose settings that make it faster. Starts no run."""
+    """Predict updates/s, waits and lag of a run, and propose faster settings, without starting it."""
     if bool(measured) == bool(gpus):
         options = "one of --measured and --gpus" if not gpus else "--measured or --gpus, not both"
-        raise ConfigError(f"plan needs {options}: costs are those of runs on this machine, or of a type of GPU")
+        raise ConfigError(f"plan needs {options}: costs come from runs on this machine or from a type of GPU")
     run = config if config.is_dir() else None
     loaded = configfile.load(configfile.existing(run) / configfile.CONFIG if run else config, overrides)
     from streamppo.commands.plan import plan as command
@@ -169,7 +169,7 @@ def plan(
 
 @app.command
 def completion(
-    shell: Annotated[Literal["bash", "zsh", "fish"], Parameter(help="Which shell.", show_choices=True)], /
+    shell: Annotated[Literal["bash", "zsh", "fish"], Parameter(help="The shell.", show_choices=True)], /
 ) -> int:
     """Print a shell's completion script for commands, options and paths. docs/commands.md explains the installation."""
     sys.stdout.write(app.generate_completion(shell=shell).replace(SPLIT_PATHS, WHOLE_PATHS))

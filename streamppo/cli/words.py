@@ -1,4 +1,4 @@
-"""The program, and the arguments that several commands share."""
+"""The cyclopts app, and the arguments that several commands share."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -19,7 +19,7 @@ app = App(
 
 ConfigFile = Annotated[Path, Parameter(help="A TOML file, such as configs/math.toml.")]
 RunFolder = Annotated[Path, Parameter(help="The folder of a run, such as runs/math.")]
-RunsFolder = Annotated[Path, Parameter(help="Where run folders are made (default: runs).")]
+RunsFolder = Annotated[Path, Parameter(help="The folder with the folders of runs (default: runs).")]
 Override = Annotated[str, Parameter(help="section.field=value, such as learner.lr=3e-4; any number of them.")]
 Changes = Annotated[
     Sequence[str], Parameter(name="--set", consume_multiple=True, help="section.field=value, one or more.")
@@ -32,18 +32,18 @@ Versions = Annotated[
         consume_multiple=True,
         converter=lambda _, tokens: tuple(int(token.value) for token in tokens),
         validator=Number(gte=0),
-        help="The version that samples; may be repeated.",
+        help="The versions that sample, one or more.",
     ),
 ]
 
 Trust = Annotated[bool, Parameter(help="Agree to run the code that the configuration of this folder names.")]
 
 
-def _whole(_: type[int], tokens: Sequence[Token]) -> int:
-    """Read a whole number strictly: cyclopts would round 1.5."""
+def _parse_int(_: type[int], tokens: Sequence[Token]) -> int:
+    """Parse a whole number. cyclopts alone would round 1.5."""
     return int(tokens[0].value)
 
 
-Whole = Annotated[int, Parameter(converter=_whole)]
-Count = Annotated[int, Parameter(converter=_whole, validator=Number(gte=0))]
-Positive = Annotated[int, Parameter(converter=_whole, validator=Number(gte=1))]
+Whole = Annotated[int, Parameter(converter=_parse_int)]
+Count = Annotated[int, Parameter(converter=_parse_int, validator=Number(gte=0))]
+Positive = Annotated[int, Parameter(converter=_parse_int, validator=Number(gte=1))]
