@@ -1,4 +1,4 @@
-"""The arguments of `streamppo bisect`, and its result. Needs neither Ray nor torch."""
+"""The arguments and the result of `streamppo bisect`. This module imports neither Ray nor torch."""
 
 import difflib
 import math
@@ -14,7 +14,7 @@ from streamppo.telemetry import metrics_file, summary
 
 
 class Question(NamedTuple):
-    """A bound of a `metric`, or the function `test` of a file; with `changes`, of versions made under them."""
+    """A condition on versions, replayed with `changes`: a bound on `metric`, or the function in the file `test`."""
 
     metric: str = ""
     above: float | None = None
@@ -23,7 +23,7 @@ class Question(NamedTuple):
     changes: tuple[str, ...] = ()
 
     def refuse(self) -> None:
-        """Raise `ConfigError` for a question without a condition, or with two."""
+        """Raise `ConfigError` unless there is exactly one valid condition."""
         bounds = [bound for bound in (self.above, self.below) if bound is not None]
         if bool(self.metric) == (self.test is not None):
             raise ConfigError("`streamppo bisect` needs --metric NAME with a bound, or --test FILE.py, and not both")
@@ -35,11 +35,11 @@ class Question(NamedTuple):
             raise ConfigError("a bound must be a number")
 
     def holds(self, value: float) -> bool:
-        """True if `value` meets the bound; NaN never does."""
+        """True if `value` is within the bound; False for NaN."""
         return value > self.above if self.above is not None else value < (self.below or 0.0)
 
     def words(self) -> str:
-        """The condition in words."""
+        """Return the condition in words."""
         if self.test is not None:
             return f"the test of {self.test.name}"
         bound = f"above {self.above:g}" if self.above is not None else f"below {self.below or 0.0:g}"
@@ -49,9 +49,9 @@ class Question(NamedTuple):
 class Answer(NamedTuple):
     """The first `version` at which the condition holds; None if it holds at no examined version.
 
-    `looked` versions were examined; the condition holds at `holding` of them, and `remade` updates were replayed. It
-    is `certain` if every version up to the first was examined, and `monotone` if the condition holds at all later ones;
-    None without later ones. `sure` states both in a sentence.
+    `looked` versions were examined, and the condition holds at `holding` of them. `remade` updates were replayed.
+    `certain` is True if every version up to `version` was examined. `monotone` is True if the condition holds at all
+    later examined versions, and None if there are none. `sure` states `certain` and `monotone` in a sentence.
     """
 
     condition: str
@@ -66,12 +66,12 @@ class Answer(NamedTuple):
 
 
 PARAMETERS = ("version", "metrics", "batch", "model")
-"""The names of a test's possible parameters."""
+"""The parameters that a user's test may have."""
 Metrics: TypeAlias = Mapping[str, float]
 
 
 class ExaminedVersion(NamedTuple):
-    """An examined version, whether the condition holds there, and the metric's value."""
+    """An examined version, whether the condition holds at it, and the metric's value."""
 
     version: int
     holds: bool
@@ -86,7 +86,7 @@ class UserTest(NamedTuple):
     parameters: frozenset[str]
 
     def holds(self, **arguments: object) -> bool:
-        """Call the function. Raises `TaskError` if it fails, and `ConfigError` for an answer other than a bool."""
+        """Call the function. Raises `TaskError` if that fails, and `ConfigError` for a result that is no bool."""
         named = {name: value for name, value in arguments.items() if name in self.parameters}
         answer = plugins.call(f"--test {self.name}", lambda: self.function(**named))
         if not isinstance(answer, bool | np.bool_):
@@ -95,18 +95,18 @@ class UserTest(NamedTuple):
 
 
 def lines_of(run: Path) -> dict[int, Metrics]:
-    """The numbers of every update's line, by version."""
+    """Return the metrics of every update in the run's metrics file, by version."""
     lines = summary.updates_in_order(metrics_file.read(run))
     return {line["remade"] if "remade" in line else line["update"]: metrics_file.numbers(line) for line in lines}
 
 
 def refuse_metric(metric: str, known: Sequence[str], begin: str) -> NoReturn:
-    """Raise `ConfigError` for an unknown metric: `begin`, and the nearest of the `known` names."""
+    """Raise `ConfigError` for an unknown metric, with the text `begin` and the nearest of the `known` names."""
     near = difflib.get_close_matches(metric, known, 1)
     raise ConfigError(begin + (f"; is {near[0]!r} meant?" if near else f"; it has {', '.join(known) or 'none'}"))
 
 
-# --- the answer ----------------------------------------------------------------------------------------------
+# --- the result ----------------------------------------------------------------------------------------------
 
 
 def conclude(
@@ -118,7 +118,7 @@ def conclude(
     subjects: str,
     begin: int = 0,
 ) -> Answer:
-    """Conclude the answer from the `examined` versions, in order."""
+    """Return the answer that follows from the `examined` versions, which are in order."""
     first = next((version for version in examined if version.holds), None)
     later = [version.holds for version in examined if first is not None and version.version > first.version]
     holding = sum(version.holds for version in examined)
@@ -127,7 +127,7 @@ def conclude(
     if first is None:
         sure = f"{count}, and it holds at none of them"
     elif certain:
-        sure = f"{count}, all before it among them: it is the first"
+        sure = f"{count}, including all before it: it is the first"
     else:
         sure = f"{count}: it is the first after version {begin}; it may hold at earlier, unexamined versions"
     if monotone:

@@ -1,4 +1,4 @@
-"""Printing of a command's result: rich on a terminal, plain text into a file or a pipe. Log lines go to stderr."""
+"""Prints a command's result: rich text on a terminal, plain text to a file or pipe. Log lines go to stderr."""
 
 import logging
 import os
@@ -16,45 +16,45 @@ from streamppo import process
 from streamppo.terminal import harmless, lines
 
 PLAIN_WIDTH = 10_000
-"""The width without a terminal, beyond any line: every row stays one line for grep."""
+"""The width without a terminal, which exceeds every row, so that each row stays one line for grep."""
 
 
 class _PlainConsole(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
-        """Write the message without control sequences."""
+        """Format the message without control sequences."""
         return lines(super().format(record))
 
 
 class _Console(Console):
     def on_broken_pipe(self) -> None:
-        """Raise `BrokenPipeError`, which ends the command: its reader is gone."""
+        """Raise `BrokenPipeError`, which ends the command, because nobody reads its output."""
         raise BrokenPipeError
 
 
 def echo(*rows: str, result: Path | None = None) -> None:
-    """Print each row of a command's result as one line; without rows an empty line.
+    """Print each row of a command's result as one line, or an empty line if there are no rows.
 
-    If the `result` is written to a pipe or device, perhaps standard output, rows go to standard error.
+    If the file `result` is a pipe or device, rows go to standard error, because `result` may be standard output.
     """
     is_result = result is None or result.is_file()
     console(sys.stdout if is_result else sys.stderr).print("\n".join(map(harmless, rows)), soft_wrap=True)
 
 
 def console(stream: TextIO | None = None) -> Console:
-    """Make a console on standard output or another stream. It prints text without markup."""
+    """Return a console that prints text without markup, to standard output or another stream."""
     width = None if (stream or sys.stdout).isatty() else PLAIN_WIDTH
     return _Console(file=stream, width=width, markup=False, highlight=False, emoji=False)
 
 
 class _Rows(Table):
     def add_row(self, *cells: RenderableType | None, style: StyleType | None = None, end_section: bool = False) -> None:
-        """Add a row; a text stays one line in its cell."""
+        """Add a row. A text in a cell becomes one line."""
         shown = (harmless(cell) if isinstance(cell, str) else cell for cell in cells)
         super().add_row(*shown, style=style, end_section=end_section)
 
 
 def table(*columns: str) -> Table:
-    """Make a table with these columns; without headings if all names are empty."""
+    """Return a table with these columns. If all names are empty, the table has no headings."""
     return _Rows(*columns, box=None, show_header=any(columns), pad_edge=False, padding=(0, 2, 0, 0))
 
 
@@ -65,7 +65,7 @@ def complain(text: str) -> None:
 
 
 def flush() -> bool:
-    """Flush standard output; return False if that fails. A closed reader (`| head`) is not a failure."""
+    """Flush standard output. Returns False if the flush fails, but True if a reader has ended (`| head`)."""
     try:
         sys.stdout.flush()
     except OSError as error:
@@ -76,7 +76,7 @@ def flush() -> bool:
 
 @contextmanager
 def log_to_stderr() -> Generator[None]:
-    """Write log lines and prints of rewards to standard error during the block: standard output has the result."""
+    """During the block, write log lines and the output of scorers to standard error."""
     logger = logging.getLogger("streamppo")
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(_PlainConsole("%(message)s"))
@@ -94,10 +94,10 @@ def log_to_stderr() -> Generator[None]:
 
 @contextmanager
 def _stdout_to_stderr() -> Generator[None]:
-    """Redirect standard output to standard error at the descriptor, which child processes inherit."""
+    """Redirect the descriptor of standard output, which child processes inherit, to standard error."""
     flush()
     saved = -1
-    # One of them may be closed.
+    # Standard output or standard error may be closed.
     with suppress(OSError):
         saved = os.dup(1)
         os.dup2(2, 1)

@@ -1,7 +1,7 @@
-"""Ends a process that has called user code, whose threads, processes and exit hooks may never end.
+"""Ends a process that has called user code. Threads, processes and exit hooks of that code may never end.
 
-`GRACE_S`    for all threads in the user's code
-`HOOKS_S`    for threads of libraries, executors, processes of multiprocessing and exit hooks
+`GRACE_S` seconds for all threads in the user's code `HOOKS_S` for threads of libraries, executors, processes of
+multiprocessing and exit hooks
 """
 
 import multiprocessing
@@ -17,7 +17,7 @@ GRACE_S, HOOKS_S = 2.0, 5.0
 
 
 def leave(code: int) -> NoReturn:
-    """End this process with the exit code `code`, after all output is written."""
+    """End this process with the exit code `code` after its output is written."""
     user_threads = {
         thread: place for thread in _lasting() if (place := user_traceback.locate_thread(thread.ident or 0))
     }
@@ -33,14 +33,14 @@ def leave(code: int) -> NoReturn:
 
 
 def _lasting() -> list[threading.Thread]:
-    """The other threads that Python waits for at exit."""
+    """The threads for which Python waits at exit."""
     return [
         thread for thread in threading.enumerate() if not thread.daemon and thread is not threading.current_thread()
     ]
 
 
 def _end_late(code: int) -> None:
-    # The main thread waits for these, or is in an exit hook.
+    # The main thread waits for these threads and processes, or is in an exit hook.
     names = [thread.name for thread in _lasting() if thread is not threading.main_thread()]
     names += [child.name for child in multiprocessing.active_children()]
     cause = f"by {', '.join(names)}" if names else "by an exit hook (atexit)"

@@ -1,7 +1,7 @@
-"""`streamppo replay`: repeats the run's updates from its archive, with the learner's code and without an engine.
+"""`streamppo replay`: repeats a run's updates on its archived batches, with the learner's code and without an engine.
 
-without changes       every version must have its recorded bytes, if all versions have learner.exact
-with changes          the same batches under another configuration
+without changes       every version must have its recorded digest, if learner.exact was always true
+with changes          the same batches are trained on under another configuration
 RUN/replays/1.json    the recorded and the new numbers, for each version
 """
 
@@ -43,11 +43,11 @@ if TYPE_CHECKING:
     from streamppo.learner.rank import Rank
 
 SHOWN = ("policy_loss", "entropy", "proximal_kl", "behavior_kl", "ess", "grad_norm")
-"""The metrics of the printed table; the report has all metrics."""
+"""The metrics in the printed table. The report has all metrics."""
 SHOWN_VERSIONS = 20
-"""Versions of the printed table."""
+"""Maximum versions in the printed table."""
 HORIZONS = {"entropy": 64, "proximal_kl": 8, "behavior_kl": 4, "ess": 4, "grad_norm": 2}
-"""The last update at which a metric of a replay with changes moves as in a fork (benchmarks/learning/what_if.py)."""
+"""Updates up to which a changed replay predicts each metric of a fork (benchmarks/learning/what_if.py)."""
 
 
 T = TypeVar("T")
@@ -55,7 +55,7 @@ log = logging.getLogger(__name__)
 
 
 class ReplayedUpdate(TypedDict):
-    """One update as recorded, if the run has its line, and as replayed."""
+    """The metrics of one update: recorded by the run, or None, and replayed."""
 
     version: int
     recorded: Mapping[str, object] | None
@@ -63,11 +63,11 @@ class ReplayedUpdate(TypedDict):
 
 
 def replay(run: Path, to: int | None, changes: Sequence[str]) -> int:
-    """Replay versions 1 to `to`, with `changes` to the configuration. The exit code is 0.
+    """Replay versions 1 to `to`, with `changes` to the configuration. Returns the exit code 0.
 
-    Without the first batches it begins with the oldest checkpoint whose later batches are kept.
+    If the first batches were not kept, the replay begins with the oldest checkpoint whose later batches were.
 
-    Raises `Diverged` if there are no changes, the run was exact, and a version's weights differ from the recorded ones.
+    Raises `Diverged` if a version's weights differ from the recorded ones, in an exact run without changes.
     """
     journal = Journal.open_run(run)
     recorded = journal.versions()
@@ -81,7 +81,7 @@ def replay(run: Path, to: int | None, changes: Sequence[str]) -> int:
     present = configfile.load(run / configfile.CONFIG)
     changed = {version: with_changes(config, present, changes) for version, config in configs.items()}
     if changes:
-        # The learning rate's schedule ends with the updates.
+        # There is no learning rate after the configured updates.
         last = min(last, max(config.updates for config in changed.values()))
     past = History(changed, history.digests(configs, recorded))
 
@@ -102,7 +102,7 @@ def replay(run: Path, to: int | None, changes: Sequence[str]) -> int:
     try:
         echo(f"report: {_report(run, changes, recorded, digests, reports)}")
     except RunError as error:
-        # Without changes the result is the comparison, which is printed above.
+        # Without changes the result is the comparison, which has been printed.
         if changes:
             raise
         echo(f"no report: {error}")
@@ -115,13 +115,13 @@ def replay(run: Path, to: int | None, changes: Sequence[str]) -> int:
 
 
 def with_changes(recorded: Config, present: Config, changes: Sequence[str]) -> Config:
-    """A recorded configuration with `changes`, and with the `present` paths of moved files."""
+    """Return a recorded configuration with `changes`, and with the paths in `present` of files that were moved."""
     places = [f"{name}={json.dumps(place)}" for name, place in moved_paths(recorded, present).items()]
     return threads.with_number(configfile.change(recorded, [*places, *changes]), recorded.learner.threads)
 
 
 Export: TypeAlias = Callable[[Path], None]
-"""Writes the weights of the newest version to a new folder, as a Hugging Face model."""
+"""A function that writes the newest version as a Hugging Face model to a new folder."""
 
 
 def remake(
@@ -133,11 +133,11 @@ def remake(
     checkpoints: Path | None = None,
     until: Callable[[UpdateReport, Export], bool] = lambda *_: False,
 ) -> tuple[dict[int, str], list[UpdateReport]]:
-    """Make the versions after the checkpoint `begin` (None: version 0) up to `last`, or until `until` returns True.
+    """Replay the versions after the checkpoint `begin` (None: version 0) up to `last`, or until `until` returns True.
 
     Returns the digest of every version, and the report of every update. The last version is saved in the folder
-    `checkpoints`, if any. The learner's ranks run on a separate Ray, which ends with the call. Raises `RunError` if one
-    fails.
+    `checkpoints` if one is given. The learner's ranks run on a new Ray cluster, which ends with the call. Raises
+    `RunError` if a rank fails.
     """
     configs = {version: remote.at_rest(config, run) for version, config in past.configs.items()}
     past = structs.replace(past, configs=configs)
@@ -181,10 +181,10 @@ def _export(ranks: "Sequence[ActorProxy[Rank]]", to: Path) -> None:
 
 
 def from_checkpoint(choose: Callable[[], Path | None], use: Callable[[Path | None], T]) -> T:
-    """Call `use` with the checkpoint of `choose` (None: version 0); again if a running run has deleted it meanwhile."""
+    """Call `use` with the result of `choose` (None: version 0), again if the run deletes the chosen checkpoint."""
     while True:
         begin = choose()
-        # A checkpoint may be only at the run's address.
+        # A checkpoint may exist only at checkpoint.remote.
         is_here = begin is not None and begin.is_dir()
         try:
             return use(begin)
@@ -195,7 +195,7 @@ def from_checkpoint(choose: Callable[[], Path | None], use: Callable[[Path | Non
 
 
 def oldest_start(run: Path, past: History) -> Path | None:
-    """The oldest checkpoint of the run whose later batches are all kept; None if all batches are.
+    """Return the oldest checkpoint of the run whose later batches were all kept; None if all batches were kept.
 
     Raises `JournalError` if there is no such checkpoint.
     """
@@ -203,17 +203,17 @@ def oldest_start(run: Path, past: History) -> Path | None:
         return None
     folder, address = run / "checkpoints", remote.known_address(run)
     copies = remote.CheckpointStore(address).versions(past) if address else []
-    here = [path for path in manifest.complete(folder) if manifest.is_of(path, past)]
-    checkpoints = {*(int(path.name) for path in here), *copies}
+    local = [path for path in manifest.complete(folder) if manifest.is_of(path, past)]
+    checkpoints = {*(int(path.name) for path in local), *copies}
     if not (covered := sorted(version for version in checkpoints if version >= first)):
-        raise JournalError(f"{run}: the archive begins with version {first}, and no checkpoint is that new")
+        raise JournalError(f"{run}: the archive begins with version {first}, but no checkpoint is as new")
     path = folder / f"{covered[0]:08d}"
     echo(f"batches before version {first} were not kept: beginning with the checkpoint of version {path.name}")
     return path
 
 
 def _compare(recorded: Mapping[int, PublishedVersion], digests: Mapping[int, str], *, exact: bool) -> list[int]:
-    """Print a row for each version, and a sentence about all. Returns the versions with another digest."""
+    """Print a row for each version, and a summary. Returns the versions whose digest is not the recorded one."""
     rows = table("version", "weights", "")
     different: list[int] = []
     for version, digest in sorted(digests.items()):
@@ -224,7 +224,7 @@ def _compare(recorded: Mapping[int, PublishedVersion], digests: Mapping[int, str
     if not exact:
         same = len(digests) - len(different)
         echo(
-            f"{len(digests)} versions, {same} of them as recorded: with learner.exact = false the others are only close"
+            f"{len(digests)} versions, {same} of them as recorded; the others are only close, as learner.exact = false"
         )
     elif not different:
         echo(f"{len(digests)} versions, all of them bit for bit as recorded")
@@ -240,7 +240,7 @@ def _curves(run: Path, reports: Sequence[UpdateReport]) -> list[ReplayedUpdate]:
 
 
 def _print_curves(curves: Sequence[ReplayedUpdate]) -> None:
-    """Print two rows for each shown version: the run's metrics, and below them those of the replay."""
+    """Print two rows for each shown version: the metrics of the run, and those of the replay."""
     rows = table("version", "", *SHOWN)
     for column in rows.columns[2:]:
         column.justify = "right"
@@ -253,7 +253,7 @@ def _print_curves(curves: Sequence[ReplayedUpdate]) -> None:
 def _print_horizons() -> None:
     reach = ", ".join(f"{updates} ({name})" for name, updates in HORIZONS.items())
     echo(
-        "these batches were sampled without the changes: for 20 changes of configs/math.toml, a fork moved as its "
+        "these batches were sampled without the changes: for 20 changes of configs/math.toml, a fork behaved as its "
         f"replay up to update {reach}; for later updates, and for reward and accuracy, use `streamppo fork`"
     )
 
@@ -270,7 +270,7 @@ def _report(
     digests: Mapping[int, str],
     reports: Sequence[UpdateReport],
 ) -> Path:
-    """Write the report under a new number. Raises `RunError`."""
+    """Write the report to a file with a new number. Raises `RunError`."""
     content = {
         "set": list(changes),
         "same": [version for version, digest in sorted(digests.items()) if digest == recorded[version].digest],
@@ -286,13 +286,13 @@ def _report(
 
 
 def _claim_name(folder: Path) -> Path:
-    """Reserve the next number by its temporary file (durable.py); return the report's path."""
+    """Reserve the next number by creating its temporary file (durable.py). Returns the report's path."""
     numbers = [path.name.partition(".")[0] for path in folder.iterdir()]
     for number in count(1 + max((int(name) for name in numbers if name.isdecimal()), default=0)):
         path = folder / f"{number}.json"
         with suppress(FileExistsError):
             durable.aside(path).touch(exist_ok=False)
-            # Another replay may have claimed and settled it since the folder was read.
+            # Another replay may have written this report since the folder was listed.
             if not path.exists():
                 return path
             durable.aside(path).unlink()

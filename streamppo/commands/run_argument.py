@@ -1,4 +1,4 @@
-"""Reads the arguments of commands: runs and replays, a model, a second configuration, changes of a run's."""
+"""Reads the arguments of commands: runs, replays, models, configurations, and changes to a run's configuration."""
 
 import logging
 from collections.abc import Sequence
@@ -14,9 +14,10 @@ log = logging.getLogger(__name__)
 
 
 def configuration_of(model: Path, words: Sequence[str], version: int | None) -> tuple[Config | None, Config | None]:
-    """Return the configuration of `model`, if it is a run, and that of the file among `words`, if there is one.
+    """Return the configuration of the run `model` or None, and that of the file among `words` or None.
 
-    Overrides belong to the file, else to the run. Raises `ConfigError` for a model without a file or with a version.
+    Overrides apply to the file if there is one, else to the run. If `model` is no run, raises `ConfigError` without a
+    file or with a version.
     """
     files, overrides = [word for word in words if "=" not in word], [word for word in words if "=" in word]
     if len(files) > 1:
@@ -32,30 +33,30 @@ def configuration_of(model: Path, words: Sequence[str], version: int | None) -> 
 
 
 def runs_and_replays(command: str, paths: Sequence[Path]) -> list[Path]:
-    """Return the absolute paths of runs and files of replays. Raises `ConfigError` for none and for a missing one."""
+    """Return the absolute paths of runs and of files of replays. Raises `ConfigError` if there are none."""
     if not paths:
         raise ConfigError(f"`streamppo {command}` needs at least one run folder")
     return [path.resolve() if path.is_file() else configfile.existing(path) for path in paths]
 
 
 def trusted_folder(run: Path, *, trust: bool) -> Path:
-    """Return the absolute folder of an existing run, after `ask`. Raises as `configfile.existing` and `ask`."""
+    """Return an existing run's absolute folder after `ask`. Raises the errors of `existing` and `ask`."""
     folder = configfile.existing(run)
     ask(folder, trust=trust)
     return folder
 
 
 def ask(run: Path, present: Config | None = None, *, trust: bool = False) -> None:
-    """Refuse a run whose present or earlier configurations name code without consent. Raises `ConfigError`.
+    """Raise `ConfigError` if a present or earlier configuration of the run names code without the user's consent.
 
-    `present` is the configuration to continue with, by default the run's: paths of earlier ones may have moved with it.
+    `present` is the configuration to continue with, by default the run's. Paths in `present` replace recorded ones.
     """
     from streamppo.queue import resume_checks
     from streamppo.queue.store.journal import Journal
 
     run_config = configfile.load(run / configfile.CONFIG)
     configs = [run_config]
-    # A run that never began has no journal; an unreadable journal is reported by its users.
+    # A run that never began has no journal. An unreadable journal is reported where its content is needed.
     with suppress(JournalError, *UNREADABLE), closing(Journal.open_run(run)) as journal:
         recorded = resume_checks.configs(journal).values()
         configs += [diff.as_present(config, present or run_config) for config in recorded]
@@ -63,7 +64,7 @@ def ask(run: Path, present: Config | None = None, *, trust: bool = False) -> Non
 
 
 def agree_to_changes(run: Path, config: Config, *, trust: bool = False) -> list[str]:
-    """Agree to continue a run with `config`: ask for consent, record it, log and return `changes`. Raises as these."""
+    """Check and record consent to continue the run with `config`. Logs and returns `changes`. Raises its errors."""
     lines = changes(run, config)
     ask(run, config, trust=trust)
     consent.give(run, config)
@@ -73,12 +74,12 @@ def agree_to_changes(run: Path, config: Config, *, trust: bool = False) -> list[
 
 
 def changes(run: Path, config: Config) -> list[str]:
-    """A line for each value of the run that `config` changes. Raises `ConfigError` for a value that a run keeps."""
+    """Return a line for each value of the run that `config` changes. Raises `ConfigError` if a value is fixed."""
     before = configfile.load(run / configfile.CONFIG)
-    # The folder of a second run of a name has a number, and `run --resume` takes it as the name.
+    # If two runs have the same name, the second one's folder has a number, which `run --resume` includes in the name.
     if config.name not in (before.name, run.name):
-        raise ConfigError(f"a run keeps its name, as its folder does: it is {before.name!r}; fork it under another")
-    # A run that never began has nothing to keep.
+        raise ConfigError(f"a run keeps its name, {before.name!r}: fork it under another name")
+    # In a run that never began every value may change.
     if (run / "journal.sqlite").is_file() and (fault := diff.fixed_fault(before, config)):
         raise ConfigError(fault)
     return diff.describe_changes(before, config)

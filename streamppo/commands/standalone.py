@@ -1,4 +1,4 @@
-"""Parts of a run for commands without a run: an engine in this process, and reward models."""
+"""Starts an engine in this process, or reward models, for commands that need no run."""
 
 import logging
 from collections.abc import Generator, Mapping
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 async def engine(
     config: Config, name: str, path: str, version: int, tensors: Mapping[str, Tensor]
 ) -> "AsyncGenerator[Engine]":
-    """Run an engine that holds `tensors` as `version`; `path` has the model's settings and its tokenizer."""
+    """Run an engine with the weights `tensors` of `version`. `path` has the model's config.json and tokenizer."""
     built = await build.engine(config, name, path, version, tensors)
     try:
         yield built
@@ -34,9 +34,9 @@ async def engine(
 
 @contextmanager
 def reward_models(config: Config) -> "Generator[Mapping[str, ActorProxy[RewardModel]]]":
-    """Run the reward models of a configuration on a Ray of their own; without any there is no Ray."""
-    wanted = config.reward.models()
-    if not wanted:
+    """Run the reward models of a configuration on a new Ray cluster. Without reward models, Ray is not started."""
+    scorers = config.reward.models()
+    if not scorers:
         yield {}
         return
     import ray
@@ -55,4 +55,4 @@ def reward_models(config: Config) -> "Generator[Mapping[str, ActorProxy[RewardMo
         yield
 
     with cluster.command_ray(started):
-        yield model.create(config.reward, lambda name: {"num_cpus": 0, "num_gpus": wanted[name].gpus})
+        yield model.create(config.reward, lambda name: {"num_cpus": 0, "num_gpus": scorers[name].gpus})

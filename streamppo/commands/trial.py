@@ -1,4 +1,4 @@
-"""The question of `streamppo try`, and its answer. Needs neither Ray nor torch."""
+"""The arguments and the result of `streamppo try`. This module imports neither Ray nor torch."""
 
 from collections.abc import Iterator
 from typing import NamedTuple
@@ -11,13 +11,13 @@ from streamppo.errors import ConfigError
 from streamppo.terminal import bounded
 
 MOST_TEXT, MOST_BESIDE = 2_000, 200
-"""The most characters of a single text, and of each text of several versions."""
+"""Maximum characters of a text, and of each text if several versions are side by side."""
 
 
 class TrialQuestion(NamedTuple):
-    """`n` continuations by each of `versions`, from token `at` of an archived completion, or of the text of a prompt.
+    """Asks for `n` continuations by each of `versions`, of a prompt or from token `at` of an archived completion.
 
-    `prompt` is a number, or a text. The defaults of `sample` and `attempt` are the first, and its newest.
+    `prompt` is a prompt's number in the run, or a text. By default `sample` is the first, and `attempt` the newest.
     """
 
     versions: tuple[int, ...]
@@ -29,7 +29,7 @@ class TrialQuestion(NamedTuple):
 
     @property
     def number(self) -> int | None:
-        """The number of a prompt of the run; None for a text."""
+        """The prompt's number in the run; None if `prompt` is a text."""
         return int(self.prompt) if self.prompt.isdecimal() and self.prompt.isascii() else None
 
     def refuse(self) -> None:
@@ -52,8 +52,8 @@ class TrialQuestion(NamedTuple):
             )
 
 
-class Continued(msgspec.Struct, frozen=True):
-    """A continuation: its `text`, and its number of `tokens`; after a failure a `reason` and no reward."""
+class TrialSample(msgspec.Struct, frozen=True):
+    """A continuation: its `text`, and its number of `tokens`. A failed continuation has a `reason` and no reward."""
 
     reward: float | None
     tokens: int = 0
@@ -63,11 +63,11 @@ class Continued(msgspec.Struct, frozen=True):
 
 
 class VersionTrial(msgspec.Struct, frozen=True):
-    """The continuations of a version, replayed from version `begin`, which is `version` if it has a checkpoint.
+    """The continuations of `version`, which was replayed from version `begin` or, if both are equal, has a checkpoint.
 
-    `mean` is the mean of their rewards, `error` its standard error. `value` is that of the version's critic at the
-    token. `is_same`: with the run's random numbers it sampled the archived completion again, else up to token
-    `differs`; None if other versions sampled a part of that completion.
+    `mean` is the mean of the rewards, and `error` its standard error. `value` is the critic's value of the version at
+    the token. `is_same` is True if the version samples the archived completion again with the run's random numbers, and
+    `differs` is the first different token. `is_same` is None if other versions sampled a part of it.
     """
 
     version: int
@@ -75,16 +75,16 @@ class VersionTrial(msgspec.Struct, frozen=True):
     mean: float | None
     error: float | None
     value: float | None
-    continuations: tuple[Continued, ...]
+    continuations: tuple[TrialSample, ...]
     is_same: bool | None = None
     differs: int | None = None
 
 
 class Trial(msgspec.Struct, frozen=True):
-    """The answer: the run's completion up to the token, and each version's continuations.
+    """The result: the archived completion up to the token, and each version's continuations.
 
-    `recorded_value` is the critic's at the start of the update to version `update`. `difference` is the mean reward of
-    the second version minus that of the first, over pairs with the same random numbers.
+    `recorded_value` is the critic's value when the update to version `update` began. `difference` is the mean reward of
+    the last version minus that of the first, over pairs with the same random numbers.
     """
 
     prompt: str
@@ -103,7 +103,7 @@ class Trial(msgspec.Struct, frozen=True):
 
 
 def sentences(result: Trial) -> list[str]:
-    """The answer in words, without the completions."""
+    """Return the result in words, without the continuations."""
     name = "" if result.number is None else f" {result.number}"
     lines = [f"prompt{name}: {bounded(result.prompt, MOST_TEXT)!r}"]
     if result.update is not None:
@@ -114,7 +114,7 @@ def sentences(result: Trial) -> list[str]:
         lines.append(f"sample {result.sample} of update {result.update}, from token {result.at}: {archived}")
     lines += [line for version in result.versions for line in _version_sentences(version)]
     if result.difference is not None:
-        pair = f"version {result.versions[-1].version} less {result.versions[0].version}"
+        pair = f"version {result.versions[-1].version} minus {result.versions[0].version}"
         error = _error(result.difference_error)
         lines.append(f"{pair}: {result.difference:.3f}{error}, in pairs of the same random numbers")
     return lines
@@ -141,13 +141,13 @@ def _error(error: float | None) -> str:
 
 
 def cells(result: Trial) -> list[list[str]]:
-    """A row for each number of a continuation: the reward and the text of each version's continuation."""
+    """Return a table of continuations with a row for each number and a column for each version."""
     most = MOST_TEXT if len(result.versions) == 1 else MOST_BESIDE
     rows = zip(*(version.continuations for version in result.versions), strict=True)
     return [[_cell(continuation, most) for continuation in row] for row in rows]
 
 
-def _cell(continuation: Continued, most: int) -> str:
+def _cell(continuation: TrialSample, most: int) -> str:
     if continuation.reward is None:
         return f"-  {bounded(continuation.text, most)!r} ({bounded(continuation.reason, most)})"
     cut = " (cut off)" if continuation.finish == "length" else ""

@@ -1,21 +1,21 @@
-"""The result of `streamppo verify`. Needs neither Ray nor torch."""
+"""The result of `streamppo verify`. This module imports neither Ray nor torch."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
 
 
 class Fault(NamedTuple):
-    """A difference in the file or folder `place` of the run."""
+    """A difference between the run and its records, in the file or folder `place`."""
 
     place: str
     what: str
 
 
 class Verification(NamedTuple):
-    """The counts of compared records, and the `faults`; empty if all is as recorded.
+    """Counts of the compared versions, batches and checkpoints, and the `faults` in them.
 
-    `digest` is that of the run, `link` that of its newest version: empty if the journal cannot be read. `remade` are
-    the versions that were replayed. `notes` name the parts that were not compared.
+    `digest` is the run's digest, `link` that of its newest version; both are empty if the journal cannot be read.
+    `remade` are the replayed versions. `notes` name parts that were not compared.
     """
 
     digest: str

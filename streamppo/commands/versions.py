@@ -1,4 +1,4 @@
-"""A version of a run: its checkpoint, or a replay from an earlier checkpoint."""
+"""Provides a version of a run: copies its checkpoint, or replays it from an earlier checkpoint."""
 
 import logging
 import shutil
@@ -25,7 +25,7 @@ log = logging.getLogger(__name__)
 
 
 class Past(NamedTuple):
-    """A run up to a version: the digests of its versions, its archived batches, and its configurations."""
+    """A run up to a version: the digests of versions, the versions of archived batches, and the configurations."""
 
     run: Path
     version: int
@@ -47,9 +47,9 @@ def read_past(run: Path, at: int) -> Past:
 
 
 def newest_whole(past: Past) -> Path | None:
-    """The newest checkpoint up to the version with all files of its manifest; None if there is none.
+    """Return the newest complete checkpoint up to the version; None if there is none.
 
-    Files that are missing or damaged on this disk are fetched from the run's address, if it has one.
+    Files that are missing or damaged on this disk are fetched from checkpoint.remote if it is set.
     """
     fetch = remote.fetcher(past.run)
     for path in reversed(manifest.complete(past.run / "checkpoints")):
@@ -64,7 +64,7 @@ def newest_whole(past: Past) -> Path | None:
 
 
 def remake(past: Past, begin: Path | None, folder: Path) -> None:
-    """Replay the version from the checkpoint `begin` (None: version 0), and save its checkpoint under `folder`.
+    """Replay the version from the checkpoint `begin` (None: version 0), and save a checkpoint of it in `folder`.
 
     Raises `JournalError` for a batch that was not kept, and `Diverged` if the version's weights differ from the
     recorded ones.
@@ -89,9 +89,9 @@ def remake(past: Past, begin: Path | None, folder: Path) -> None:
 
 
 def make_checkpoint(past: Past, folder: Path) -> int:
-    """Copy the version's checkpoint to `folder`, or replay it; return the version from which it was replayed.
+    """Copy the version's checkpoint to `folder`, or replay the version. Returns the version from which a replay began.
 
-    Raises `CheckpointError`, and as `remake` does.
+    Raises `CheckpointError`, and the errors of `remake`.
     """
 
     def use(begin: Path | None) -> int:
@@ -109,7 +109,7 @@ def _copy_checkpoint(source: Path, target: Path) -> None:
     files = manifest.read(source).files
     hashes = {name: sha256 for part in (files.shared, *files.ranks) for name, sha256 in part.items()}
     with durable.naming(target, RunError):
-        # A copy of a checkpoint that was deleted meanwhile.
+        # The folder may have a part of a checkpoint that the run has deleted.
         shutil.rmtree(target, ignore_errors=True)
         durable.folder(target)
         for name, sha256 in hashes.items():
@@ -120,7 +120,7 @@ def _copy_checkpoint(source: Path, target: Path) -> None:
 
 
 def _without_copies(config: Config) -> Config:
-    """The configuration without copies of checkpoints at the run's address."""
+    """Return the configuration with checkpoint.remote unset."""
     cluster = structs.replace(config.cluster, own_disks=False)
     return structs.replace(config, cluster=cluster, checkpoint=structs.replace(config.checkpoint, remote=""))
 

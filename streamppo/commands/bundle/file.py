@@ -1,4 +1,4 @@
-"""The file of a bundle: a safetensors file, with tensors and text but no code.
+"""Reads and writes the file of a bundle, a safetensors file with tensors and text but no code.
 
     header        the facts and the batch's words as JSON, the configuration of the update as TOML
     batch.*       the columns of the batch, as in the archive (queue/store/columns.py)
@@ -6,8 +6,8 @@
     model.*       weights of the run's first model that the update needs: under adapters, or of a reference
     files.*       the bytes of config.json and of the tokenizer's files
 
-`read` accepts untrusted files. The library checks that the file has the bytes of every shape, so that a file takes no
-more memory than its size; sizes derived from its numbers are bounded here.
+`read` accepts untrusted files. safetensors checks that the file contains the bytes of every tensor, so reading takes no
+more memory than the file's size. This module bounds sizes that are computed from numbers in the file.
 """
 
 import re
@@ -37,23 +37,23 @@ from streamppo.types import Batch, TokenRecord
 from streamppo.weights.models.settings import REFUSALS
 
 FILE = re.compile(r"[A-Za-z0-9_.-]+\.(json|txt|model|tiktoken)")
-"""The names of a model's and a tokenizer's files: none of them is code or a pickle."""
+"""Allowed names of files of a model and tokenizer, which are neither code nor pickles."""
 NAME = re.compile(rf"(batch|policy|optimizer|reference|model)\.[A-Za-z0-9_.]+|files\.{FILE.pattern}|rng")
-"""The names of a bundle's tensors."""
+"""Allowed names of tensors in a bundle."""
 MOST_ENTRIES = 2**26
-"""The most rows times tokens of the longest row: all rows are padded to it."""
+"""Maximum number of rows times tokens of the longest row, because all rows are padded to it."""
 MOST_STEPS = 10_000
-"""The most optimizer steps of one update."""
+"""Maximum optimizer steps of one update."""
 UNUSED_REWARD = FunctionScorer(function="streamppo.tasks.library.arithmetic:score")
-"""Replaces a run's scorers: the batch has the rewards."""
+"""Replaces a run's scorers, because the batch contains the rewards."""
 
 
 class Facts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The facts of a bundle: `state` of the version before the update, `digest` of the version after it.
+    """Facts about a bundle: the `state` before the update, and the `digest` of the version after it.
 
-    The run's batch has `rows` rows, of which the file has `kept`, or all if that is empty; with `kept`, `digest` is "".
-    A replay of an `exact` run has the same bits with the same `software`, and on a GPU if its ranks had one (`gpu`).
-    `model` is the name of the run's first model.
+    The run's batch has `rows` rows. If `kept` is not empty, the file has only the rows `kept`, and `digest` is empty. A
+    replay is bit-identical if the run was `exact`, the `software` is the same, and both or neither use a GPU (`gpu`).
+    `model` is the name of the run's initial model.
     """
 
     format: Literal[1] = 1
@@ -69,7 +69,7 @@ class Facts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
 
 class Bundle(NamedTuple):
-    """An update to replay: its facts, its configuration as TOML, its batch, and all other tensors."""
+    """An update to replay: facts, the configuration as TOML, the batch, and all other tensors."""
 
     facts: Facts
     config: str
@@ -77,13 +77,13 @@ class Bundle(NamedTuple):
     tensors: Mapping[str, Tensor]
 
     def part(self, name: str) -> dict[str, Tensor]:
-        """The tensors of the part `name`, without this prefix."""
+        """Return the tensors of the part `name`, by their names without this prefix."""
         prefix = f"{name}."
         return {key.removeprefix(prefix): self.tensors[key] for key in self.tensors if key.startswith(prefix)}
 
 
 def write(path: Path, bundle: Bundle) -> dict[str, int]:
-    """Write the file durably; return the bytes of each part. Raises `BundleError` if it cannot be written."""
+    """Write the file durably. Returns the bytes of each part. Raises `BundleError` if the file cannot be written."""
     arrays, attributes = columns.batch_columns(bundle.batch, TokenRecord())
     tensors = {**bundle.tensors, **{f"batch.{name}": torch.from_numpy(array.copy()) for name, array in arrays.items()}}
     header = {"bundle": bundle.facts, "batch": attributes}
@@ -96,7 +96,7 @@ def write(path: Path, bundle: Bundle) -> dict[str, int]:
 
 
 def sizes(tensors: Mapping[str, Tensor]) -> dict[str, int]:
-    """The bytes of each part."""
+    """Return the bytes of each part."""
     total: dict[str, int] = {}
     for name, tensor in tensors.items():
         part = name.partition(".")[0]
@@ -105,9 +105,9 @@ def sizes(tensors: Mapping[str, Tensor]) -> dict[str, int]:
 
 
 def read(path: Path) -> Bundle:
-    """Read the file at `path`. Raises `BundleError` for a file that `write` cannot have written."""
+    """Read the bundle at `path`. Raises `BundleError` if the file is not a valid bundle."""
     try:
-        # Only a regular file: a pipe would block, and a device never ends.
+        # Open only a regular file, because reading a pipe or a device may never end.
         with durable.reading(path), safe_open(path, "pt") as opened:
             header = opened.metadata() or {}
             tensors = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
@@ -125,23 +125,23 @@ def read(path: Path) -> Bundle:
 
 
 def _verify(facts: Facts, batch: Batch) -> None:
-    """Raise `ValueError` for numbers that are impossible in a run."""
+    """Raise `ValueError` if numbers of the bundle contradict each other or exceed the bounds."""
     longest = max(len(row.prompt_tokens) + len(row.tokens) for row in batch.trajectories) // 4
     if len(batch.trajectories) * longest > MOST_ENTRIES:
         raise ValueError(f"{len(batch.trajectories):,} rows of up to {longest:,} tokens: too many to be padded")
     if not 0 <= batch.version == facts.state.version < 2**31 or not -(2**31) <= batch.min_version < 2**31:
         raise ValueError(f"a batch of version {batch.version} with weights of version {facts.state.version}")
     if len(facts.kept or range(facts.rows)) != len(batch.trajectories):
-        raise ValueError(f"{len(batch.trajectories)} rows, and it names other ones")
+        raise ValueError(f"{len(batch.trajectories)} rows, and it names a different number")
 
 
 # --- the configuration ---------------------------------------------------------------------------------------
 
 
 def configurations(bundle: Bundle, folder: Path, changes: Sequence[str]) -> tuple[Config, Config]:
-    """The configuration of the update, and the same with `changes`, read in `folder`.
+    """Return the configuration of the update, without and with `changes`, parsed in `folder`.
 
-    Raises `ConfigError`, or `BundleError` for one with models outside the bundle, or too many steps.
+    Raises `ConfigError` for invalid changes, and `BundleError` for models outside the bundle or for too many steps.
     """
     text = folder / configfile.CONFIG
     try:
@@ -162,7 +162,7 @@ def configurations(bundle: Bundle, folder: Path, changes: Sequence[str]) -> tupl
 
 
 def bare(config: Config) -> Config:
-    """The part of `config` that an update depends on: no paths, no addresses, and only the algorithm's code."""
+    """Return the part of `config` on which an update depends, without paths and addresses."""
     rollout, algorithm, model = config.rollout, config.algorithm, config.model
     is_local = model.path.startswith("/")
     critic = structs.replace(algorithm.critic, pretrain="")

@@ -1,4 +1,4 @@
-"""`streamppo bundle`: one update of a run in a file, from which another machine can replay it.
+"""`streamppo bundle`: writes one update of a run to a file, with which another machine can replay the update.
 
 the checkpoint before it, or a replay of it     weights, optimizer, critic, reference, RNG
 the archive                                     the batch
@@ -44,7 +44,7 @@ log = logging.getLogger(__name__)
 
 
 class WrittenBundle(NamedTuple):
-    """The file of a bundle: its update, its rows, the bytes of its parts, and the number of updates replayed for it."""
+    """A written bundle: its update, its rows, the bytes of its parts, and the number of updates replayed to make it."""
 
     file: Path
     update: int
@@ -55,26 +55,26 @@ class WrittenBundle(NamedTuple):
 
 
 def bundle(run: Path, update: int, to: Path | None, rows: Sequence[int], *, adapter: bool, as_json: bool) -> int:
-    """Make the bundle, and print its contents. Raises the errors of `make`."""
+    """Write the bundle, and print its contents. Raises the errors of `make`."""
     with log_to_stderr():
-        written = make(run, update, to, rows, adapter=adapter)
+        result = make(run, update, to, rows, adapter=adapter)
     if as_json:
-        echo(msgspec.json.encode({**written._asdict(), "file": str(written.file)}).decode())
+        echo(msgspec.json.encode({**result._asdict(), "file": str(result.file)}).decode())
         return 0
-    replayed = f"{written.remade} updates replayed for it, " if written.remade else ""
-    parts = ", ".join(f"{part} {size / MIB:.2f}" for part, size in written.bytes.items())
-    counts = f"{written.rows} rows; {replayed}{written.seconds:.1f} s"
-    echo(f"{written.file}: update {update - 1} -> {update} of {run.name}, {counts}")
-    echo(f"{sum(written.bytes.values()) / MIB:.2f} MiB: {parts}")
-    echo(f"replay it: streamppo replay {shlex.quote(str(written.file))}")
+    replayed = f"{result.remade} updates replayed for it, " if result.remade else ""
+    parts = ", ".join(f"{part} {size / MIB:.2f}" for part, size in result.bytes.items())
+    counts = f"{result.rows} rows; {replayed}{result.seconds:.1f} s"
+    echo(f"{result.file}: update {update - 1} -> {update} of {run.name}, {counts}")
+    echo(f"{sum(result.bytes.values()) / MIB:.2f} MiB: {parts}")
+    echo(f"replay it: streamppo replay {shlex.quote(str(result.file))}")
     return 0
 
 
 def make(run: Path, update: int, to: Path | None, rows: Sequence[int], *, adapter: bool) -> WrittenBundle:
-    """Write the update that made version `update` of `run` to the file `to`, with only these `rows` if any are given.
+    """Write the update that made version `update` of `run` to the file `to`, with only `rows` if any are given.
 
-    With `adapter`, frozen weights are left out. Raises `JournalError` for an update that was not made or whose batch
-    was not kept, `ConfigError` for one that no bundle can hold, and `BundleError` if it cannot be written.
+    With `adapter`, the frozen weights are omitted. Raises `JournalError` if the update was not made or its batch was
+    not kept. Raises `ConfigError` if a bundle cannot hold the update, and `BundleError` if the file cannot be written.
     """
     began = time.perf_counter()
     past = versions.read_past(run, update - 1)
@@ -84,9 +84,9 @@ def make(run: Path, update: int, to: Path | None, rows: Sequence[int], *, adapte
     if unknown := [row for row in rows if row >= len(batch.trajectories)]:
         raise ConfigError(f"--rows {unknown[0]}: the batch has rows 0 to {len(batch.trajectories) - 1}")
     bare = file.bare(config)
-    count, kept = len(batch.trajectories), tuple(sorted(set(rows)))
-    if kept:
-        batch = structs.replace(batch, trajectories=tuple(batch.trajectories[row] for row in kept))
+    count, chosen_rows = len(batch.trajectories), tuple(sorted(set(rows)))
+    if chosen_rows:
+        batch = structs.replace(batch, trajectories=tuple(batch.trajectories[row] for row in chosen_rows))
     with durable.naming(to, BundleError), durable.scratch_folder(to) as scratch:
         begin, checkpoint = _checkpoint(past, scratch)
         state, stored = _state(past, checkpoint)
@@ -102,11 +102,11 @@ def make(run: Path, update: int, to: Path | None, rows: Sequence[int], *, adapte
         facts = Facts(
             run=run.name,
             state=state,
-            digest="" if kept else past.digests[update],
+            digest="" if chosen_rows else past.digests[update],
             exact=config.learner.exact,
             gpu=config.learner.gpus > 0,
             rows=count,
-            kept=kept,
+            kept=chosen_rows,
             software=software(),
             model=bare.model.path,
         )
@@ -117,7 +117,7 @@ def make(run: Path, update: int, to: Path | None, rows: Sequence[int], *, adapte
 
 
 def _refuse(past: Past, update: int, to: Path, *, adapter: bool) -> None:
-    """Refuse updates that a bundle cannot hold, before any work."""
+    """Raise the errors that are known before the bundle is made."""
     config = past.history.at(past.version)
     if update not in past.digests:
         raise JournalError(f"{past.run}: version {update} was never made; the newest is {max(past.digests)}")
@@ -138,18 +138,18 @@ def _refuse(past: Past, update: int, to: Path, *, adapter: bool) -> None:
     durable.refuse_output(to, BundleError)
 
 
-# --- the parts -----------------------------------------------------------------------------------------------
+# --- parts of the file ---------------------------------------------------------------------------------------
 
 
 def _checkpoint(past: Past, aside: Path) -> tuple[int, Path | None]:
-    """The version from which the checkpoint before the update was replayed, and its folder, if any."""
+    """Return the version from which the checkpoint before the update was replayed, and the checkpoint or None."""
     if not past.version:
         return 0, None
     return versions.make_checkpoint(past, aside), aside / f"{past.version:08d}"
 
 
 def _state(past: Past, checkpoint: Path | None) -> tuple[CheckpointState, dict[str, Tensor]]:
-    """The state of the version before the update, and empty tensors for it; none for the first model."""
+    """Return the state before the update, and empty tensors into which the checkpoint can be loaded."""
     if checkpoint is None:
         ranks = past.history.at(0).learner.ranks
         return CheckpointState(version=0, digest=past.digests[0], ranks=ranks, beta=0.0, bad_steps=(0, 0)), {}
@@ -157,7 +157,7 @@ def _state(past: Past, checkpoint: Path | None) -> tuple[CheckpointState, dict[s
 
 
 def _name(stored: str) -> str:
-    """The name in a bundle of a checkpoint's tensor; "" for a tensor of another rank or a GPU."""
+    """Return the bundle's name of a checkpoint's tensor; "" for a tensor of another rank or of a GPU."""
     of_rank_0 = stored.removeprefix("own.rank-0.")
     if of_rank_0 == "rng.cpu":
         return "rng"
@@ -167,17 +167,17 @@ def _name(stored: str) -> str:
 
 
 def _first_model(config: Config, state: CheckpointState, start: str, *, adapter: bool) -> dict[str, Tensor]:
-    """The weights of the run's first model that the update needs besides its version's."""
+    """Return the weights of the run's initial model that the update needs besides the checkpoint."""
     lora, kl = config.model.lora, config.algorithm.kl
     if adapter or (state.version and lora is None and (not kl.on or state.reference_moved)):
         return {}
-    # Frozen weights are in the type of computation; those of a moving reference are float32.
+    # Frozen weights have the configured type. Weights of a reference that moves are float32.
     moves = lora is None and (not state.version or kl.follow_every)
     return weights.model_weights(start, "float32" if moves else config.model.dtype)
 
 
 def _files(start: str) -> dict[str, Tensor]:
-    """The bytes of the config and tokenizer files of the model at `start`."""
+    """Return the bytes of config.json and of the tokenizer's files of the model at `start`."""
     folder = loading.fetch(start)
     patterns = ("config.json", "generation_config.json", *tokenizer.FILES)
     paths = {path.name: path for pattern in patterns for path in sorted(folder.glob(pattern))}
@@ -186,7 +186,7 @@ def _files(start: str) -> dict[str, Tensor]:
 
 
 def software() -> dict[str, str]:
-    """The software and hardware on which the bits of an update depend."""
+    """Return the software and hardware that affect the bits of an update."""
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else torch.backends.cpu.get_cpu_capability()
     return {
         "streamppo": streamppo.__version__,

@@ -1,4 +1,4 @@
-"""`streamppo replay FILE`: replays the update of a bundle, and shows every number of its tokens."""
+"""`streamppo replay FILE`: replays the update of a bundle, and shows the numbers of every token."""
 
 import json
 from collections.abc import Iterator, Sequence
@@ -16,16 +16,16 @@ from streamppo.errors import ConfigError, Diverged
 from streamppo.types import ints
 
 SHOWN = ("policy_loss", "value_loss", "entropy", "proximal_kl", "behavior_kl", "ess", "grad_norm", "lr")
-"""The metrics that are printed; --json has all of them."""
+"""The metrics that are printed. --json has all metrics."""
 HIDDEN = ("row", "pass", "token", "version", "clipped", "dropped")
-"""Columns of --json only; `pass` is also shown for a row with several passes, the last two if they are not empty."""
+"""Columns that only --json has. `pass`, `clipped` and `dropped` are also printed for a row in which they vary."""
 
 
 def replay(path: Path, rows: Sequence[int], changes: Sequence[str], *, trust: bool, debug: bool, as_json: bool) -> int:
-    """Replay the update of the bundle at `path`, and show the tokens of `rows`; by default row 0, as JSON all.
+    """Replay the update of the bundle at `path`, and print the tokens of `rows` (by default row 0, as JSON all rows).
 
-    Raises the errors of `file.read` and `update.make`; without JSON also `Diverged` if the new version differs from
-    the run's for no known reason.
+    Raises the errors of `file.read` and `update.make`. Without `as_json` raises `Diverged` if the new version differs
+    from the run's for no known reason.
     """
     bundle = file.read(path)
     count = len(bundle.batch.trajectories)
@@ -49,7 +49,7 @@ def replay(path: Path, rows: Sequence[int], changes: Sequence[str], *, trust: bo
 
 
 def _differences(bundle: Bundle, changes: Sequence[str]) -> Iterator[str]:
-    """Reasons why the bits may differ."""
+    """Yield the known reasons why the weights may not be bit-identical."""
     facts, software = bundle.facts, make.software()
     if changes:
         yield f"--set {' '.join(changes)}"
@@ -88,7 +88,7 @@ def _json(path: Path, bundle: Bundle, replayed: BundleUpdate, reasons: Sequence[
         "metrics": replayed.metrics,
         "tokens": {name: column.tolist() for name, column in replayed.tokens.items()},
     }
-    # NaN becomes null, and characters outside ASCII are escaped.
+    # msgspec turns NaN into null, and json escapes characters outside ASCII.
     return json.dumps(json.loads(msgspec.json.encode(content)))
 
 
@@ -123,7 +123,7 @@ def _show_row(replayed: BundleUpdate, row: int) -> None:
         column.justify = "left" if name in ("text", "dropped") else "right"
     for entry in zip(*(replayed.tokens[name][in_row].tolist() for name in names), strict=True):
         rows.add_row(*map(_cell, entry))
-    # A token has one line at any width of the terminal.
+    # Every token is one line, whatever the width of the terminal.
     wide = console()
     wide.width = PLAIN_WIDTH
     wide.print(rows)

@@ -1,4 +1,4 @@
-"""The numbers of every token of an update, as columns: from its log-probs to the rule that excluded it.
+"""Columns with the numbers of every token of an update, such as log-probs, advantage, and the rule that excluded it.
 
 B trajectories, b rows of a pass, T completion tokens (padded).
 """
@@ -22,13 +22,13 @@ from streamppo.tasks.tokenizer import Tokenizer
 from streamppo.types import Batch, ints
 
 Columns: TypeAlias = dict[str, NDArray[np.generic]]
-"""A column for each number, with an entry for each token of each pass of a row."""
+"""Columns by name, with an entry for each token of each pass over a row."""
 EQUAL = "equal rewards"
-"""The rule that excludes the tokens of a group with equal rewards."""
+"""The reason for tokens of a group with equal rewards."""
 
 
 class RowPass(NamedTuple):
-    """Pass `number` of the policy's loss over a row; `terms` is None for a row without a pass."""
+    """Pass `number` of the policy's loss over a row. `terms` is None if no pass included the row."""
 
     row: int
     number: int
@@ -37,7 +37,7 @@ class RowPass(NamedTuple):
 
 
 def columns_of(config: Config, batch: Batch, updated: UpdateResult, rows: Sequence[int], model: str) -> Columns:
-    """The columns of the tokens of `rows`; NaN where a number was not computed. `model` has the tokenizer."""
+    """Return the columns of the tokens of `rows`, with NaN for missing numbers. `model` is the tokenizer's folder."""
     texts_by_row = _texts(batch, rows, model)
     parts = [
         {
@@ -58,7 +58,7 @@ def columns_of(config: Config, batch: Batch, updated: UpdateResult, rows: Sequen
 
 
 def _texts(batch: Batch, rows: Sequence[int], model: str) -> dict[int, list[str]]:
-    """The text of every token; "" without a tokenizer."""
+    """Return the text of every token by row; "" if there is no tokenizer."""
     tokens = {row: ints(batch.trajectories[row].tokens).tolist() for row in rows}
     with suppress(TaskError):
         tokenizer = Tokenizer(model)
@@ -67,7 +67,7 @@ def _texts(batch: Batch, rows: Sequence[int], model: str) -> dict[int, list[str]
 
 
 def _passes(config: Config, updated: UpdateResult, rows: Sequence[int]) -> Iterator[RowPass]:
-    """Every pass over each of `rows`, by row."""
+    """Yield every pass over each of `rows`, in the order of rows."""
     loss = Loss(updated.objective, config.algorithm, updated.batch, updated.targets, 0.0)
     by_row: dict[int, list[RowPass]] = {row: [] for row in rows}
     for forward in (forward for minibatch in updated.minibatches for forward in minibatch.passes):
@@ -88,7 +88,7 @@ def _at(terms: TokenTerms, at: int) -> TokenTerms:
 
 
 def _numbers(config: Config, updated: UpdateResult, row_pass: RowPass, count: int) -> Columns:
-    """The numbers of a row in a pass; those of the loss are NaN if the pass had no loss."""
+    """Return the numbers of a row in a pass. Numbers of the loss are NaN if `row_pass` has no terms."""
     targets, batch, row, terms = updated.targets, updated.batch, row_pass.row, row_pass.terms
     nan_T = torch.full((count,), torch.nan)
     scored_T = nan_T
@@ -116,7 +116,7 @@ def _numbers(config: Config, updated: UpdateResult, row_pass: RowPass, count: in
 
 
 def _dropped(updated: UpdateResult, row_pass: RowPass, count: int) -> list[str]:
-    """The rules that excluded each token from the policy's loss; "" for a token in the loss."""
+    """Return the rules that excluded each token from the policy's loss; "" for a token in the loss."""
     batch, row, terms = updated.batch, row_pass.row, row_pass.terms
     rules = {} if terms is None else {name: out_T[:count].tolist() for name, out_T in terms.left_out.items()}
     in_loss = None if terms is None else terms.kept_bT[:count].tolist()

@@ -1,4 +1,4 @@
-"""The update of a bundle, replayed in this process by the learner's own code: no Ray, no engine, no run.
+"""Replays the update of a bundle in this process with the learner's code, without Ray, an engine or a run.
 
 file --> temporary folder with the model --> Learner.build --> forward, backward, step --> digest
 """
@@ -37,14 +37,14 @@ from streamppo.weights.models import fit, settings, tokenizer
 from streamppo.weights.models import folder as model_folder
 
 COUNTS = re.compile(r"layer|expert|block|depth")
-"""Finds the fields of config.json that say how many modules a model has."""
+"""Matches the fields of config.json with a number of modules."""
 MODULES, MOST_BUFFERS = 1000, 2**30
-"""The most modules of a kind, unless the file has more tensors; the most bytes of a model's buffers."""
+"""Maximum modules of a kind (or the file's number of tensors if it is larger), and bytes of a model's buffers."""
 MOST_THREADS, MOST_TEXT = 256, 400
 
 
 class BundleUpdate(NamedTuple):
-    """The replayed update of a bundle: the digest of its version, its metrics, and its tokens' numbers."""
+    """A replayed update: the new version's digest, the update's metrics, and the numbers of its tokens."""
 
     digest: str
     metrics: dict[str, float]
@@ -54,10 +54,10 @@ class BundleUpdate(NamedTuple):
 def make(
     path: Path, bundle: Bundle, rows: Sequence[int], changes: Sequence[str], *, trust: bool, debug: bool
 ) -> BundleUpdate:
-    """Make the update of `bundle`, read from `path`, with `changes`; return the numbers of the tokens of `rows`.
+    """Replay the update of `bundle`, read from `path`, with `changes` to the settings. Returns the tokens of `rows`.
 
-    With `debug` it stops in pdb at the start of the update. Raises `BundleError` for a file without a whole update, and
-    `ConfigError` for changes that an update cannot have, and for code without consent.
+    With `debug` the update starts in pdb. Raises `BundleError` if the file has no complete update, and `ConfigError`
+    for invalid changes or for code without the user's consent.
     """
     with tempfile.TemporaryDirectory() as folder:
         try:
@@ -79,7 +79,7 @@ def make(
 
 
 def _for_one_rank(config: Config) -> Config:
-    """The configuration for one rank, on this machine's GPU if it has one and the run's rank did."""
+    """Return the configuration for one rank, which is on a GPU if this machine has one and the run's ranks had."""
     has_gpu = config.learner.gpus > 0 and torch.cuda.is_available()
     learner = structs.replace(
         config.learner, ranks=1, mesh=Mesh(), offload=False, transport=ObjectStore(), gpus=float(has_gpu)
@@ -89,7 +89,7 @@ def _for_one_rank(config: Config) -> Config:
 
 
 def _learner(bundle: Bundle, config: Config, model: str, place: torch.device) -> Learner:
-    """The learner as it was before the update. Raises `BundleError` if its weights are not those of the version."""
+    """Return the learner before the update. Raises `BundleError` if the weights do not have the recorded digest."""
 
     def restore(trained: TrainState) -> CheckpointState:
         if bundle.facts.state.version:
@@ -128,7 +128,7 @@ def _publish_nothing(*_: object) -> NoReturn:
 
 
 def digest_of(learner: Learner) -> str:
-    """The hash of the policy's weights, computed as for a push."""
+    """Return the hash of the policy's weights, computed in the same way as for a push."""
     config, trained = learner.config, learner.policy
     dtype = getattr(torch, config.model.dtype)
     parameters = adapters.adapter_parameters(trained.lm)
@@ -141,7 +141,7 @@ def digest_of(learner: Learner) -> str:
 
 
 def _model(bundle: Bundle, config: Config, folder: Path, changes: Sequence[str]) -> str:
-    """Write the model's folder for `build`; a bundle with only adapters has that of --set model.path."""
+    """Write the model's folder, and return its path. For a bundle with only adapters return --set model.path."""
     files, weights = bundle.part("files"), bundle.part("model") or bundle.part("policy.lm")
     folders = [change.partition("=")[2] for change in changes if change.startswith("model.path=")]
     if config.model.lora is not None and not bundle.part("model"):
@@ -157,15 +157,15 @@ def _model(bundle: Bundle, config: Config, folder: Path, changes: Sequence[str])
     allowed = ("config.json", "generation_config.json", *tokenizer.FILES)
     for name, content in files.items():
         if not any(Path(name).match(pattern) for pattern in allowed):
-            raise BundleError(f"a file {name!r}, which is neither a model's nor a tokenizer's")
+            raise BundleError(f"{name!r} is no file of a model or tokenizer")
         (folder / name).write_bytes(content.numpy().tobytes())
     _write_weights(folder, weights, len(bundle.tensors))
     return str(folder)
 
 
 def _write_weights(folder: Path, weights: Mapping[str, Tensor], tensors: int) -> None:
-    """Write the model's weights, after a check of every size in its config.json against the file."""
-    # Before transformers, whose configuration has an entry for each layer.
+    """Write the model's weights after checking that every size in config.json fits the bundle's tensors."""
+    # The check precedes transformers, which allocates an entry for each layer.
     if count := next(_large_counts(model_folder.kind(folder), max(MODULES, tensors)), ""):
         raise BundleError(f"config.json: {count} in a file of {tensors} tensors")
     described = settings.read_settings(folder)
@@ -176,7 +176,7 @@ def _write_weights(folder: Path, weights: Mapping[str, Tensor], tensors: int) ->
     for name, parameter in lm.named_parameters():
         if name not in weights or weights[name].shape != parameter.shape:
             shape = list(weights[name].shape) if name in weights else "missing"
-            raise BundleError(f"{name!r} is {shape}, and {list(parameter.shape)} by config.json")
+            raise BundleError(f"{name!r} is {shape}, but {list(parameter.shape)} in config.json")
     if sum(buffer.nbytes for buffer in lm.buffers()) > MOST_BUFFERS:
         raise BundleError("config.json: the model's buffers are too large")
     lm.load_state_dict(weights, assign=True, strict=False)
@@ -186,7 +186,7 @@ def _write_weights(folder: Path, weights: Mapping[str, Tensor], tensors: int) ->
 
 
 def _large_counts(table: Mapping[str, object], most: int) -> Iterator[str]:
-    """The fields of a config.json that give a model more than `most` modules of a kind."""
+    """Yield the fields of a config.json that give a model more than `most` modules of a kind."""
     for name, value in table.items():
         if isinstance(value, dict):
             yield from _large_counts(value, most)
@@ -201,4 +201,4 @@ def _verify_tokens(batch: Batch, learner: Learner) -> None:
     columns = (column for row in batch.trajectories for column in (row.prompt_tokens, row.tokens, row.candidates))
     largest = max(int(ints(column).max(initial=0)) for column in columns)
     if largest >= vocabulary:
-        raise BundleError(f"token {largest}, and the model has {vocabulary}")
+        raise BundleError(f"token {largest} is beyond the model's vocabulary of {vocabulary}")

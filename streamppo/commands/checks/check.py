@@ -1,13 +1,13 @@
-"""`streamppo check`: mistakes in a configuration, found before anything starts. No Ray, no GPU, no network.
+"""`streamppo check`: finds mistakes in a configuration without starting Ray, and without a GPU or network.
 
-ok         checked, and as a run needs it
-note       works, and is probably not intended
-later      known when a run starts
-not here   missing on this machine, so no run can start here; it may be elsewhere
-error      no run is possible
+ok         right for a run
+note       works, but is probably not intended
+later      cannot be known before a run starts
+not here   missing on this machine, so that no run can start here; another machine may have it
+error      no run can start anywhere
 
-Light checks, without torch and transformers, come first; `run` makes only these. Memory, the tokenizer and scores of
-rows are checked if the light checks find no error.
+Light checks need neither torch nor transformers. Light checks come first, and `run` makes only light checks. Memory,
+the tokenizer and scores of rows are checked if the light checks find no error.
 """
 
 import logging
@@ -24,15 +24,15 @@ from streamppo.errors import ConfigError
 from streamppo.tasks import plugins
 
 LARGEST_MIB = 64
-"""`run` reads only the first rows of larger data; `check` reads all."""
+"""`run` reads only the first rows of larger data. `check` reads all rows."""
 
 log = logging.getLogger(__name__)
 
 
 def check(config: Config, name: str, gpu_gib: float | None, *, call: bool) -> int:
-    """Print the effective settings of the configuration `name`, then the findings, errors last.
+    """Print the effective settings of the configuration `name`, then the findings with errors last.
 
-    Rewards are called on a few rows if `call` is true. The exit code is 1 if there is an error.
+    If `call` is true, scorers are called on a few rows. Returns the exit code, 1 if there is an error.
     """
     findings = check_all(config, gpu_gib, call=call)
     errors, absent = _count(findings, "error"), _count(findings, "later") + _count(findings, "not here")
@@ -43,25 +43,22 @@ def check(config: Config, name: str, gpu_gib: float | None, *, call: bool) -> in
 
 
 def check_all(config: Config, gpu_gib: float | None, *, call: bool = False) -> list[Finding]:
-    """Make all checks of `config`; those with torch only if the light checks find no error.
+    """Make the light checks of `config` and, if they find no error, the checks that need torch.
 
-    Rewards are called on a few rows if `call` is true.
+    If `call` is true, scorers are called on a few rows.
     """
     with process.naming_prints():
         findings, loaded = check_lightly(config)
         if _count(findings, "error"):
             text = "tokenizer, lengths of prompts and memory are checked once the errors are fixed"
             return [*findings, Finding("model", "later", text)]
-        # Torch takes seconds to import, and other errors come first.
-        from streamppo.commands.checks import torch_checks
-
-        return torch_checks.add(findings, config, loaded, gpu_gib, call=call)
+        return _check_with_torch(findings, config, loaded, gpu_gib, call=call)
 
 
 def check_lightly(config: Config, *, largest_mib: int | None = None) -> tuple[list[Finding], LoadedTask]:
-    """Make the light checks; return the findings and the task.
+    """Make the light checks. Returns the findings and the task.
 
-    Of data beyond `largest_mib` only the first rows are read.
+    If the data are larger than `largest_mib`, only their first rows are read.
     """
     plugins.export_path()
     limit = None if largest_mib is None or task.mib(config) <= largest_mib else task.ROWS
@@ -72,7 +69,7 @@ def check_lightly(config: Config, *, largest_mib: int | None = None) -> tuple[li
         *folder.critic(config.algorithm.critic),
         *folder.teacher(config.algorithm.teacher),
     ]
-    # `run` leaves notes about repeated rows and omitted columns to the log of its actors.
+    # For `run` the actors log the notes about repeated rows and omitted columns.
     findings += [
         finding
         for finding in loaded.findings
@@ -93,10 +90,52 @@ def check_lightly(config: Config, *, largest_mib: int | None = None) -> tuple[li
     return findings, loaded
 
 
-def refuse(config: Config) -> None:
-    """Raise `ConfigError` with a line for each reason that a run of `config` cannot start here; log notes.
+def _check_with_torch(
+    findings: Sequence[Finding], config: Config, untokenized: LoadedTask, gpu_gib: float | None, *, call: bool
+) -> list[Finding]:
+    """Return the light `findings` and those about the model, the tokenized task and memory."""
+    # Importing torch takes seconds, and is not needed if there are other errors.
+    import transformers
 
-    On a cluster, another machine may have what is missing here.
+    from streamppo.commands.checks import memory, model, rows, turns
+    from streamppo.learner.parallel import context_parallel, tensor_parallel
+
+    transformers.utils.logging.set_verbosity_error()
+    (hf_config, tokenizer), model_findings = model.load(config, untokenized.lesson)
+    findings = [*findings, *model_findings]
+    if not any(finding.state == "error" for finding in model_findings):
+        findings += model.files(config)
+    characters = None if untokenized.lesson is None else rows.characters(untokenized.lesson)
+    built = untokenized.task
+    if tokenizer is not None:
+        built, task_findings, _ = task.load(config, tokenizer)
+        findings = [finding for finding in findings if finding.subject not in ("task", "context")] + task_findings
+        if built is not None:
+            findings += lengths.answers(config, built, tokenizer)
+            findings += turns.findings(config, built, tokenizer, call=call)
+    elif built is not None and config.environment is not None and characters is not None:
+        findings += turns.findings(config, built, characters, call=call)
+    if built is not None:
+        findings += rows.score(config, built, tokenizer or characters, call=call)
+    if hf_config is None:
+        return findings
+    if tokenizer is not None:
+        findings += model.ends(config, hf_config, tokenizer)
+        if built is not None:
+            findings += lengths.prompts(built, hf_config, tokenizer)
+    findings += model.rows(config, hf_config)
+    mesh = config.learner.mesh
+    for refusal in (context_parallel.refusal(hf_config, mesh.slices), tensor_parallel.refusal(hf_config, mesh.expert)):
+        if refusal:
+            findings.append(Finding("mesh", "error", refusal))
+    findings += memory.memory(config, hf_config, memory.gpu(gpu_gib))
+    return findings
+
+
+def refuse(config: Config) -> None:
+    """Log the notes, and raise `ConfigError` with a line for each reason why a run of `config` cannot start here.
+
+    On a cluster, resources that are missing here are no reason, because another machine may have them.
     """
     fatal = ("error", "not here") if config.cluster.address == LOCAL else ("error",)
     reasons: list[str] = []

@@ -1,4 +1,4 @@
-"""A finding: one line of the table that `check`, `doctor` and `init` print."""
+"""A finding, which is one line of the table that `check`, `doctor` and `init` print."""
 
 import os
 from collections.abc import Iterator, Sequence
@@ -40,16 +40,16 @@ def print_findings(findings: Sequence[Finding]) -> None:
 
 
 def first_line(error: BaseException) -> str:
-    """Return the first line of a library's message; the exception's name if there is no message."""
+    """Return the first line of an exception's message, or the exception's name if there is no message."""
     return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
 def contacted_later(subject: str, url: str, key_env: str) -> Finding:
-    """Find that a service is contacted when the run starts, and whether the environment has its key."""
+    """Return a finding that the service at `url` is contacted later, and whether the environment has its API key."""
     key = f"; the environment has no {key_env} here" if key_env and not os.environ.get(key_env) else ""
     return Finding(subject, "later", f"{url} is contacted when the run starts{key}")
 
 
 def reward_subject(name: str) -> str:
-    """Return the subject of a finding about a scorer; "reward" for the scorer of [reward] itself."""
+    """Return the subject of a finding about the scorer `name`."""
     return "reward" if name == "reward" else f"reward {name}"

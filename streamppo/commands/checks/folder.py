@@ -1,4 +1,4 @@
-"""Checks of model folders by file names, first bytes and JSON settings: no torch, no transformers."""
+"""Checks model folders by file names, first bytes and JSON settings, without torch and transformers."""
 
 import json
 from collections.abc import Mapping
@@ -6,7 +6,7 @@ from pathlib import Path
 
 from streamppo import durable
 from streamppo.commands.checks.finding import Finding, Findings, contacted_later, first_line
-from streamppo.config.algorithm import Critic
+from streamppo.config.algorithm import CRITICS, Critic
 from streamppo.config.model import BUILTIN
 from streamppo.config.sections import Config
 from streamppo.config.teacher import Teacher
@@ -14,12 +14,10 @@ from streamppo.errors import JournalError, ModelError
 from streamppo.weights.models import folder as folders
 from streamppo.weights.models import headers
 
-OWN_CRITICS = ("head", "policy", "scratch")
-"""Values of critic.model that are not folders."""
 EAGER = ("bloom", "gpt_neo", "mpt", "openai-gpt")
-"""Values of model_type for which transformers has only eager attention."""
+"""Values of model_type that transformers computes only with eager attention."""
 CAP = "attn_logit_softcapping"
-"""The entry of config.json with the soft cap of attention logits."""
+"""The field of config.json with the bound (soft cap) of attention logits."""
 NEUTRAL: Mapping[str, object] = {
     "temperature": 1.0,
     "top_p": 1.0,
@@ -48,12 +46,12 @@ NEUTRAL: Mapping[str, object] = {
     "forced_eos_token_id": None,
     "stop_strings": [],
 }
-"""Settings of transformers that change the sampled token or the end of a completion, and their neutral values."""
+"""Sampling settings of transformers, each with the value that has no effect."""
 NO_VALUES: tuple[object, ...] = (None, [], {}, "")
 
 
 def model(config: Config) -> Findings:
-    """Check that the model exists, has its weights, and is of a family that learner and engine compute."""
+    """Check that the model exists, has weights, and supports the configured attention."""
     path = config.model.path
     if path == BUILTIN:
         yield Finding("model", "ok", f"{BUILTIN} is made when the run starts")
@@ -66,12 +64,12 @@ def model(config: Config) -> Findings:
 
 
 def find(path: str, subject: str) -> tuple[str | None, Finding]:
-    """Find a model's folder on this machine, or in the hub's cache."""
+    """Return a model's folder on this machine or in the hub's cache, or None, and a finding about it."""
     if Path(path).is_dir():
         return path, Finding(subject, "ok", path)
     if looks_like_path(path):
         return None, Finding(subject, "not here", f"{path!r} is not a folder here (looked at {Path(path).absolute()})")
-    # Slow to import, and most models are folders.
+    # huggingface_hub is slow to import, and most models are folders.
     from huggingface_hub import constants, snapshot_download
 
     try:
@@ -83,7 +81,7 @@ def find(path: str, subject: str) -> tuple[str | None, Finding]:
 
 
 def looks_like_path(name: str) -> bool:
-    """True for a name that the hub cannot have: its names have at most one slash, and begin with a letter or digit."""
+    """True if `name` cannot be a hub name, which has at most one slash and begins with a letter or digit."""
     return name.count("/") > 1 or not name[:1].isalnum() or name.endswith("/")
 
 
@@ -103,7 +101,7 @@ def _content(folder: Path, config: Config) -> Findings:
 
 
 def weights(path: str, subject: str) -> Findings:
-    """Check the first bytes of a model's files; the start of a run may download those of a hub name."""
+    """Check the first bytes of a model's weights, unless the start of a run downloads them."""
     folder, _ = find(path, subject)
     if folder is None:
         return
@@ -119,8 +117,8 @@ def weights(path: str, subject: str) -> Findings:
 
 
 def critic(critic: Critic) -> Findings:
-    """Check the critic's own model, and the run of `pretrain`."""
-    if critic.model not in OWN_CRITICS:
+    """Check the critic's model if it is a folder or hub name, and the run of `pretrain`."""
+    if critic.model not in CRITICS:
         yield find(critic.model, "critic")[1]
         yield from weights(critic.model, "critic")
     if critic.pretrain:
@@ -128,7 +126,7 @@ def critic(critic: Critic) -> Findings:
 
 
 def teacher(teacher: Teacher) -> Findings:
-    """Check that the teacher exists; its tokenizer is compared with the policy's when the run starts."""
+    """Check that the teacher exists. The start of a run compares its tokenizer with the policy's."""
     if teacher.model:
         yield find(teacher.model, "teacher")[1]
         yield from weights(teacher.model, "teacher")
@@ -140,7 +138,7 @@ def _pretraining(run: str) -> Finding:
     if not Path(run).is_dir():
         text = f"pretrain: {run!r} is not a folder here (looked at {Path(run).absolute()})"
         return Finding("critic", "not here", text)
-    # zarr is slow to import, and few runs pretrain their critic on another run.
+    # zarr is slow to import, and few runs pretrain their critic.
     from streamppo.queue.store import archive
 
     try:
@@ -156,14 +154,14 @@ def _pretraining(run: str) -> Finding:
 
 
 def ignored_sampling(config: Config) -> Findings:
-    """Note the settings of generation_config.json that sampling ignores."""
+    """Note the settings in generation_config.json that sampling ignores."""
     if config.model.path == BUILTIN:
         return
     folder, _ = find(config.model.path, "model")
     try:
         settings = {} if folder is None else _generation_config(Path(folder) / "generation_config.json")
     except (OSError, ValueError, RecursionError) as error:
-        text = f"generation_config.json is ignored, and its ends of completions with it: {first_line(error)}"
+        text = f"generation_config.json cannot be read, so its ends of completions are ignored: {first_line(error)}"
         yield Finding("sampling", "note", text)
         return
     rollout = config.rollout
@@ -181,7 +179,7 @@ def ignored_sampling(config: Config) -> Findings:
             "note",
             f"the model's generation_config.json has {values}, which sampling ignores: tokens are sampled with "
             f"[rollout] temperature {rollout.temperature:g}, top_p {rollout.top_p:g}, top_k {rollout.top_k} only, "
-            "as the learner's log-probs are of that distribution",
+            "because the learner's log-probs are of that distribution",
         )
 
 
@@ -191,11 +189,11 @@ def _equal(value: object, wanted: object) -> bool:
 
 
 def _generation_config(path: Path) -> Mapping[str, object]:
-    """Read the settings; empty without a file. Raises OSError, ValueError or RecursionError for a damaged file."""
+    """Read the settings, {} if there is no file. Raises OSError, ValueError or RecursionError for a damaged file."""
     try:
         settings: object = json.loads(durable.read(path))
     except FileNotFoundError:
         return {}
     if not isinstance(settings, Mapping):
-        raise ValueError("it is not a table of names")
+        raise ValueError("it is not a JSON object")
     return settings

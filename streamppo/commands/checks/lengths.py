@@ -1,11 +1,11 @@
-"""Checks of lengths: answers against the token limit of a completion, prompts against the model's context.
+"""Compares lengths of answers with the token limit of a completion, and lengths of prompts with the model's context.
 
-A token has at least one byte, so a prompt whose bytes fit the context fits it with its tokens. transformers takes
-seconds to import: `prompt_bytes` imports it only if the bytes of no first prompt fit.
+A token has at least one byte, so a prompt fits the context if it has no more bytes than the context has tokens.
+transformers takes seconds to import, so `prompt_bytes` imports it only if no prompt fits by its bytes.
 """
 
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from decimal import Decimal
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -31,20 +31,20 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
 LONG_SHARE = 0.05
-"""A larger share of rows with an answer beyond the limit is noted."""
+"""A note is made if more than this share of rows have an answer beyond the limit."""
 FEW_TOKENS = 64
-"""A token limit that is low for a larger model."""
+"""A token limit below this is low, except for small models."""
 SOLUTION_SCORERS = "streamppo.tasks.scorers."
-"""Scorers of ours that find a number, a formula or tests in the row."""
+"""Prefix of the scorers that read a number, a formula or tests from an answer."""
 TEMPLATE_TOKENS = 256
-"""About the most tokens that a chat template adds."""
+"""Assumed maximum tokens that a chat template adds."""
 
 
 # --- answers -------------------------------------------------------------------------------------------------
 
 
 def answers(config: Config, task: Task, tokenizer: Tokenizer | None) -> Findings:
-    """Find answers beyond the token limit, answers that are numbers, and a low limit for a model that reasons."""
+    """Find answers beyond the token limit, answers that are numbers, and a token limit that is low for the model."""
     if config.environment is not None:
         return
     if tokenizer is None:
@@ -52,7 +52,8 @@ def answers(config: Config, task: Task, tokenizer: Tokenizer | None) -> Findings
     if tokenizer is None and config.model.path != BUILTIN:
         return
     length = _characters if tokenizer is None else lambda text: len(tokenizer.encode_turn(text, "stop"))
-    lengths = [length(text) for text in _answer_texts(task.training[:ROWS])]
+    columns = (prompt.columns.get("answer") for prompt in task.training[:ROWS])
+    lengths = [length(text) for text in columns if isinstance(text, str) and text]
     bound = config.rollout.max_tokens
     if (
         config.model.path != BUILTIN
@@ -62,10 +63,10 @@ def answers(config: Config, task: Task, tokenizer: Tokenizer | None) -> Findings
         yield Finding(
             "answers",
             "note",
-            f"rollout.max_tokens ({bound}) is little for a model of {model.parameters:,} parameters, which writes "
+            f"rollout.max_tokens ({bound}) is low for a model of {model.parameters:,} parameters, which reasons "
             "before it answers: completions are cut off",
         )
-    # A long answer may be a solution, of which the reward may read only the end.
+    # A long answer may be a solution, and the scorer may read only its end.
     if (
         lengths
         and min(lengths) - 1 > bound
@@ -94,7 +95,7 @@ def _reads_solutions(scorer: Scorer) -> bool:
 
 
 def _numeric(config: Config, prompts: Sequence[Prompt]) -> Findings:
-    """Note answers that are numbers: a reward of the user's that compares them with texts is never right."""
+    """Note answers that are numbers, because a user's function may compare them with a text, which is never equal."""
     values = [prompt.columns.get("answer") for prompt in prompts]
     numbers = [value for value in values if isinstance(value, int | float | Decimal) and not isinstance(value, bool)]
     functions = [scorer for scorer in config.reward.scorers.values() if isinstance(scorer, FunctionScorer)]
@@ -108,16 +109,11 @@ def _characters(text: str) -> int:
     return len(warmup_data.Characters().ids(Prompt(text=text, columns={}))) + 1
 
 
-def _answer_texts(prompts: Sequence[Prompt]) -> Iterator[str]:
-    values = (prompt.columns.get("answer") for prompt in prompts)
-    return (answer for answer in values if isinstance(answer, str) and answer)
-
-
 # --- prompts -------------------------------------------------------------------------------------------------
 
 
 def prompts(task: Task, hf_config: "PretrainedConfig", tokenizer: Tokenizer) -> Findings:
-    """Find prompts that leave no room in the model's context: their completions fail."""
+    """Find prompts that fill the model's context, because their completions fail."""
     bound = positions.longest(hf_config, sys.maxsize)
     lengths = [min(len(tokenizer.ids(prompt)), prompt.max_tokens or sys.maxsize) for prompt in task.training[:ROWS]]
     longer = [length for length in lengths if length >= bound]
@@ -131,24 +127,24 @@ def prompts(task: Task, hf_config: "PretrainedConfig", tokenizer: Tokenizer) -> 
 
 
 def prompt_bytes(config: Config, task: Task) -> Findings:
-    """Find that no prompt leaves room in the context of a model on this machine."""
+    """Find prompts that fill the context of a model on this machine, if the bytes of all prompts exceed it."""
     bound = _positions(config)
     if bound is None or any(_bytes(prompt) + TEMPLATE_TOKENS < bound for prompt in task.training[:ROWS]):
         return
-    # Slow to import, and most prompts are short.
+    # transformers is slow to import, and most prompts are short.
     from streamppo.commands.checks import model
 
     files, _ = model.load(config, None)
     if files.hf_config is None or files.tokenizer is None:
         return
-    # max_prompt_tokens leaves out some prompts.
+    # Prompts above max_prompt_tokens are skipped or truncated.
     tokenized = tasks.load(config, files.tokenizer, limit=ROWS)
     if tokenized.task is not None:
         yield from prompts(tokenized.task, files.hf_config, files.tokenizer)
 
 
 def _positions(config: Config) -> int | None:
-    """The model's number of positions; None for builtin:tiny, an absent model, and a model without the number."""
+    """Return the model's number of positions; None if it is unknown, as for builtin:tiny."""
     folder = None if config.model.path == BUILTIN else find(config.model.path, "model")[0]
     if folder is None:
         return None

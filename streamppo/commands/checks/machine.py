@@ -1,4 +1,4 @@
-"""Checks of what a run needs here: engine, CPUs, GPUs, libraries, and the store of checkpoint copies."""
+"""Checks this machine for a run: engine, CPUs, GPUs, libraries, and the store of checkpoint copies."""
 
 import os
 import re
@@ -22,20 +22,20 @@ from streamppo.errors import CheckpointError, ModelError
 DEVICES = Path("/dev")
 SHARED = Path("/dev/shm")
 SOCKET = f"ray/session_2026-01-31_12-00-00_000000_{os.getpid()}/sockets/plasma_store"
-"""A path of Ray's sockets in its temporary folder."""
+"""Example of a path of Ray's sockets in its temporary folder."""
 MOST_SOCKET_BYTES = 107 if sys.platform == "linux" else 103
-"""The most bytes of a socket's path (sockaddr_un)."""
+"""Maximum bytes of a socket's path (sockaddr_un)."""
 PROCESS_MIB = 300
-"""Memory of a process that has imported torch, before there is a model."""
+"""Memory of a process that has imported torch and holds no model."""
 
 TRACKER_EXTRAS = {"trackio": "trackio"}
-"""Trackers whose library is in an extra other than `tracking`."""
+"""Extras of trackers whose library is not in the extra `tracking`."""
 TRACKER_MODULES = {"prometheus": "prometheus_client"}
-"""Trackers whose module has another name."""
+"""Modules of trackers whose module has another name."""
 
 
 def engine(config: Config) -> Finding:
-    """Check that the engine is installed; a running server is contacted at the run's start."""
+    """Check that the engine is installed. A running server is not contacted."""
     match config.rollout.engine:
         case EmbeddedEngine():
             return Finding("engine", "ok", f"embedded, {config.rollout.slots} completions at once in each actor")
@@ -52,7 +52,7 @@ def _sglang(config: Config) -> Finding:
     except metadata.PackageNotFoundError:
         text = "SGLang is not installed: pip install 'streamppo[sglang]', or another rollout.engine"
         return Finding("engine", "not here", text)
-    # The package rollout.sglang imports torch, as SGLang does.
+    # The package rollout.sglang imports torch, which is slow.
     from streamppo.rollout.sglang import checks, wire
 
     try:
@@ -69,7 +69,7 @@ def _sglang(config: Config) -> Finding:
 
 
 def gpus_here() -> int:
-    """Count the GPUs that a process here sees, without torch."""
+    """Count the GPUs that a process on this machine can use, if possible without torch."""
     if (DEVICES / "kfd").exists():
         import torch
 
@@ -82,18 +82,18 @@ def gpus_here() -> int:
 
 
 def memory_mib() -> int:
-    """The memory of this machine, or of its container."""
+    """Return the memory of this machine, or of its container if that has less."""
     physical = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return min(physical, watched_memory.limit() or physical) // 2**20
 
 
 def shared_mib() -> int | None:
-    """The size of this machine's /dev/shm; None where it has none."""
+    """Return the size of this machine's /dev/shm; None if there is no /dev/shm."""
     return shutil.disk_usage(SHARED).total // 2**20 if SHARED.is_dir() else None
 
 
 def places(config: Config) -> Findings:
-    """Report the resources that a run asks Ray for, and compare them with this machine's if Ray is local."""
+    """Report the resources that a run requests from Ray. For a local Ray, compare them with this machine's."""
     if config.learner.threads == "auto":
         number, reason = threads.choose(config)
         yield Finding("threads", "ok", f"learner.threads = {number}: {reason}")
@@ -108,10 +108,10 @@ def places(config: Config) -> Findings:
         return
     if gpus > gpu_count:
         state = "error" if gpu_count else "not here"
-        yield Finding("GPUs", state, f"{gpus:g} are asked for; this machine has {gpu_count}")
+        yield Finding("GPUs", state, f"the run requests {gpus:g}; this machine has {gpu_count}")
     limit = config.cluster.cpus
     if limit is not None and limit < cpus:
-        yield Finding("CPUs", "error", f"cluster.cpus ({limit}) is less than the {cpus:g} that are asked for")
+        yield Finding("CPUs", "error", f"cluster.cpus ({limit}) is less than the {cpus:g} that the run requests")
     yield from _processes(config)
     yield from _object_store(config.cluster.object_store_mib)
     yield from _file_size(config.cluster.object_store_mib)
@@ -151,11 +151,11 @@ def _sockets() -> Findings:
         yield Finding("sockets", "not here", f"{text}: set RAY_TMPDIR to a folder with a shorter path, such as /tmp")
 
 
-# --- libraries and the store of copies -----------------------------------------------------------------------
+# --- libraries and the store of checkpoint copies ------------------------------------------------------------
 
 
 def libraries(config: Config) -> Findings:
-    """Find the library of each tracker, of the endpoint of Prometheus, of model.lora and of learner.transport."""
+    """Check that the libraries of trackers, Prometheus, model.lora and learner.transport are installed."""
     kinds: list[str] = [*config.telemetry.trackers]
     kinds += ["prometheus"] if isinstance(config.telemetry.prometheus, Endpoint) else []
     for kind in kinds:
@@ -168,7 +168,7 @@ def libraries(config: Config) -> Findings:
 
 
 def _library(name: str, purpose: str, remedy: str) -> Finding:
-    """Find a library's module with code; a folder such as the wandb/ of offline runs is not one."""
+    """Check that a module has code, unlike a folder such as the wandb/ of offline runs."""
     spec = find_spec(TRACKER_MODULES.get(name, name))
     if spec is not None and spec.origin is not None:
         return Finding(name, "ok", f"is installed{purpose}")
@@ -176,10 +176,10 @@ def _library(name: str, purpose: str, remedy: str) -> Finding:
 
 
 def copies(config: Config) -> Findings:
-    """Check that checkpoint.remote takes a file, gives it back and deletes it."""
+    """Check that a file can be written to checkpoint.remote, read and deleted."""
     if not (address := config.checkpoint.remote):
         return
-    # Slow to import, and most runs have none.
+    # fsspec is slow to import, and most runs have no remote.
     from streamppo.weights.store import Store
 
     try:

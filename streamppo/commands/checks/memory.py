@@ -1,4 +1,4 @@
-"""Checks of memory: of a rank, of an engine, and of the object store between them."""
+"""Compares the memory that ranks, engines and Ray's object store need with the available memory."""
 
 from typing import NamedTuple
 
@@ -18,7 +18,7 @@ from streamppo.rollout import positions
 
 GIB = 2**30
 ASSUMED_GIB = 80.0
-"""Memory of a GPU without --gpu-gib and without a GPU here."""
+"""Assumed memory of a GPU if --gpu-gib is not given and this machine has no GPU."""
 
 
 class Gpu(NamedTuple):
@@ -29,7 +29,7 @@ class Gpu(NamedTuple):
 
 
 def gpu(gib: float | None) -> Gpu:
-    """Return a GPU of `gib`; by default this machine's, else one of `ASSUMED_GIB`."""
+    """Return a GPU with memory `gib`, by default that of this machine's GPU or else `ASSUMED_GIB`."""
     if gib is not None:
         return Gpu(gib, True)
     if torch.cuda.is_available():
@@ -38,7 +38,7 @@ def gpu(gib: float | None) -> Gpu:
 
 
 def memory(config: Config, hf_config: PretrainedConfig, gpu: Gpu) -> Findings:
-    """Compare estimates of the memory of rank, engine and object store with the available memory."""
+    """Compare the estimated memory of ranks, engines, queue and object store with the available memory."""
     try:
         model = ranks.sizes(hf_config, config.model)
     except ModelError as error:
@@ -47,13 +47,13 @@ def memory(config: Config, hf_config: PretrainedConfig, gpu: Gpu) -> Findings:
     yield Finding("parameters", "ok", f"{model.parameters:,} in {model.layers} layers, {config.model.dtype}")
     configured = longest_row(config)
     context = positions.longest(hf_config, configured)
-    # Prompts of other tasks have no configured bound.
+    # Only data tasks bound the tokens of a prompt.
     if configured > context and isinstance(config.task, DataTask):
         text = f"prompt and completion may have {configured} tokens; the model takes {context}: completions end there"
         yield Finding("context", "note", text)
     longest = min(configured, context)
     if config.model.gradient_checkpointing == "auto":
-        # As a rank does before it loads, on an empty GPU.
+        # A rank resolves "auto" in the same way before it loads the model.
         without = _gib(ranks.rank(config, model, longest).total)
         config = gradient_checkpointing.resolve(config, model, longest, int(gpu.gib * GIB))
         if config.learner.gpus:
@@ -70,7 +70,7 @@ def memory(config: Config, hf_config: PretrainedConfig, gpu: Gpu) -> Findings:
 
 
 def _host(config: Config, model: ranks.ModelSizes, longest: int) -> Findings:
-    """Report the host memory of actors and ranks on GPUs."""
+    """Report the host memory of rollout actors, and of ranks on GPUs."""
     actor, actors = estimate.actor(config, model), config.engines
     parts = ", ".join(f"{name} {_gib(size)}" for name, size in actor._asdict().items() if size)
     if common := estimate.in_common(config, model):
@@ -87,7 +87,7 @@ def _host(config: Config, model: ranks.ModelSizes, longest: int) -> Findings:
 
 
 def _shared(config: Config, model: ranks.ModelSizes) -> Findings:
-    """Compare what engines and Ray take of /dev/shm with its size here."""
+    """Compare the shared memory of engines and Ray with the size of /dev/shm."""
     shared, common = estimate.actor(config, model).shared, estimate.in_common(config, model)
     size_mib = machine.shared_mib()
     if not shared + common or size_mib is None:
@@ -109,7 +109,7 @@ def _shared(config: Config, model: ranks.ModelSizes) -> Findings:
 
 
 def _lack_state(config: Config) -> State:
-    """The state of a lack of memory: an error if this machine has the GPUs of the run."""
+    """The state of a finding about too little memory: an error if this machine has the GPUs of the run."""
     return "error" if placement.plan(config).total("GPU") <= machine.gpus_here() else "not here"
 
 
@@ -124,7 +124,7 @@ def _candidates(config: Config, model: ranks.ModelSizes) -> Findings:
 
 
 def _queue(config: Config, model: ranks.ModelSizes) -> Findings:
-    """Compare the capacity of the queue with the rate of a learner on GPUs."""
+    """Compare the capacity of the queue with the maximum rate of a learner on GPUs."""
     if not config.learner.gpus:
         return
     load, shards = estimate.queue(config, model), config.queue.shards
@@ -158,7 +158,7 @@ def _rank_and_engine(config: Config, model: ranks.ModelSizes, longest: int, gpu:
     yield Finding("rank", "ok", f"about {_gib(rank.total)}: {parts}")
     if config.learner.gpus and not shared:
         yield from _fits("rank", rank.total, gpu)
-    # An engine starts on the first version, when the learner has all of its state.
+    # An engine on a shared GPU starts after the learner has allocated its state.
     free = gpu.gib * GIB - (rank.state + rank.reference if shared else 0)
     engine = estimate.engine(config, model, longest, free)
     if engine is None:
@@ -174,7 +174,7 @@ def _rank_and_engine(config: Config, model: ranks.ModelSizes, longest: int, gpu:
 def _cache(engine: estimate.EngineMemory, longest: int, gpu: Gpu, *, has_turns: bool) -> Findings:
     between = ", between turns too" if has_turns else ""
     parts = f"weights {_gib(engine.weights)}, cache {_gib(engine.cache)} ({engine.tokens:,} tokens{between})"
-    parts += f", rows on their way {_gib(engine.copied)}" if engine.copied else ""
+    parts += f", temporary copies of rows {_gib(engine.copied)}" if engine.copied else ""
     yield Finding("engine memory", "ok", f"about {_gib(engine.total)}: {parts}")
     if engine.tokens < longest:
         text = f"the cache does not hold one completion of {longest} tokens"
@@ -185,7 +185,7 @@ def _cache(engine: estimate.EngineMemory, longest: int, gpu: Gpu, *, has_turns: 
 def _fits(subject: str, size: int, gpu: Gpu) -> Findings:
     if size <= gpu.gib * GIB:
         return
-    verb = "the GPU has" if gpu.is_known else "assumed (see --gpu-gib) are"
+    verb = "the GPU has" if gpu.is_known else "an assumed GPU (see --gpu-gib) has"
     text = f"about {_gib(size)} are too much for one GPU: {verb} {gpu.gib:.0f} GiB"
     yield Finding(subject, "error" if gpu.is_known else "not here", text)
 

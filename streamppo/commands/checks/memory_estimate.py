@@ -1,6 +1,6 @@
-"""Estimates of the memory of an engine, the object store and a machine; a rank's are in learner/memory.py.
+"""Estimates the memory of an engine, the object store and a machine. learner/memory.py estimates a rank's.
 
-The 1 to 3 GiB of CUDA and SGLang's graphs are not counted.
+The estimates leave out 1 to 3 GiB for CUDA and for SGLang's graphs.
 """
 
 import math
@@ -12,25 +12,25 @@ from streamppo.config.sections import LOCAL, Config
 from streamppo.learner.memory import MASTER, MOMENTS, ModelSizes, RankMemory, routes, state
 
 VERSIONS = 3
-"""Versions of the weights in the object store: two in the ledger, one on its way there."""
+"""Versions of the weights in the object store: two in the ledger, and one that is being pushed."""
 COPIES = 2
-"""Versions of the weights in an actor with SGLang, besides the pulled one: the served one and the next."""
+"""Versions of the weights that an actor with SGLang holds besides the pulled one: the served one and the next."""
 IN_COMMON = 3
-"""Versions that the actors of a machine have in common: the served one, the next, and the pulled one."""
+"""Versions in memory that the actors of a machine share: the served one, the next, and the pulled one."""
 TOKEN_BYTES = 13
 """Bytes of a token of a completion in journal and archive: its id, log-prob, version and mask."""
 QUEUE_BYTES_PER_S = 60e6
-"""The most bytes of tokens per second of one process (docs/results.md, the queue under thousands of engines)."""
+"""Maximum bytes of tokens per second of one queue process (docs/results.md, the queue under thousands of engines)."""
 SHARD_SHARE = 0.7
-"""The share of that rate for each of several shards."""
+"""The share of `QUEUE_BYTES_PER_S` that each of several shards reaches."""
 OPERATIONS_PER_S = 989e12 / 2
-"""Half of an H100's peak in bfloat16: a learner on GPUs hardly exceeds it."""
+"""Assumed operations per second of a learner's GPU: half of an H100's peak in bfloat16."""
 
 
 class EngineMemory(NamedTuple):
-    """Bytes of one engine on one GPU (or in the actor, on a CPU), and the capacity of its cache in tokens.
+    """Bytes of one engine on one GPU, or in the actor's memory on a CPU, and the capacity of the cache in tokens.
 
-    Rows that wait between two turns are in the cache; `copied` are rows of one layer in transit.
+    Rows that wait between two turns stay in the cache. `copied` is a temporary copy of one layer's rows.
     """
 
     weights: int
@@ -40,15 +40,15 @@ class EngineMemory(NamedTuple):
 
     @property
     def total(self) -> int:
-        """All parts together."""
+        """The sum of all parts."""
         return self.weights + self.cache + self.copied
 
 
 def engine(config: Config, model: ModelSizes, longest: int, free: float) -> EngineMemory | None:
-    """Estimate one engine on one of its GPUs, with `free` bytes when it starts. None for a running server.
+    """Estimate one engine on one of its GPUs, with `free` bytes when it starts. Returns None for a running server.
 
-    On a GPU SGLang keeps `mem_fraction_static` of the free memory for weights and cache. Everywhere else the cache
-    has room for the `longest` row in every slot.
+    On a GPU, SGLang uses `mem_fraction_static` of the free memory for weights and cache. In all other cases the cache
+    has room for a row of `longest` tokens in every slot.
     """
     gpus = max(1, int(config.rollout.gpus))
     spare = config.rollout.engine.spare_weights if config.rollout.gpus else 0
@@ -67,7 +67,7 @@ def engine(config: Config, model: ModelSizes, longest: int, free: float) -> Engi
 
 
 def _engine_weights(config: Config, model: ModelSizes) -> int:
-    """Bytes of one copy of the weights in an engine; the embedded one has the head in float32 too."""
+    """Bytes of one copy of the weights in an engine. The embedded engine adds a copy of the head in float32."""
     has_head = (
         isinstance(config.rollout.engine, EmbeddedEngine) and config.model.float32_head and model.element < MASTER
     )
@@ -75,19 +75,17 @@ def _engine_weights(config: Config, model: ModelSizes) -> int:
 
 
 def object_store(model: ModelSizes) -> int:
-    """Bytes in Ray's object store of the versions in transit from learner to engines."""
+    """Bytes of weights in Ray's object store."""
     return VERSIONS * model.trained * model.element
 
 
 class ActorWeights(NamedTuple):
-    """Bytes of weights in the memory of one rollout actor, outside its engine; `shared` ones are in /dev/shm.
+    """Bytes of weights in the memory of one rollout actor, besides those of its engine.
 
-    pulled    the newest version; 0 if it is a view of Ray's object store, as from a single rank
-    merged    with adapters: the frozen model, and the next version
-    private   copies that are sent to SGLang
-    shared    copies that SGLang reads in place
+    pulled the newest version; 0 if it is a view of Ray's object store, as from a single rank merged with adapters, the
+    frozen model and the next version private copies that are sent to SGLang shared copies that SGLang reads in place
 
-    If the actors of a machine have their versions in common (`in_common`), an actor has none.
+    If the actors of a machine share their versions (`in_common`), all four numbers are 0.
     """
 
     pulled: int
@@ -97,12 +95,12 @@ class ActorWeights(NamedTuple):
 
     @property
     def total(self) -> int:
-        """All parts together."""
+        """The sum of all parts."""
         return sum(self)
 
 
 def actor(config: Config, model: ModelSizes) -> ActorWeights:
-    """Estimate the weights in one actor's memory."""
+    """Estimate the bytes of weights in the memory of one rollout actor."""
     if in_common(config, model):
         return ActorWeights(pulled=0)
     learner, whole = config.learner, model.parameters * model.element
@@ -122,20 +120,20 @@ def actor(config: Config, model: ModelSizes) -> ActorWeights:
 
 
 def in_common(config: Config, model: ModelSizes) -> int:
-    """Bytes of the versions that the actors of a machine have in common in /dev/shm; 0 for other engines."""
+    """Bytes of the versions in /dev/shm that the actors of a machine share; 0 if the engine cannot share them."""
     if not config.rollout.engine.shares_weights(adapted=config.model.lora is not None):
         return 0
     return IN_COMMON * model.parameters * model.element
 
 
 def shared(config: Config, model: ModelSizes) -> int:
-    """Bytes of /dev/shm for a whole run on one machine: versions of engines, and Ray's object store."""
+    """Bytes of /dev/shm that a run on one machine needs for versions of the weights and for Ray's object store."""
     store = min(object_store(model), config.cluster.object_store_mib * 2**20)
     return config.engines * actor(config, model).shared + in_common(config, model) + store
 
 
 class MachineMemory(NamedTuple):
-    """Bytes of the stages of a whole run in the memory of one machine."""
+    """Bytes of host memory that each part of a run needs on one machine."""
 
     ranks: int
     pushes: int
@@ -146,17 +144,17 @@ class MachineMemory(NamedTuple):
 
     @property
     def total(self) -> int:
-        """All parts together."""
+        """The sum of all parts."""
         return sum(self)
 
 
 def machine(
     config: Config, model: ModelSizes, rank: RankMemory, engine: EngineMemory | None, longest: int
 ) -> MachineMemory:
-    """Estimate a run on one machine; ranks that are not offloaded, and engines, may be on GPUs.
+    """Estimate the host memory of a run on one machine.
 
-    Ranks keep two sets of buckets for pushes, and a copy of the trained state while a checkpoint is written. An
-    embedded engine has memory for the weights twice: the next version is written while the current one serves.
+    Ranks hold two sets of buckets for pushes, and copy the trained state while they write a checkpoint. An embedded
+    engine holds the weights twice, because the next version is written while the current one decodes.
     """
     on_cpu = routes(config, model, longest) if config.learner.gpus else rank.total
     offloaded = state(config, model) if config.learner.offload else 0
@@ -174,7 +172,7 @@ def machine(
 
 
 class QueueLoad(NamedTuple):
-    """Bytes of a token in the queue; tokens per second: `capacity` of its shards, and `demand` of the ranks at most."""
+    """Bytes of a token in the queue. The shards store `capacity` tokens per second; the ranks take at most `demand`."""
 
     token_bytes: int
     capacity: float
@@ -182,13 +180,13 @@ class QueueLoad(NamedTuple):
 
     @property
     def shards(self) -> int:
-        """The number of shards that suffice for the ranks."""
+        """The number of shards whose capacity reaches the demand."""
         queues = self.demand * self.token_bytes / QUEUE_BYTES_PER_S
         return 1 if queues <= 1 else math.ceil(queues / SHARD_SHARE)
 
 
 def queue(config: Config, model: ModelSizes) -> QueueLoad:
-    """Estimate the queue's load by a learner on H100s that never waits: six operations per parameter and token."""
+    """Estimate the queue's load from a learner on H100s that never waits, at six operations per parameter and token."""
     size = TOKEN_BYTES + (model.routes if config.rollout.engine.routes else 0)
     size += candidate_bytes(config, model) if config.rollout.excludes_tokens else 0
     shards = config.queue.shards
@@ -198,5 +196,5 @@ def queue(config: Config, model: ModelSizes) -> QueueLoad:
 
 
 def candidate_bytes(config: Config, model: ModelSizes) -> int:
-    """The most bytes of a token's candidates, in trajectory and journal: four for each, and four for their count."""
+    """Maximum bytes of a token's candidates in trajectory and journal: four for each, and four for their number."""
     return 4 + 4 * min(config.rollout.top_k or model.vocabulary, model.vocabulary)

@@ -1,6 +1,4 @@
-"""Checks of models as transformers reads them: settings, tokenizer, ends of completions, files, an export. No weights
-are loaded.
-"""
+"""Checks models with transformers: settings, tokenizer, ends of completions, files, export. Loads no weights."""
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -9,7 +7,8 @@ from typing import NamedTuple
 from transformers import PretrainedConfig
 
 from streamppo.commands.checks.finding import Finding, Findings, first_line
-from streamppo.commands.checks.folder import OWN_CRITICS, find
+from streamppo.commands.checks.folder import find
+from streamppo.config.algorithm import CRITICS
 from streamppo.config.model import BUILTIN
 from streamppo.config.rollout import EmbeddedEngine, SGLangEngine
 from streamppo.config.sections import Config, longest_row
@@ -27,24 +26,24 @@ from streamppo.weights.models.fit import Kind
 from streamppo.weights.models.settings import settings
 
 SHOWN = 3
-"""The most tokens, or strings of rollout.stop, that notes name."""
+"""Maximum tokens, or strings of rollout.stop, that a note names."""
 NO_TOKEN = -1
-"""A token that ends no turn."""
+"""The number of no token, so that no turn ends with it."""
 READ_MIB = 2048
-"""Files up to this size are checked for numbers that are not finite; larger ones are checked when they are loaded."""
+"""Weights up to this size are checked for NaN and infinity. Larger ones are checked when they are loaded."""
 REMEDY = "load it with transformers' AutoModelForCausalLM, and save that with save_pretrained beside its tokenizer"
-"""For files whose names are not those of transformers' model."""
+"""Advice for weights whose names are not those of transformers' model."""
 
 
 class ModelFiles(NamedTuple):
-    """Settings and tokenizer of the model, as far as they are on this machine."""
+    """Settings and tokenizer of the model; None if they are not on this machine."""
 
     hf_config: PretrainedConfig | None = None
     tokenizer: Tokenizer | None = None
 
 
 def load(config: Config, lesson: Lesson | None) -> tuple[ModelFiles, list[Finding]]:
-    """Read the model's settings and tokenizer, without weights; those of builtin:tiny follow from its `lesson`."""
+    """Read the model's settings and tokenizer. For builtin:tiny, the settings follow from its `lesson`."""
     if lesson is not None:
         return ModelFiles(tiny.settings(config.model, SPECIALS + len(lesson.alphabet))), []
     folder, _ = find(config.model.path, "model")
@@ -69,15 +68,15 @@ def _vocabulary(tokenizer: Tokenizer, hf_config: PretrainedConfig) -> Finding:
         text = f"{count:,} tokens; the model has {model_count:,}, without {names}: a prompt with one of these fails"
         return Finding("tokenizer", "note", text)
     if beyond:
-        return Finding("tokenizer", "error", f"it has {count:,} tokens, and the model {model_count:,}")
+        return Finding("tokenizer", "error", f"the tokenizer has {count:,} tokens, but the model only {model_count:,}")
     return Finding("tokenizer", "ok", f"{count:,} tokens")
 
 
-# --- the ends of completions, and the rows that the engine computes --------------------------------------------
+# --- ends of completions, and the engine -----------------------------------------------------------------------
 
 
 def ends(config: Config, hf_config: PretrainedConfig, tokenizer: Tokenizer) -> Findings:
-    """Name the ends of a completion, and the rows of the vocabulary that are never sampled."""
+    """Report the tokens and strings that end a completion, and the rows of the vocabulary that are never sampled."""
     folder, _ = find(config.model.path, "model")
     try:
         ending = stop.read(folder or config.model.path, hf_config, tokenizer.hf, config.rollout.stop)
@@ -97,7 +96,7 @@ def ends(config: Config, hf_config: PretrainedConfig, tokenizer: Tokenizer) -> F
 
 
 def _open_turn(ending: stop.Stop, tokenizer: Tokenizer) -> Findings:
-    """Note a chat template that ends no turn, as GLM's, if the first token of the next turn is not a stop."""
+    """Note a chat template that ends no turn with a token (GLM's) if the first token of the next turn is not a stop."""
     if not tokenizer.hf.chat_template or tokenizer.turn_end() is not None:
         return
     try:
@@ -115,14 +114,14 @@ def _open_turn(ending: stop.Stop, tokenizer: Tokenizer) -> Findings:
 
 
 def _unknown_tokens(strings: Sequence[str]) -> Findings:
-    """Note strings that look like a token's name, and are not tokens of this tokenizer."""
+    """Note strings that look like names of tokens but are not tokens of this tokenizer."""
     for string in [string for string in strings if string.startswith("<|") and string.endswith("|>")][:SHOWN]:
         text = f"rollout.stop has {string!r}, which is no token of the tokenizer: a completion ends with this text"
         yield Finding("stop", "note", text)
 
 
 def rows(config: Config, hf_config: PretrainedConfig) -> Findings:
-    """Check that the engine computes the longest rows as transformers does."""
+    """Check that the engine computes the same positions as transformers in the longest rows."""
     longest = longest_row(config)
     if isinstance(config.rollout.engine, EmbeddedEngine):
         return
@@ -134,7 +133,7 @@ def rows(config: Config, hf_config: PretrainedConfig) -> Findings:
 
 
 class NamedModel(NamedTuple):
-    """A model of a configuration: the subject of its findings, its path, its class; `body`: its head is not loaded."""
+    """A model in a configuration: the subject of findings, its path and class. With `body`, the head is not loaded."""
 
     subject: str
     path: str
@@ -143,7 +142,7 @@ class NamedModel(NamedTuple):
 
 
 def files(config: Config) -> Findings:
-    """Compare every model on this machine with its files, and rehearse an export without the policy's weights."""
+    """Compare the weights of every model on this machine with its config.json, and try an export of settings."""
     is_readable = True
     for model in _models(config):
         folder, _ = find(model.path, model.subject)
@@ -171,7 +170,7 @@ def _embedded(folder: str, longest: int) -> Findings:
 def _models(config: Config) -> Iterator[NamedModel]:
     if config.model.path != BUILTIN:
         yield NamedModel("model", config.model.path)
-    if (critic := config.algorithm.critic.model) not in OWN_CRITICS:
+    if (critic := config.algorithm.critic.model) not in CRITICS:
         yield NamedModel("critic", critic, body=True)
     if teacher := config.algorithm.teacher.model:
         yield NamedModel("teacher", teacher)
@@ -206,7 +205,7 @@ def _export(folder: str) -> Findings:
 
 
 def _names(folder: str) -> Findings:
-    """Check that a push uses the tensor names of the files, which SGLang expects."""
+    """Check that the policy's tensors have the same names as in the files, because SGLang expects these."""
     try:
         Architecture(settings(folder)).check_names(folder)
     except ModelError as error:

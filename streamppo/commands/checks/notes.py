@@ -1,6 +1,6 @@
-"""Notes about settings that work and are probably not intended: conflicts, and numbers far outside the usual range.
+"""Notes about settings that work but are probably not intended: conflicts, and numbers far outside the usual range.
 
-No torch, no transformers. The usual ranges are those of the shipped configurations, of the docs and of published runs.
+The usual ranges cover the shipped configurations, the documentation and published runs.
 """
 
 from collections.abc import Callable, Iterator
@@ -25,7 +25,7 @@ from streamppo.tasks.task import Task
 
 
 def settings(config: Config, task: Task | None) -> Findings:
-    """Note conflicting settings. `task` is None if it cannot be built."""
+    """Note conflicting settings. `task` is None if it could not be built."""
     learner, rollout = config.learner, config.rollout
     yield from _correction(config)
     yield from _admission(config)
@@ -51,7 +51,7 @@ def settings(config: Config, task: Task | None) -> Findings:
 
 
 def _correction(config: Config) -> Findings:
-    """Note corrections that give old data no weights, or fresh data less."""
+    """Note corrections that do not correct for lag, or that reduce the weight of fresh tokens."""
     algorithm, max_lag = config.algorithm, config.queue.bound
     steps = config.learner.epochs * config.learner.minibatches
     correction, kind = algorithm.correction, algorithm.correction.__struct_config__.tag
@@ -75,7 +75,7 @@ def _correction(config: Config) -> Findings:
 
 
 def _admission(config: Config) -> Findings:
-    """Note a bound on the mean lag, which tokens may exceed."""
+    """Note that max_lag bounds only the mean lag."""
     if config.queue.admission == "mean":
         yield _note(
             f"queue.admission is 'mean': queue.max_lag ({config.queue.bound}) bounds the mean lag of completions, "
@@ -84,7 +84,7 @@ def _admission(config: Config) -> Findings:
 
 
 def _segments(config: Config) -> Findings:
-    """Note cuts of completions by their number of tokens."""
+    """Note segments that are cut at a number of tokens."""
     segments, longest = config.queue.segments, longest_completion(config)
     if segments is not None and 0 < segments.max_tokens < longest:
         yield _note(
@@ -95,7 +95,7 @@ def _segments(config: Config) -> Findings:
 
 
 def _loss(config: Config) -> Findings:
-    """Note losses that reduce to another one: without a ratio, or by the aggregation."""
+    """Note losses that need a ratio other than 1, or another aggregation."""
     algorithm, loss = config.algorithm, config.algorithm.policy_loss
     kind, steps = loss.__struct_config__.tag, config.learner.epochs * config.learner.minibatches
     plain = isinstance(loss, Reinforce | ImportanceWeighted | CustomLoss | Cispo) or loss == Clip()
@@ -117,7 +117,7 @@ def _loss(config: Config) -> Findings:
 
 
 def _excluded_groups(config: Config) -> Findings:
-    """Note excluded groups with a gradient."""
+    """Note groups of equal scores that are excluded although they have a gradient."""
     algorithm = config.algorithm
     for signal in _signals_of_equal_scores(algorithm):
         if algorithm.zero_variance != "keep":
@@ -131,7 +131,7 @@ def _excluded_groups(config: Config) -> Findings:
 
 def _signals_of_equal_scores(algorithm: Algorithm) -> Iterator[str]:
     if algorithm.kl.reward_beta:
-        yield f"the KL in the reward (reward_beta {algorithm.kl.reward_beta:g}) tells their samples apart"
+        yield f"the KL in the reward (reward_beta {algorithm.kl.reward_beta:g}) gives their samples different rewards"
     if isinstance(algorithm.advantage, DrGrpo) and algorithm.advantage.baseline_shift:
         yield f"baseline_shift ({algorithm.advantage.baseline_shift:g}) gives their samples an advantage"
     if algorithm.positive_nll:
@@ -139,7 +139,7 @@ def _signals_of_equal_scores(algorithm: Algorithm) -> Iterator[str]:
 
 
 def _without_effect(config: Config) -> Findings:
-    """Note settings away from their defaults that have no effect."""
+    """Note settings that are changed from their defaults but have no effect."""
     algorithm = config.algorithm
     kl, whiten, control = algorithm.kl, algorithm.whiten, algorithm.entropy_control
     kind = algorithm.advantage.__struct_config__.tag
@@ -166,7 +166,7 @@ def _without_effect(config: Config) -> Findings:
 
 
 def _note_repeats(config: Config, task: Task | None) -> Findings:
-    """Note a batch with more prompts than the data."""
+    """Note a batch that needs more prompts than the data have."""
     prompts = config.queue.batch_size // config.queue.samples_per_prompt
     if task is not None and config.queue.segments is None and 0 < len(task.training) < prompts:
         yield _note(
@@ -176,13 +176,13 @@ def _note_repeats(config: Config, task: Task | None) -> Findings:
 
 
 def _cores(config: Config) -> Findings:
-    """Note more threads than cores. Engines wait half of the time for a learner of several threads."""
+    """Note more threads than cores. Engines count half if the learner has several threads."""
     learners = config.learner.ranks * config.learner.thread_count
     engines = config.rollout.actors * config.rollout.threads
     cores, threads = process.cores(), learners + engines
     busy = learners + (engines if config.learner.thread_count == 1 else engines // 2)
     if config.cluster.address == LOCAL and busy > cores:
-        yield _note(f"learner ranks and rollout actors have {threads} threads, and this machine {cores} cores")
+        yield _note(f"learner ranks and rollout actors have {threads} threads, but this machine has {cores} cores")
 
 
 def _note(text: str) -> Finding:
@@ -193,17 +193,13 @@ def _note(text: str) -> Finding:
 
 
 class Range(NamedTuple):
-    """A setting, the bounds beyond which it is noted, and the usual range in words. `value` is None if it is unused."""
+    """A setting, the bounds beyond which it is noted, the usual range in words, and a function for its value."""
 
     name: str
     low: float
     high: float
     usual: str
     value: Callable[[Config], float | None]
-
-
-def _critic_lr(config: Config) -> float | None:
-    return config.algorithm.critic.lr or None
 
 
 def _lam(config: Config) -> float | None:
@@ -229,7 +225,7 @@ ANY = float("inf")
 RATES = "from 1e-6 for weights of a billion to 1e-3 for those of 0.1 million"
 RANGES = (
     Range("learner.lr", 1e-9, 1e-2, RATES, lambda config: config.learner.lr),
-    Range("algorithm.critic.lr", 1e-9, 3e-2, "from 1e-6 to 3e-3", _critic_lr),
+    Range("algorithm.critic.lr", 1e-9, 3e-2, "from 1e-6 to 3e-3", lambda config: config.algorithm.critic.lr or None),
     Range("learner.max_grad_norm", 1e-3, ANY, "from 0.1 to 1", lambda config: config.learner.max_grad_norm),
     Range("learner.weight_decay", 0.0, 1.0, "from 0 to 0.1", lambda config: config.learner.weight_decay),
     Range("learner.epochs", 1, 20, "from 1 to 4", lambda config: config.learner.epochs),
@@ -245,11 +241,17 @@ RANGES = (
     Range("algorithm.positive_nll", 0.0, 2.0, "about 0.1", lambda config: config.algorithm.positive_nll),
     Range("algorithm.target_kl", 0.0, 1.0, "from 0.01 to 0.1", lambda config: config.algorithm.target_kl),
     Range("algorithm.advantage.lam", 0.5, 1.0, "from 0.9 to 1", _lam),
-    Range("algorithm.advantage.gamma", 0.9, 1.0, "from 0.99 to 1", _gamma),
+    Range(
+        "algorithm.advantage.gamma",
+        0.9,
+        1.0,
+        "from 0.99 to 1",
+        lambda config: getattr(config.algorithm.advantage, "gamma", None),
+    ),
     Range("algorithm.policy_loss.range", 0.001, 2.0, "from 0.1 to 0.4", _upper_clip),
     Range("algorithm.correction.cap", 0.0, 50.0, "from 1 to 10", _cap),
 )
-"""The usual ranges, by section."""
+"""The ranges, in the order of sections."""
 
 
 def ranges(config: Config) -> Findings:

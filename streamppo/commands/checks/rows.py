@@ -1,14 +1,14 @@
-"""Checks of rows: answers that our scorers cannot read, and scores of the rows' answers.
+"""Checks rows of the data: whether streamppo's scorers can read the answers, and how scorers score the answers.
 
-A few rows of each source go through template, tokenizer and reward, with the row's answer as the completion. Rewards
-that are models, judges or services are not called.
+A few rows of each source go through template, tokenizer and scorers, with the row's answer as the completion. Models,
+judges and services are not called.
 """
 
 import asyncio
 import json
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -26,22 +26,22 @@ from streamppo.tasks.warmup_data import Lesson
 from streamppo.types import Prompt, ScoredText
 
 SCORED = 8
-"""Rows of each source that are scored."""
+"""Number of rows of each source that are scored."""
 SOURCES = 8
-"""Sources whose rows are scored."""
+"""Number of sources whose rows are scored."""
 PLACES = 3
-"""The most unreadable rows that are named."""
+"""Maximum unreadable rows that a finding names."""
 READING_S = 5.0
-"""Seconds in which the answers of a scorer's rows are read; formulas take longest."""
+"""Time limit for reading the answers of one scorer's rows. Formulas take longest."""
 QUOTED = 60
-"""Characters of an answer in a note."""
+"""Maximum characters of an answer in a note."""
 SHOWN = 1000
-"""Characters of the example prompt."""
+"""Maximum characters of the example prompt."""
 MATH = "streamppo.tasks.scorers.maths:Math"
 
 
 class UnreadableAnswers:
-    """Counts the answers that our scorers cannot read. It is called with every row (`tasks.data.VisitPrompt`)."""
+    """Counts answers that streamppo's scorers cannot read, and is called with every row (`tasks.data.VisitPrompt`)."""
 
     def __init__(self, config: Config) -> None:
         self._limit = config.queue.max_failure_rate
@@ -57,7 +57,7 @@ class UnreadableAnswers:
             scorer.read(where, prompt)
 
     def findings(self) -> Findings:
-        """Report the number of unreadable rows and the first of them. More than queue.max_failure_rate is an error."""
+        """Report the unreadable rows of each scorer, as an error if their share is above queue.max_failure_rate."""
         for scorer in self._scorers:
             if scorer.unreadable:
                 rows = "row fails" if scorer.unreadable == 1 else "rows fail"
@@ -70,7 +70,7 @@ class UnreadableAnswers:
 
 
 class _ScorerRows:
-    """A scorer, and its rows so far."""
+    """A scorer, and counts of its rows."""
 
     def __init__(self, name: str, scorer: FunctionScorer, reader: Reader) -> None:
         self.name = name
@@ -94,21 +94,21 @@ class _ScorerRows:
 
 
 def scores_source(scorer: Scorer, prompt: Prompt) -> bool:
-    """True if the scorer scores prompts of this source."""
+    """True if `scorer` scores prompts of this prompt's source."""
     return not scorer.sources or prompt.source in scorer.sources
 
 
 class _GoldScore(NamedTuple):
-    """The total of a row's answer, or the reason of its failure."""
+    """The score of a row's answer, or the reason of a failure."""
 
     total: float | None
     reason: str = ""
 
 
 def score(config: Config, task: Task, tokenizer: Tokenizer | None, *, call: bool) -> Findings:
-    """Show a prompt as the model sees it, and score rows of each source if `call` is true."""
+    """Show a prompt in the form that the model gets. If `call` is true, score rows of each source."""
     if tokenizer is None:
-        yield Finding("rows", "later", "rows are scored where the model's tokenizer is")
+        yield Finding("rows", "later", "rows are scored on a machine with the model's tokenizer")
         return
     if config.environment is not None:
         return
@@ -127,14 +127,14 @@ def score(config: Config, task: Task, tokenizer: Tokenizer | None, *, call: bool
 
 
 def characters(lesson: Lesson) -> Tokenizer:
-    """Make the tokenizer of builtin:tiny."""
+    """Return the tokenizer of builtin:tiny."""
     with tempfile.TemporaryDirectory() as folder:
         character_tokenizer(lesson.alphabet).save_pretrained(folder)
         return Tokenizer(Path(folder))
 
 
 def _first_of_sources(task: Task) -> list[Prompt]:
-    """Pick the first training prompts of each source."""
+    """Return the first training prompts of each source."""
     sources: dict[str, list[Prompt]] = {}
     for prompt in task.training:
         if prompt.source in sources or len(sources) < SOURCES:
@@ -151,7 +151,10 @@ def _example(prompt: Prompt, tokenizer: Tokenizer) -> Finding:
 
 
 def _gold_completion(prompt: Prompt, tokenizer: Tokenizer) -> ScoredText:
-    """Make the row's answer a completion, spelled by its tokens; it is empty if the answer is no text or number."""
+    """Return the row's answer as a completion, decoded from its tokens.
+
+    Other answers than texts and numbers are empty.
+    """
     completion, has_end = gold.completion(prompt.columns.get("answer")), tokenizer.eos_id is not None
     tokens = tokenizer.encode_turn(completion, "stop") if completion or has_end else None
     if tokens is not None:
@@ -168,7 +171,7 @@ def _gold_completion(prompt: Prompt, tokenizer: Tokenizer) -> ScoredText:
 
 
 def _altered_answers(rows: Sequence[tuple[Prompt, ScoredText]]) -> Findings:
-    """Note the first answer whose tokens spell another text: no completion equals it."""
+    """Note the first answer that its tokens decode to another text, because no completion can equal it."""
     for prompt, text in rows:
         answer = gold.completion(prompt.columns.get("answer"))
         if answer != text.completion:
@@ -180,7 +183,7 @@ def _altered_answers(rows: Sequence[tuple[Prompt, ScoredText]]) -> Findings:
 async def _scores(
     name: str, scorer: FunctionScorer, rows: Sequence[tuple[Prompt, ScoredText]]
 ) -> Sequence[_GoldScore] | TaskError:
-    """Score the rows as a run does; an error if the reward cannot be loaded."""
+    """Score the rows in the same way as a run. Returns an error if the scorer cannot be loaded."""
     rewards = Rewards(Reward(scorers={name: scorer}))
     try:
         await rewards.start(set())
@@ -194,7 +197,7 @@ async def _scores(
 
 
 def _in_box(scorer: FunctionScorer, text: ScoredText) -> ScoredText:
-    """Put the answer into the box that `Math` reads."""
+    """Put the completion into the box that `Math` reads."""
     if scorer.function != MATH or extract_boxed(text.completion) is not None:
         return text
     fields = {name: getattr(text, name) for name in text.__struct_fields__}
@@ -213,7 +216,7 @@ def _verdict(name: str, scored: Sequence[_GoldScore] | TaskError, texts: Sequenc
     if isinstance(scored, TaskError):
         return Finding(subject, "error", str(scored))
     totals = [score.total for score in scored if score.total is not None]
-    failures = list(_failures(scored))
+    failures = [score.reason for score in scored if score.total is None]
     is_answered = any(text.completion for text in texts)
     rows = "rows with their own answer as the completion" if is_answered else "rows without a text or number as answer"
     if not totals:
@@ -224,16 +227,12 @@ def _verdict(name: str, scored: Sequence[_GoldScore] | TaskError, texts: Sequenc
     if failures:
         return Finding(subject, "note", f"{text}, and {len(failures)} failed: {failures[0]}")
     if max(totals) <= 0 and is_answered:
-        return Finding(subject, "note", f"{text}: no more than wrong answers, unless the reward asks for another form")
+        return Finding(subject, "note", f"{text}, as wrong answers do, unless the reward expects another form")
     return Finding(subject, "ok", text)
 
 
 def _chat_advice(failure: str, texts: Sequence[ScoredText]) -> str:
-    """Explain TRL's form of a chat if a reward treats a list of messages as a text; "" otherwise."""
+    """Return advice about TRL's form of a chat if a scorer failed on a list of messages; else ""."""
     if "'list'" not in failure or not any(text.messages for text in texts):
         return ""
     return ": in a chat, prompts and completions are lists of messages, and a text is completions[0][0]['content']"
-
-
-def _failures(scored: Sequence[_GoldScore]) -> Iterator[str]:
-    return (score.reason for score in scored if score.total is None)

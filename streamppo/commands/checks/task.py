@@ -1,4 +1,4 @@
-"""Checks of the task's data, the rewards and the environment."""
+"""Checks the task's data, the scorers and the environment."""
 
 import shlex
 import shutil
@@ -27,11 +27,11 @@ from streamppo.types import Prompt
 
 CODE = "streamppo.tasks.scorers.code:CodeTests"
 ROWS = 64
-"""Prompts that are examined, and rows that are read of large data."""
+"""Number of prompts that are examined, and of rows that are read if the data are large."""
 
 
 class LoadedTask(NamedTuple):
-    """The task, None for absent or wrong data, and its findings; for builtin:tiny its warm-up data."""
+    """The task (None if its data are missing or invalid), findings about it, and warm-up data of builtin:tiny."""
 
     task: Task | None
     findings: list[Finding]
@@ -39,9 +39,9 @@ class LoadedTask(NamedTuple):
 
 
 def load(config: Config, tokenizer: Measure | None, *, limit: int | None = None) -> LoadedTask:
-    """Build the task, on the first `limit` rows of its data.
+    """Build the task from the first `limit` rows of its data, or from all.
 
-    Without a `tokenizer`, rows with an unreadable answer are found, too.
+    If `tokenizer` is None, the findings also report answers that scorers cannot read.
     """
     if absent := [place for place in _places(config) if not Path(place).exists()]:
         return LoadedTask(None, [_absent(place) for place in absent])
@@ -54,7 +54,7 @@ def load(config: Config, tokenizer: Measure | None, *, limit: int | None = None)
     except StreamppoError as error:
         return LoadedTask(None, [Finding("task", "error", str(error))])
     findings = [Finding("task", "ok", _prompts(task, measure))]
-    # Notes about the first rows of a large data set may be wrong for the others.
+    # Notes about only the first rows may be wrong for all rows.
     findings += [Finding("task", "note", note) for note in task.notes() if limit is None]
     if unreadable is None:
         return LoadedTask(task, findings, lesson)
@@ -81,7 +81,7 @@ def mib(config: Config) -> float:
 
 
 def _places(config: Config) -> list[str]:
-    """Files, folders or hub names of the task's data."""
+    """Return the files, folders or hub names of the task's data."""
     if not isinstance(config.task, DataTask):
         return []
     sources = config.task.sources.values()
@@ -98,7 +98,7 @@ def _prompts(task: Task, measure: Measure | None) -> str:
 
 
 def rewards(config: Config, task: Task | None) -> Findings:
-    """Check every scorer, and that there is one for every data source."""
+    """Check every scorer, and that every data source has a scorer."""
     prompts = task.training[:ROWS] if task is not None else ()
     for name, scorer in config.reward.scorers.items():
         subject = reward_subject(name)
@@ -154,7 +154,7 @@ def environment(config: Config) -> Findings:
 
 
 def _check_agent(environment: AgentEnvironment) -> None:
-    """Raise `TaskError` if an agent cannot be run."""
+    """Raise `TaskError` if the agent cannot be run on this machine."""
     agent.check(environment)
     command = environment.command
     if command and environment.sandbox is None and shutil.which(command[0]) is None:

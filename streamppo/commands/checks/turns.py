@@ -1,6 +1,6 @@
-"""Checks of conversations: control tokens in rows, a turn of the environment or a run of an agent.
+"""Checks conversations: control tokens in rows, and a turn of the environment or a run of the agent.
 
-Every turn of the policy is the row's answer.
+An engine replaces the policy and samples the row's answer in every turn.
 """
 
 import asyncio
@@ -23,11 +23,11 @@ from streamppo.terminal import quoted
 from streamppo.types import Ints, Message, Prompt, branches
 
 PROMPTS = 64
-"""Prompts that are examined."""
+"""Number of prompts that are examined."""
 TURNS = 2
-"""Turns of the policy: one before and one after the environment's answer."""
+"""Turns of the policy, one before and one after the environment's answer."""
 AGENT_S = 20.0
-"""The most seconds of an agent's run."""
+"""Maximum seconds of an agent's run."""
 
 
 class Answers:
@@ -47,7 +47,7 @@ class Answers:
 
 
 def findings(config: Config, task: Task, tokenizer: Tokenizer, *, call: bool = True) -> Findings:
-    """Check the first prompts, and play a turn of the environment, or an agent if `call` is true, for each source."""
+    """Check the first prompts, and play a turn of the environment, or (with `call`) run the agent, for each source."""
     first = task.training[:PROMPTS]
     notes = (
         _note_control_tokens(first, tokenizer),
@@ -67,7 +67,7 @@ def findings(config: Config, task: Task, tokenizer: Tokenizer, *, call: bool = T
 
 
 def _note_control_tokens(prompts: Sequence[Prompt], tokenizer: Tokenizer) -> str:
-    """Name the control tokens in prompts that keep them as text, or have them in a message."""
+    """Return a note about control tokens in prompts that keep them as text or have messages; "" without any."""
     examined = [prompt for prompt in prompts if prompt.template.control_tokens == "text" or prompt.messages]
     spelled = [(prompt, name) for prompt in examined if (name := tokenizer.find_control_token(prompt))]
     if not spelled:
@@ -83,7 +83,7 @@ def _note_control_tokens(prompts: Sequence[Prompt], tokenizer: Tokenizer) -> str
 
 
 def _note_opening(prompts: Sequence[Prompt], tokenizer: Tokenizer) -> str:
-    """Name the opening of the policy's turn that the chat template does not write."""
+    """Return a note if the chat template does not write the opening of an assistant's turn, else ""."""
     opening = tokenizer.missing_opening() if any(prompt.messages for prompt in prompts) else ""
     if not opening:
         return ""
@@ -94,7 +94,7 @@ def _note_opening(prompts: Sequence[Prompt], tokenizer: Tokenizer) -> str:
 
 
 def _note_tools(prompts: Sequence[Prompt], tokenizer: Tokenizer) -> str:
-    """Count the prompts whose tools the chat template does not write."""
+    """Return a note about prompts whose tools the chat template does not write; "" without any."""
     count = sum(tokenizer.leaves_out_tools(prompt) for prompt in prompts)
     if not count:
         return ""
@@ -105,7 +105,7 @@ def _note_tools(prompts: Sequence[Prompt], tokenizer: Tokenizer) -> str:
 
 
 def _note_assistant_prompts(prompts: Sequence[Prompt]) -> str:
-    """Count the prompts that end with an assistant's message."""
+    """Return a note about prompts that end with an assistant's message; "" without any."""
     count = sum(prompt.messages[-1].role == "assistant" for prompt in prompts if prompt.messages)
     if not count:
         return ""
@@ -139,7 +139,7 @@ def _play(source: str, prompt: Prompt, environment: Environment, tokenizer: Toke
 def _play_agents(
     prompts: Mapping[str, Prompt], config: Config, environment: AgentEnvironment, tokenizer: Tokenizer
 ) -> Findings:
-    """Play a run for each source, up to the first failure: a failing run may use its whole time limit."""
+    """Run the agent for each source until the first failure, because a failing run may use its whole time limit."""
     limited = structs.replace(environment, timeout_s=min(AGENT_S, environment.timeout_s))
     for source, prompt in prompts.items():
         try:
@@ -157,7 +157,7 @@ def _play_agents(
                     f"{source}: it has not ended after {limited.timeout_s:g} s, and was stopped; in a run it has "
                     f"{environment.timeout_s:g} s (environment.timeout_s)"
                 )
-            # After an answer a failure may be right: the environment may expect another answer than the row's.
+            # A failure after an answer may be right, because the agent may expect an answer other than the row's.
             is_fault = not error.tokens and not is_late
             yield Finding("environment", "error" if is_fault else "note", reason)
             return

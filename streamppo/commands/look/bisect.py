@@ -1,6 +1,6 @@
-"""`streamppo bisect`: the first version at which a condition holds.
+"""`streamppo bisect`: finds the first version at which a condition holds.
 
-Questions about recorded data need neither Ray nor torch; bisect_replay.py replays versions for other questions.
+Conditions on recorded data need neither Ray nor torch. For other conditions bisect_replay.py replays versions.
 """
 
 import json
@@ -28,7 +28,7 @@ from streamppo.types import Batch
 
 
 def bisect(run: Path, question: Question, *, as_json: bool) -> int:
-    """Find the answer, and print it. Raises the errors of `find`."""
+    """Find the first version, and print it. Raises the errors of `find`."""
     with log_to_stderr():
         answer = find(run, question)
     if as_json:
@@ -45,14 +45,14 @@ def bisect(run: Path, question: Question, *, as_json: bool) -> int:
 def find(run: Path, question: Question) -> Answer:
     """Find the first version at which the condition of `question` holds.
 
-    Raises `ConfigError` for an unknown metric or an unusable test, `JournalError` for batches that were not kept, and
-    `TaskError` for a test that fails.
+    Raises `ConfigError` for an unknown metric or an invalid test, `JournalError` if needed batches were not kept, and
+    `TaskError` if the test fails.
     """
     question.refuse()
     test = _load(question.test) if question.test is not None else None
     if not question.changes and (test is None or "model" not in test.parameters):
         return _examine_records(run, question, test)
-    # Imports torch and Ray.
+    # bisect_replay.py imports torch and Ray.
     from streamppo.commands.look import bisect_replay
 
     return bisect_replay.find(run, question, test)
@@ -73,7 +73,7 @@ def _load(path: Path) -> UserTest:
 
 
 def _examine_records(run: Path, question: Question, test: UserTest | None) -> Answer:
-    """Examine all recorded lines or batches."""
+    """Examine the lines or batches of all recorded versions."""
     lines = lines_of(run)
     if test is None:
         values = _values(run, lines, question.metric)
@@ -102,7 +102,7 @@ def _values(run: Path, lines: Mapping[int, Metrics], metric: str) -> dict[int, f
 
 
 def _batches(batches: Archive, versions: Sequence[int], *, wanted: bool) -> Iterator[tuple[int, Batch | None]]:
-    """Every version, with its batch if batches are `wanted`."""
-    kept = set(batches.versions())
-    for version in sorted({version + 1 for version in kept} if wanted else versions):
+    """Yield every version, with its batch if batches are `wanted`."""
+    archived = set(batches.versions())
+    for version in sorted({version + 1 for version in archived} if wanted else versions):
         yield version, batches.batch(version - 1) if wanted else None

@@ -1,4 +1,4 @@
-"""`streamppo bisect` with versions that are replayed, in as few updates as possible.
+"""Replays versions for `streamppo bisect`, with as few updates as possible.
 
     question                   examined versions                                          replayed updates
     a metric, a test of data   every line, or every batch                                 none
@@ -6,8 +6,8 @@
                                before the first that holds, up to one that holds          answer
     the same with --set        each version from the first, under the changes             from the first to the answer
 
-The weights of a version need a replay of all updates before it. One pass from a checkpoint, version by version, makes
-fewer updates than a binary search.
+The weights of a version need a replay of all updates before it. One replay from a checkpoint, which examines version
+after version, makes fewer updates than a binary search.
 """
 
 import tempfile
@@ -40,7 +40,7 @@ from streamppo.queue.store.journal import Journal
 
 
 def find(run: Path, question: Question, test: UserTest | None) -> Answer:
-    """Find the first version at which a test of weights holds, or any condition under changes."""
+    """Find the first version at which a test of weights holds, or at which any condition holds under changes."""
     if question.changes or test is None:
         return _changed(run, question, test)
     return _by_weights(run, question, test)
@@ -50,7 +50,7 @@ def find(run: Path, question: Question, test: UserTest | None) -> Answer:
 
 
 def _by_weights(run: Path, question: Question, test: UserTest) -> Answer:
-    """Examine every checkpoint, then the versions before the first that holds."""
+    """Examine every checkpoint, then the versions before the first checkpoint at which the test holds."""
     lines, past = lines_of(run), _past(run)
     examined: list[ExaminedVersion] = []
     checkpoints = [path for path in manifest.complete(run / "checkpoints") if manifest.is_of(path, past)]
@@ -75,7 +75,7 @@ def _by_weights(run: Path, question: Question, test: UserTest) -> Answer:
 
     remade, start = replay.from_checkpoint(choose, use)
     between = [later - earlier for earlier, later in zip([0, *_versions(before)], _versions(before), strict=False)]
-    # An earlier version between two checkpoints may be the first.
+    # The first version may be between two earlier checkpoints, where no version is examined.
     certain = all(step == 1 for step in between)
     return conclude(
         question, sorted([*examined, *remade]), len(remade), certain=certain, subjects="versions", begin=start
@@ -83,7 +83,7 @@ def _by_weights(run: Path, question: Question, test: UserTest) -> Answer:
 
 
 def _changed(run: Path, question: Question, test: UserTest | None) -> Answer:
-    """Replay every version under the changes, up to the first at which it holds."""
+    """Replay versions under the changes up to the first at which the condition holds."""
     past = _past(run)
     present = configfile.load(run / configfile.CONFIG)
     configs = {
@@ -116,7 +116,7 @@ def _replay(
     *,
     model: bool = True,
 ) -> list[ExaminedVersion]:
-    """Replay the versions after `begin` up to `last`, and examine each, up to the first that holds."""
+    """Replay and examine the versions after `begin`, up to `last` or the first at which the condition holds."""
     examined: list[ExaminedVersion] = []
     if last <= (int(begin.name) if begin else 0):
         return examined
@@ -135,10 +135,10 @@ def _replay(
 
 
 def _refuse_lost(run: Path, begin: Path | None, last: int) -> None:
-    kept = set(archive.open(run).versions())
+    archived = set(archive.open(run).versions())
     needed = range(int(begin.name) if begin else 0, last)
-    if (lost := next((version for version in needed if version not in kept), None)) is not None:
-        raise JournalError(f"{run}: version {lost + 1} cannot be replayed: its batch was not kept")
+    if (missing := next((version for version in needed if version not in archived), None)) is not None:
+        raise JournalError(f"{run}: version {missing + 1} cannot be replayed: its batch was not kept")
 
 
 def _past(run: Path) -> History:
@@ -158,7 +158,7 @@ def _examine(
 
 
 def _export_checkpoint(run: Path, path: Path, to: Path) -> bool:
-    """Export the checkpoint at `path`; False if a running run has deleted it meanwhile."""
+    """Export the checkpoint at `path`. Returns False if the run has deleted the checkpoint meanwhile."""
     config = configfile.load(run / configfile.CONFIG)
     try:
         policy = weights.checkpoint_weights(config, run, int(path.name))

@@ -1,7 +1,6 @@
-"""`streamppo inspect`: the batch of an update, the dead letters, and the end of each attempt at a prompt."""
+"""`streamppo inspect`: prints an update's batch, the dead letters, or the end of each attempt at a prompt."""
 
 from collections.abc import Iterable, Iterator, Mapping
-from itertools import groupby
 from pathlib import Path
 
 from streamppo.commands.console import echo
@@ -16,12 +15,12 @@ from streamppo.queue.store.archive import Archive
 from streamppo.queue.store.journal import Journal
 from streamppo.tasks.tokenizer import Tokenizer
 from streamppo.terminal import bounded
-from streamppo.types import Batch, Floats, Identity, Ints, Trajectory, flags, floats, ints, turns
+from streamppo.types import Batch, Floats, Identity, Trajectory, flags, floats, ints, turns
 
 MOST_TEXT, MOST_REASON, MOST_NAME = 20_000, 2_000, 100
-"""The most characters of a prompt or completion, of an explanation or reason, and of a name."""
-LEARNED = {"values": "values", "proximal_logprobs": "learner's", "advantages": "advantages"}
-"""The learner's numbers of each token, and their printed names."""
+"""Maximum characters of a prompt or completion, of an explanation or reason, and of a name."""
+RECORD_NAMES = {"values": "values", "proximal_logprobs": "learner's", "advantages": "advantages"}
+"""The learner's recorded numbers of each token, with their printed names."""
 
 
 def inspect(config: Config, run: Path, update: int | None, count: int) -> int:
@@ -35,7 +34,7 @@ def inspect(config: Config, run: Path, update: int | None, count: int) -> int:
         raise JournalError(
             f"{run}: no batch of update {version + 1}: the archive has those of {versions[0] + 1} to {versions[-1] + 1}"
         )
-    batch, learned = batches.batch_and_record(version)
+    batch, record = batches.batch_and_record(version)
     tokenizer, rows = Tokenizer(model_path(config, run)), RunRows(config, run)
     rewards = [trajectory.reward for trajectory in batch.trajectories]
     echo(
@@ -43,7 +42,7 @@ def inspect(config: Config, run: Path, update: int | None, count: int) -> int:
         f"{sum(rewards) / len(rewards):.4g}, tokens of versions below {batch.min_version} are too old"
     )
     for row, trajectory in enumerate(batch.trajectories[:count]):
-        numbers = {name: column[row] for name, column in learned.items()}
+        numbers = {name: column[row] for name, column in record.items()}
         echo(*_lines(batch, trajectory, numbers, tokenizer), *_row(rows.row_of(trajectory)))
     return 0
 
@@ -56,7 +55,7 @@ def inspect_dead_letters(run: Path, count: int) -> int:
     echo(f"{len(letters)} dead letters")
     for letter in reversed(letters[-count:]):
         trajectory = letter.trajectory
-        # A column may end within an entry.
+        # A damaged column may end within an entry.
         tokens = ints(trajectory.tokens[: len(trajectory.tokens) // 4 * 4]).tolist()
         echo(
             "",
@@ -67,9 +66,9 @@ def inspect_dead_letters(run: Path, count: int) -> int:
 
 
 def inspect_prompt(run: Path, prompt: int) -> int:
-    """Print the end or the present state of every attempt at a prompt.
+    """Print how every attempt at a prompt ended, or its present state.
 
-    Raises `JournalError` for a prompt that was never issued, or whose traces were not kept.
+    Raises `JournalError` if the prompt was never issued, or if no record of it was kept.
     """
     journal = Journal.open_run(run)
     attempts, counters = _attempts_in_journal(journal, prompt), journal.counters()
@@ -80,7 +79,7 @@ def inspect_prompt(run: Path, prompt: int) -> int:
         return 0
     attempts |= _attempts_in_archive(Archive(run / "archive", archive.checksums(versions)), versions, prompt)
     if not attempts and counters is not None and counters.shape.slots_of(prompt).start < counters.opened:
-        raise JournalError(f"{run}: prompt {prompt} was issued or skipped, and that was not kept (archive.keep)")
+        raise JournalError(f"{run}: prompt {prompt} was issued or skipped, but no record of it was kept (archive.keep)")
     if not attempts:
         raise JournalError(f"{run}: prompt {prompt} was never issued")
     echo(f"{min(attempts).task} prompt {prompt}")
@@ -92,7 +91,7 @@ def inspect_prompt(run: Path, prompt: int) -> int:
 
 
 def _attempts_in_journal(journal: Journal, prompt: int) -> dict[Identity, str]:
-    """The attempts at a prompt that wait or failed."""
+    """Return a text about each attempt at a prompt that waits or has failed."""
     counters = journal.counters()
     if counters is None:
         return {}
@@ -107,7 +106,7 @@ def _attempts_in_journal(journal: Journal, prompt: int) -> dict[Identity, str]:
 
 
 def _skipped(journal: Journal, counters: Counters | None, prompt: int) -> str:
-    """The reason why the curriculum skipped the prompt; empty if it did not."""
+    """Return why the curriculum skipped the prompt; empty if it did not."""
     skipped = () if counters is None else journal.skipped(counters.shape.slots_of(prompt))
     if not skipped:
         return ""
@@ -117,7 +116,7 @@ def _skipped(journal: Journal, counters: Counters | None, prompt: int) -> str:
 
 
 def _attempts_in_archive(batches: Archive, versions: Iterable[PublishedVersion], prompt: int) -> dict[Identity, str]:
-    """The attempts at a prompt that were trained on. Only files with the prompt in their range are opened."""
+    """Return a text about each trained attempt at a prompt. Opens only files whose range of prompts includes it."""
     return {
         trajectory.identity: (
             f"trained on by update {version.version}: reward {trajectory.reward:g}, {trajectory.num_tokens} tokens"
@@ -152,7 +151,7 @@ def _segment(identity: Identity) -> str:
     return f" segment {identity.segment}"
 
 
-def _lines(batch: Batch, trajectory: Trajectory, learned: Mapping[str, Floats], tokenizer: Tokenizer) -> Iterator[str]:
+def _lines(batch: Batch, trajectory: Trajectory, record: Mapping[str, Floats], tokenizer: Tokenizer) -> Iterator[str]:
     versions = ints(trajectory.versions)
     components = "".join(f", {bounded(name, MOST_NAME)} {value:g}" for name, value in trajectory.components.items())
     end = f"{trajectory.finish}, {trajectory.num_tokens} tokens"
@@ -163,20 +162,21 @@ def _lines(batch: Batch, trajectory: Trajectory, learned: Mapping[str, Floats], 
     yield from _texts(batch, trajectory, tokenizer)
     yield f"  tokens      {' '.join(map(str, ints(trajectory.tokens).tolist()))}"
     yield f"  log-probs   {_numbers(floats(trajectory.logprobs))}"
-    for name, column in learned.items():
-        yield f"  {LEARNED[name]:<12}{_numbers(column)}"
+    for name, column in record.items():
+        yield f"  {RECORD_NAMES[name]:<12}{_numbers(column)}"
     if trajectory.token_rewards:
         yield f"  rewards     {_numbers(floats(trajectory.token_rewards))}"
     if trajectory.teacher_logprobs:
         yield f"  teacher     {_numbers(floats(trajectory.teacher_logprobs))}"
-    yield f"  versions    {_runs(versions)}; oldest token {batch.version - trajectory.oldest_version} versions old"
+    counts = ", ".join(f"{count} x {version}" for count, version in tree.count_versions(versions))
+    yield f"  versions    {counts}; oldest token {batch.version - trajectory.oldest_version} versions old"
     if not flags(trajectory.mask).all():
         lost = turns.undelivered(trajectory.turns)
         yield f"  not sampled by the policy: {int((~flags(trajectory.mask)).sum()) - lost} tokens"
 
 
 def _texts(batch: Batch, trajectory: Trajectory, tokenizer: Tokenizer) -> Iterator[str]:
-    """The prompt and the completion, or the tree of several turns."""
+    """Yield the lines of prompt and completion, or of the tree if there are several turns."""
     if not tree.has_tree(trajectory):
         yield f"  prompt      {bounded(tokenizer.decode(ints(trajectory.prompt_tokens)), MOST_TEXT)!r}"
         yield f"  completion  {bounded(tokenizer.decode(ints(trajectory.tokens)), MOST_TEXT)!r}"
@@ -188,7 +188,7 @@ def _texts(batch: Batch, trajectory: Trajectory, tokenizer: Tokenizer) -> Iterat
 
 
 def _row(row: DataRow) -> Iterator[str]:
-    """The columns of the row, the answer under its own name."""
+    """Yield a line for each column of the row. The label of the answer's line is "answer"."""
     for name, value in row.columns:
         label = bounded(name, MOST_NAME)
         yield f"  {label:<12}{value}" if name == "answer" else f"  row         {label} = {value}"
@@ -198,8 +198,3 @@ def _row(row: DataRow) -> Iterator[str]:
 
 def _numbers(column: Floats) -> str:
     return " ".join(f"{value:.3f}" for value in column.tolist())
-
-
-def _runs(versions: Ints) -> str:
-    """[3, 3, 4] -> "2 x 3, 1 x 4"."""
-    return ", ".join(f"{len(list(run))} x {version}" for version, run in groupby(versions.tolist()))

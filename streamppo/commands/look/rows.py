@@ -1,6 +1,6 @@
-"""The row of data behind a trajectory: the columns that rewards get, the answer first.
+"""Finds the row of data of a trajectory: the columns that scorers get, with the answer first.
 
-A trajectory stores only the number of its prompt, so the task is rebuilt; its data may have changed since.
+A trajectory stores only the number of its prompt, so the task is built again. The task's data may have changed since.
 """
 
 from functools import cached_property
@@ -20,24 +20,24 @@ from streamppo.tasks.tokenizer import Tokenizer
 from streamppo.types import Trajectory, ints
 
 SHOWN = 400
-"""Characters of a column that are shown."""
+"""Maximum characters of a column that are shown."""
 
 
 class DataRow(NamedTuple):
-    """(name, repr of the value) of every column; or the reason why they are `missing`."""
+    """(name, repr of the value) of every column, or the reason why the row is `missing`."""
 
     columns: list[tuple[str, str]]
     missing: str = ""
 
 
 class RunRows:
-    """The rows of the run in `folder`. Its data are read for the first row."""
+    """The rows of the run in `folder`. The data are read when the first row is needed."""
 
     def __init__(self, config: Config, folder: Path) -> None:
         self._config, self._folder = config, folder
 
     def row_of(self, trajectory: Trajectory) -> DataRow:
-        """Return the row behind a trajectory."""
+        """Return the row of a trajectory's prompt."""
         task, tokenizer, missing = self._task
         if task is None or tokenizer is None:
             return DataRow([], missing)

@@ -1,4 +1,4 @@
-"""Prints a run on one screen, or all runs of a folder as a table, also during a run. Needs neither Ray nor torch."""
+"""Prints a run on one screen, or all runs of a folder as a table. Runs may be in progress."""
 
 import json
 from datetime import datetime
@@ -18,13 +18,13 @@ from streamppo.terminal import harmless
 
 HEADINGS = ("run", "state", "updates", "reward", "accuracy", "last")
 STATE, GAP, LEAST_STATE = 1, 2, 10
-"""The column of the state, the cells between two columns, and the least cells of a state."""
+"""The column of the state, the characters between two columns, and the minimum characters of a state."""
 
 
 def summary(run: Path, *, as_json: bool) -> int:
-    """Print the outcome, the main numbers and the findings, or all numbers as JSON.
+    """Print the outcome, the main numbers and the warnings of a run, or all numbers as JSON.
 
-    If the run ended worse than it began, past findings are printed too.
+    If the run ended worse than it began, warnings that are over are printed too.
     """
     shown = _view(run)
     if as_json:
@@ -47,7 +47,7 @@ def summary(run: Path, *, as_json: bool) -> int:
 
 
 def current_summary(run: Path) -> dict[str, object]:
-    """The content of summary.json; without it, the numbers of metrics.jsonl and the run's state."""
+    """Return the content of summary.json, or if it is missing the totals of metrics.jsonl and the run's state."""
     shown = _view(run)
     numbers = {**(shown.summary or {"outcome": condition(run, shown), **summaries.line_totals(shown.lines)})}
     if "attempts" not in numbers and (attempts := report.count_attempts(run, configfile.load(run / configfile.CONFIG))):
@@ -56,9 +56,9 @@ def current_summary(run: Path) -> dict[str, object]:
 
 
 def list_runs(runs: Path) -> int:
-    """Print a row for each run, the latest last; a narrow terminal has fewer columns, but complete names.
+    """Print a row for each run, with the latest last. A narrow terminal gets fewer columns, but complete names.
 
-    Raises `RunError` without a run.
+    Raises `RunError` if there is no run.
     """
     folders = [path.parent for path in runs.glob(f"*/{configfile.CONFIG}")]
     if not folders:
@@ -66,7 +66,7 @@ def list_runs(runs: Path) -> int:
     cells = [_row(folder) for folder in sorted(folders, key=_last_change_s)]
     widths = [max(len(row[place]) for row in (HEADINGS, *cells)) + GAP for place in range(len(HEADINGS))]
     shown, places = console(), [*range(len(HEADINGS))]
-    # An error as the state may be long: it has the other cells of the line.
+    # The state may be a long error, and gets the rest of the line.
     while (state_width := shown.width - sum(widths[place] for place in places if place != STATE)) < LEAST_STATE + GAP:
         if len(places) == STATE + 1:
             break
@@ -83,7 +83,7 @@ def list_runs(runs: Path) -> int:
 
 
 def _row(folder: Path) -> list[str]:
-    """The name, the state and the numbers of a run; the state of an unreadable run is the error."""
+    """Return the cells of a run. The state of an unreadable run is the error."""
     shown, error = make_part(lambda: _view(folder))
     shown = shown or View(folder.name, [])
     totals = summaries.line_totals(shown.lines)
@@ -97,14 +97,14 @@ def _view(run: Path) -> View:
 
 
 def condition(run: Path, shown: View) -> str:
-    """The state of a run: running, its outcome, or killed without an outcome."""
+    """Return the state of a run: "running", its outcome, or "killed" if it has no outcome."""
     if run_folder.is_running(run):
         return "running"
     return shown.outcome if any("end" in line for line in shown.lines[-1:]) else "killed"
 
 
 def _last_change_s(run: Path) -> float:
-    """The time of the run's last line, in seconds since the epoch."""
+    """Return the time of the run's last metrics line, in seconds since the epoch."""
     path = run / metrics_file.METRICS
     return (path if path.exists() else run / configfile.CONFIG).stat().st_mtime
 

@@ -1,4 +1,4 @@
-"""The tree of a trajectory of several turns: prompt, turns and messages as nodes, in the order of time.
+"""Builds the tree of a trajectory of several turns, with prompt, turns and messages as nodes in the order of time.
 
     row      prompt 0-8   turn 1 9-10   message 11-13   turn 2 14-15   message 16-20 after 8   turn 3 21-22
 
@@ -9,8 +9,8 @@
       tokens 16 to 20    branch      after token 8: '[user]and 1+1?[assistant]'
       tokens 21 to 22    turn 3      '2': not received; versions 2 x 5
 
-A node whose parent is not the token before it begins a branch, and is indented below its parent's node. Turns come from
-the trajectory's column `turns`, with reused and received tokens; without the column they are inferred from the mask.
+A node whose parent is not the preceding token begins a branch, and is indented below its parent's node. Turns, with
+reused and received tokens, come from the trajectory's column `turns`, or else from the mask.
 """
 
 from bisect import bisect_right
@@ -26,18 +26,18 @@ from streamppo.types.turns import TurnPlace
 
 Kind: TypeAlias = Literal["prompt", "turn", "message", "again"]
 Spell: TypeAlias = Callable[[Ints], str]
-"""The text of tokens, special ones included."""
+"""A function that returns the text of tokens, including special ones."""
 NO_BRANCH = -2
 UNKNOWN = -1
-"""The number of reused tokens of a context without a column for it."""
+"""The number of reused tokens if the column `turns` is missing."""
 
 
 class TreeNode(NamedTuple):
-    """Tokens `start` to `end` - 1 of a row. `number` is that of a turn; `context` tokens are before it in its path.
+    """Tokens `start` to `end` - 1 of a row. `number` is the turn's, `context` the length of the path before the node.
 
-    `parent` is the token that the first one follows, if not the previous one (-1: none). The node "again" repeats the
-    last token of a context that is answered once more. `versions` are (tokens, version) of a turn, `too_old` the number
-    of its tokens beyond max_lag.
+    `parent` is the token that the node follows if this is not the previous token (-1: it follows no token). A node of
+    kind "again" repeats the last token of a context that is answered once more. `versions` are (tokens, version) of a
+    turn. `too_old` is the number of its tokens beyond max_lag.
     """
 
     kind: Kind
@@ -57,25 +57,25 @@ class TreeNode(NamedTuple):
 
     @property
     def is_branch(self) -> bool:
-        """True if it begins a branch or a second root."""
+        """True if the node begins a branch or a second root."""
         return self.parent != NO_BRANCH
 
     @property
     def behind(self) -> str:
-        """The token that a branch follows, in words; "" for other nodes."""
+        """The token that a branch follows in words; "" for other nodes."""
         if not self.is_branch:
             return ""
         return "after nothing" if self.parent < 0 else f"after token {self.parent}"
 
     @property
     def name(self) -> str:
-        """Its displayed name: the kind, and a turn's number."""
+        """The displayed name: the kind, with the number of a turn."""
         if self.kind == "turn":
             return f"turn {self.number}"
         return "branch" if self.is_branch and self.kind == "message" else self.kind
 
     def notes(self) -> Iterator[str]:
-        """Remarks about its tokens: calls, reward, versions, age, reuse."""
+        """Yield remarks about the tokens: calls, reward, versions, age, reuse."""
         if self.calls:
             yield f"calls {', '.join(self.calls)}"
         if self.kind != "turn":
@@ -92,25 +92,25 @@ class TreeNode(NamedTuple):
 
 
 class TreeTotals(NamedTuple):
-    """The numbers of turns, branches, and sampled tokens that no client received."""
+    """The number of turns, of branches, and of sampled tokens that no client received."""
 
     turns: int
     branches: int
     undelivered: int
 
     def words(self) -> str:
-        """The numbers in words."""
-        lost = f", {self.undelivered} tokens not received" if self.undelivered else ""
-        return f"{_count(self.turns, 'turn')}, {_count(self.branches, 'branch')}{lost}"
+        """Return the numbers in words."""
+        undelivered = f", {self.undelivered} tokens not received" if self.undelivered else ""
+        return f"{_count(self.turns, 'turn')}, {_count(self.branches, 'branch')}{undelivered}"
 
 
 def has_tree(trajectory: Trajectory) -> bool:
-    """True if a trajectory is more than a prompt and one turn."""
+    """True if a trajectory has more than a prompt and one turn."""
     return bool(trajectory.branches or trajectory.turns or not flags(trajectory.mask).all())
 
 
 def nodes(batch: Batch, trajectory: Trajectory, spell: Spell) -> list[TreeNode]:
-    """The nodes of a trajectory of `batch`, in the order of the row."""
+    """Return the nodes of a trajectory of `batch`, in the order of tokens."""
     prompt, row = len(trajectory.prompt_tokens) // 4, ints(trajectory.prompt_tokens + trajectory.tokens)
     turn_places, depth = _turns(trajectory, prompt), branches.depths(trajectory.branches, len(row))
     numbers = {place.start: number for number, place in enumerate(turn_places, 1)}
@@ -129,7 +129,7 @@ def nodes(batch: Batch, trajectory: Trajectory, spell: Spell) -> list[TreeNode]:
                     kind="turn",
                     number=numbers[begin],
                     context=int(depth[begin]),
-                    versions=_runs(versions[sampled]),
+                    versions=count_versions(versions[sampled]),
                     reward=float(rewards[sampled].sum()),
                     reused=turn.reused,
                     delivered=bool(turn.delivered),
@@ -146,13 +146,15 @@ def nodes(batch: Batch, trajectory: Trajectory, spell: Spell) -> list[TreeNode]:
 
 
 def totals(tree_nodes: list[TreeNode]) -> TreeTotals:
-    """Count turns, branches and undelivered tokens of a tree."""
-    lost = sum(node.end - node.start for node in tree_nodes if not node.delivered)
-    return TreeTotals(sum(node.kind == "turn" for node in tree_nodes), sum(node.is_branch for node in tree_nodes), lost)
+    """Count the turns, branches and undelivered tokens of a tree."""
+    undelivered = sum(node.end - node.start for node in tree_nodes if not node.delivered)
+    return TreeTotals(
+        sum(node.kind == "turn" for node in tree_nodes), sum(node.is_branch for node in tree_nodes), undelivered
+    )
 
 
 def outline(tree_nodes: list[TreeNode], quote: Callable[[str], str]) -> Iterator[str]:
-    """The lines of a tree for a terminal, one for each node; `quote` escapes and shortens a text."""
+    """Yield a line for each node of a tree. `quote` escapes and shortens a text."""
     places = [f"{'  ' * node.level}tokens {node.start} to {node.end - 1}" for node in tree_nodes]
     width = max(map(len, places), default=0)
     for node, place in zip(tree_nodes, places, strict=True):
@@ -162,7 +164,7 @@ def outline(tree_nodes: list[TreeNode], quote: Callable[[str], str]) -> Iterator
 
 
 def _turns(trajectory: Trajectory, prompt: int) -> list[TurnPlace]:
-    """The turns of the column; without it, each run of sampled tokens in a piece is a turn."""
+    """Return the turns in the column `turns`. Without the column, consecutive sampled tokens of a branch are a turn."""
     if trajectory.turns:
         return turns.read(trajectory.turns)
     places, mask = list[TurnPlace](), flags(trajectory.mask)
@@ -170,16 +172,16 @@ def _turns(trajectory: Trajectory, prompt: int) -> list[TurnPlace]:
     at = 0
     for is_sampled, run in groupby(mask.tolist()):
         end = at + len(list(run))
-        inside = sorted(start - prompt for start in begins if at < start - prompt < end)
+        cuts = sorted(start - prompt for start in begins if at < start - prompt < end)
         if is_sampled:
-            ends = [*inside, end]
-            places += [TurnPlace(prompt + a, prompt + b, UNKNOWN, 1) for a, b in zip([at, *inside], ends, strict=True)]
+            ends = [*cuts, end]
+            places += [TurnPlace(prompt + a, prompt + b, UNKNOWN, 1) for a, b in zip([at, *cuts], ends, strict=True)]
         at = end
     return places
 
 
 def _cuts(start: int, end: int, prompt: int, turn_places: list[TurnPlace]) -> list[tuple[int, int]]:
-    """The parts of a piece: the prompt, turns, and the messages between them."""
+    """Return (start, end) of the prompt, of turns, and of messages between them, in the tokens `start` to `end`."""
     edges = {start, end, *(edge for turn in turn_places for edge in (turn.start, turn.end) if start < edge < end)}
     edges |= {prompt} if start < prompt < end else set()
     ordered = sorted(edges)
@@ -187,7 +189,7 @@ def _cuts(start: int, end: int, prompt: int, turn_places: list[TurnPlace]) -> li
 
 
 def _rewards(trajectory: Trajectory) -> Floats:
-    """The reward of each token; without the column the last sampled token has all of it."""
+    """Return the reward of each token. If the column is missing, the last sampled token gets the whole reward."""
     if trajectory.token_rewards:
         return floats(trajectory.token_rewards)
     rewards = np.zeros(trajectory.num_tokens, np.float32)
@@ -195,12 +197,13 @@ def _rewards(trajectory: Trajectory) -> Floats:
     return rewards
 
 
-def _runs(versions: Ints) -> tuple[tuple[int, int], ...]:
+def count_versions(versions: Ints) -> tuple[tuple[int, int], ...]:
+    """Return (tokens, version) for consecutive tokens of one version. Example: [3, 3, 4] -> ((2, 3), (1, 4))."""
     return tuple((len(list(run)), version) for version, run in groupby(versions.tolist()))
 
 
 def _calls(text: str) -> tuple[str, ...]:
-    """The tool calls of a turn, by the marks of most templates in its text."""
+    """Return the tool calls in a turn's text, if they have the marks of most templates."""
     return tuple(f"{call.name}({call.arguments})" for call in reply.read(text).calls)
 
 

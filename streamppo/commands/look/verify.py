@@ -11,7 +11,7 @@ config.toml             the journal's configuration of the newest version
 inputs.json             the files that it names
 K updates, at random    the recorded digests of their versions, and their lines
 
-The digest of a run is the SHA-256 of its last link and of the files outside the chain. Nothing of the run is changed.
+The digest of a run is the SHA-256 of the chain's last link and of the files outside the chain. The run is not changed.
 """
 
 import hashlib
@@ -48,19 +48,19 @@ from streamppo.telemetry.metrics_file import FINISHED, METRICS
 from streamppo.types import Batch, Identity, UpdateReport, ints
 
 PENDING = 3
-"""The newest updates, whose lines a running or killed driver may not have written."""
+"""Number of newest updates whose lines a running or killed driver may not have written yet."""
 NEAR = 1e-5
-"""Relative difference of equal metrics: sums over several ranks are rounded in another order."""
+"""Relative tolerance of equal metrics, because sums over several ranks are rounded in another order."""
 MACHINE_METRICS = ("learner_tokens_per_s", "learner_tflops", "mfu", "peak_memory_mib")
-"""Metrics, besides those in seconds and MiB, that a replay does not reproduce."""
+"""Metrics that a replay does not reproduce, besides those in seconds and MiB."""
 FILES = (configfile.CONFIG, inputs.INPUTS, METRICS, record.SUMMARY)
-"""Files covered by the digest of a run, in addition to the chain."""
+"""Files that the digest of a run covers in addition to the chain."""
 
 log = logging.getLogger(__name__)
 
 
 def verify(run: Path, updates: int, expect: str, *, as_json: bool) -> int:
-    """Verify a run, and print the faults. The exit code is 1 if there is a fault."""
+    """Verify a run, and print the faults. Returns the exit code, 1 if there is a fault."""
     with log_to_stderr():
         result = check(run, updates, expect)
     if as_json:
@@ -78,10 +78,10 @@ def verify(run: Path, updates: int, expect: str, *, as_json: bool) -> int:
     return bool(result.faults)
 
 
-def check(run: Path, updates: int, expect: str = "", chance: random.Random | None = None) -> Verification:
-    """Compare the records of a run, and replay `updates` of its updates, drawn by `chance`.
+def check(run: Path, updates: int, expect: str = "") -> Verification:
+    """Compare the records of a run, and replay `updates` random updates of it.
 
-    `expect` is a digest that the run, or one of its links, must have.
+    `expect` is a digest that the run or one of the chain's links must have.
     """
     try:
         records = Records(run)
@@ -91,23 +91,23 @@ def check(run: Path, updates: int, expect: str = "", chance: random.Random | Non
     records.check_lines()
     records.check_summary()
     records.check_settings()
-    whole = records.check_checkpoints()
-    remade = records.check_updates(whole, updates, chance or random.SystemRandom())
+    checkpoints = records.check_checkpoints()
+    remade = records.check_updates(checkpoints, updates)
     link = records.published[records.newest].link
     digest = records.digest(link)
     if expect and expect not in (digest, *(version.link for version in records.published.values())):
         records.faults.append(Fault(".", f"its digest is {digest}, not {expect}"))
-    counts = len(records.published), len(records.archive.versions()), len(whole)
+    counts = len(records.published), len(records.archive.versions()), len(checkpoints)
     return Verification(digest, link, *counts, remade, records.faults, records.notes)
 
 
 class Records:
-    """The records of one run. Each check adds to `faults` and `notes`. Raises the errors of reading the journal."""
+    """The records of one run. Each check adds to `faults` and `notes`. Raises errors if the journal cannot be read."""
 
     def __init__(self, run: Path) -> None:
         self.run, self.faults, self.notes = run, list[Fault](), list[str]()
         self.config = configfile.load(run / configfile.CONFIG)
-        # A running run writes to the journal first: it is read last.
+        # A run in progress writes to the journal first, so the journal is read last.
         self.content = metrics_file.content(run)
         with closing(Journal.open_run(run)) as journal:
             self.published, encoded, configs = journal.versions(), journal.configs(), resume_checks.configs(journal)
@@ -122,9 +122,9 @@ class Records:
         self.past = History(present, history.digests(configs, self.published))
         self._newest_config, self._numbers = configs[max(configs)], dict[int, tuple[dict[str, float], dict[int, int]]]()
         for version in chain_breaks(self.published, encoded):
-            self._add("journal.sqlite", f"the chain does not hold at version {version}")
+            self._add("journal.sqlite", f"the chain of versions is broken at version {version}")
         if saved.counters.version != self.newest:
-            self._add("journal.sqlite", f"the queue is at version {saved.counters.version}, of {self.newest}")
+            self._add("journal.sqlite", f"the queue is at version {saved.counters.version}, not {self.newest}")
 
     def _add(self, place: str, text: str) -> None:
         self.faults.append(Fault(place, text))
@@ -133,13 +133,13 @@ class Records:
         self.faults.append(_fault(self.run, error))
 
     def digest(self, link: str) -> str:
-        """The digest of the run: its last link, the ends of attempts, and the files outside the chain."""
+        """Return the digest of the run from its last link, the ends of attempts, and the files outside the chain."""
         present = [name for name in FILES if (self.run / name).is_file()]
         content = [f"link {link}", f"ended {hashlib.sha256(self._ended).hexdigest()}"]
         content += [f"{name} {durable.sha256(self.run / name)}" for name in present]
         return hashlib.sha256("\n".join(content).encode()).hexdigest()
 
-    # --- the archive, and its numbers -------------------------------------------------------------------------
+    # --- archive and metrics ----------------------------------------------------------------------------------
 
     def check_batches(self) -> None:
         """Compare each batch with the journal and with the other batches."""
@@ -159,14 +159,14 @@ class Records:
             places |= {trajectory.identity: version for trajectory in batch.trajectories}
             self._numbers[version + 1] = rebuild_metrics.batch_numbers(self.past.at(version), batch)
         for path in sorted(self.archive.folder.glob("*.zarr.zip")):
-            # A batch's file exists shortly before its version is in the journal.
+            # The file of a batch is written shortly before its version is in the journal.
             if path.name not in names and path.name < f"{self.newest:08d}":
                 self._add(f"archive/{path.name}", "a batch that the journal does not have")
         if len(self._numbers) == self.newest and len(places) != self.consumed:
             self._add("journal.sqlite", f"counts {self.consumed} trajectories, and the archive has {len(places)}")
 
     def _is_forgotten(self, version: int) -> bool:
-        """True if a running run has dropped the batch of `version` meanwhile (archive.keep)."""
+        """True if a run in progress has dropped the batch of `version` (archive.keep)."""
         with closing(Journal.open_run(self.run)) as journal:
             return journal.versions()[version + 1].archived is None
 
@@ -180,7 +180,7 @@ class Records:
         return f"{rows} trajectories, and queue.batch_size is {size}" if rows != size else ""
 
     def check_lines(self) -> None:
-        """Compare the lines with the batches, and with each other."""
+        """Compare the lines of metrics.jsonl with the batches and with each other."""
         lines = self.content.lines
         for sentence in self.content.damage:
             self._add(METRICS, sentence.partition(": ")[2])
@@ -196,14 +196,14 @@ class Records:
                 self._add(METRICS, f"update {version} and its batch differ in {name}")
         following, is_finished = self.newest + 1, bool(lines) and lines[-1].get("end") == FINISHED
         if counts[following] == 1 and not is_finished:
-            self.notes.append(f"update {following} has a line, and was not published: a resume makes it again")
+            self.notes.append(f"update {following} has a line but was not published: a resume repeats it")
             del counts[following]
         for version in (version for version, count in counts.items() if count > 1 or version not in self.published):
             self._add(METRICS, f"{counts[version]} lines of update {version}, which was made once or not at all")
         missing = [version for version in self.published if version and version not in counts]
         is_open = run_folder.is_running(self.run) or not lines or "end" not in lines[-1]
         if missing and is_open and missing[0] > self.newest - PENDING:
-            self.notes.append(f"updates {missing} have no line: it is not written yet, or was lost in a kill")
+            self.notes.append(f"updates {missing} have no line yet, or lost it when the driver was killed")
             return
         for version in missing:
             self._add(METRICS, f"no line of update {version}")
@@ -217,7 +217,7 @@ class Records:
             return
         if saved is None:
             return
-        # In JSON, as in the file, keys are texts.
+        # Keys become strings, as in the file.
         expected = json.loads(json.dumps(summary.line_totals(self.content.lines)))
         present = json.loads(json.dumps(saved))
         if (last := (self.content.lines or [None])[-1]) is not None and "end" in last:
@@ -232,7 +232,7 @@ class Records:
         """Compare the configuration with the journal, and inputs.json with the files that it names."""
         recorded, present = diff.learning(self._newest_config), diff.learning(self.config)
         for name in (name for name in {**recorded, **present} if recorded.get(name) != present.get(name)):
-            self._add(configfile.CONFIG, f"{name} = {present.get(name)!r}, and {recorded.get(name)!r} in the journal")
+            self._add(configfile.CONFIG, f"{name} = {present.get(name)!r}, but {recorded.get(name)!r} in the journal")
         try:
             changed = inputs.changes(self.config, self.run)
         except RunError as error:
@@ -245,20 +245,20 @@ class Records:
     # --- weights ---------------------------------------------------------------------------------------------
 
     def check_checkpoints(self) -> list[Path]:
-        """Compute the digest of each checkpoint's weights; return the checkpoints that match their version."""
-        whole: list[Path] = []
+        """Compare the digest of each checkpoint's weights with the journal. Returns the matching checkpoints."""
+        checkpoints: list[Path] = []
         for path in manifest.complete(self.run / "checkpoints"):
             version = int(path.name)
             try:
                 policy = weights.checkpoint_weights(self.past.at(version), self.run, version)
-                whole.append(path)
+                checkpoints.append(path)
                 if version == self.newest and (self.run / "final").is_dir():
                     self._check_final(policy.tensors)
             except StreamppoError as error:
-                # A running run may have deleted it meanwhile.
+                # A run in progress may have deleted the checkpoint meanwhile.
                 if path.is_dir():
                     self._add_error(error)
-        return whole
+        return checkpoints
 
     def _check_final(self, expected: Mapping[str, torch.Tensor]) -> None:
         final = weights.model_weights(str(self.run / "final"), self.past.at(self.newest).model.dtype)
@@ -266,11 +266,11 @@ class Records:
         if names or len(final) != len(expected):
             self._add("final", f"{len(names)} tensors differ from those of version {self.newest}")
 
-    def check_updates(self, whole: Sequence[Path], updates: int, chance: random.Random) -> list[int]:
-        """Replay updates, each from the checkpoint before it; compare and return all replayed versions."""
+    def check_updates(self, checkpoints: Sequence[Path], updates: int) -> list[int]:
+        """Replay updates, each from the checkpoint before it. Compares and returns all replayed versions."""
         archived = set(self.archive.versions())
         starts = {
-            version: max((path for path in whole if int(path.name) < version), default=None)
+            version: max((path for path in checkpoints if int(path.name) < version), default=None)
             for version in self.published
         }
         possible = [
@@ -280,7 +280,8 @@ class Records:
         ]
         if updates and len(possible) < self.newest:
             self.notes.append(f"{self.newest - len(possible)} versions cannot be replayed: their batches are not kept")
-        lasts = {starts[version]: version for version in sorted(chance.sample(possible, min(updates, len(possible))))}
+        chosen = sorted(random.SystemRandom().sample(possible, min(updates, len(possible))))
+        lasts = {starts[version]: version for version in chosen}
         remade: list[int] = []
         for begin, last in lasts.items():
             start = int(begin.name) if begin else 0
@@ -289,9 +290,9 @@ class Records:
                 digests, reports = replay.remake(self.run, self.past, begin, last)
             except StreamppoError as error:
                 if begin is not None and not begin.is_dir():
-                    # A running run has deleted it meanwhile: others are drawn.
-                    left = [path for path in whole if path.is_dir()]
-                    return remade + self.check_updates(left, max(1, updates - len(remade)), chance)
+                    # A run in progress has deleted the checkpoint, so other updates are drawn.
+                    present = [path for path in checkpoints if path.is_dir()]
+                    return remade + self.check_updates(present, max(1, updates - len(remade)))
                 self._add("archive", f"versions {start + 1} to {last} cannot be replayed: {error}")
                 continue
             remade += range(start + 1, last + 1)
@@ -305,7 +306,7 @@ class Records:
             if recorded == ANY:
                 self.notes.append(f"version {version} is replayed only approximately: learner.exact = false")
             elif recorded != digest:
-                self._add("journal.sqlite", f"version {version} is {recorded[:12]}, and {digest[:12]} replayed")
+                self._add("journal.sqlite", f"version {version} is {recorded[:12]}, but {digest[:12]} in a replay")
         for report in reports:
             if report.version not in lines or self.past.digests[report.version] == ANY:
                 continue
@@ -315,13 +316,13 @@ class Records:
 
 
 def _fault(run: Path, error: Exception) -> Fault:
-    """The fault of an error: at the path with which it begins, else of the run as a whole."""
+    """Return an error as a fault in the file with whose path it begins, else as a fault of the whole run."""
     place, _, text = str(error).partition(": ")
     return Fault(str(Path(place).relative_to(run)), text) if Path(place).is_relative_to(run) else Fault(".", str(error))
 
 
 def _different(line: Mapping[str, object], metrics: Mapping[str, float], lags: Mapping[int, int] | None = None) -> str:
-    """The first metric of an update's line that differs from `metrics` or `lags`; empty if none does."""
+    """Return the first metric of an update's line that differs from `metrics` or `lags`; empty if none differs."""
     if lags is not None and line.get("lag_histogram") != {str(lag): count for lag, count in lags.items()}:
         return "lag_histogram"
     return next((name for name, value in metrics.items() if not _is_near(line.get(name), value)), "")

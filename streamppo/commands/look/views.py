@@ -1,4 +1,4 @@
-"""Views of a run: a page that opens offline, a trace for Perfetto, the time of every phase."""
+"""Shows a run as a page that opens offline, as a trace for Perfetto, or as the times of its phases."""
 
 import json
 from collections.abc import Sequence
@@ -18,10 +18,10 @@ from streamppo.telemetry.report.view import RunsTable, make_part
 
 
 def report(paths: Sequence[Path], to: Path | None, measured: Sequence[Path] = (), *, as_json: bool = False) -> int:
-    """Write the report of runs and replays to `to`: by default into the folder of a single run, else here.
+    """Write the report of runs and replays to `to`, by default to the folder of a single run or to the current folder.
 
-    The costs of `measured` runs predict each run; the page compares. Print the differences of runs with a common past;
-    with `as_json` print only these, without a page.
+    The page compares each run with a prediction from the costs of `measured` runs. The differences between runs with a
+    common past are printed. With `as_json` only the differences are printed, and no page is written.
     """
     if as_json and measured:
         raise ConfigError("--measured adds to the HTML page, and --json writes none: use one of them")
@@ -40,15 +40,15 @@ def report(paths: Sequence[Path], to: Path | None, measured: Sequence[Path] = ()
     single = len(paths) == 1 and paths[0].is_dir()
     differences, error = make_part(lambda: reports.differences(paths))
     file = to or (paths[0] / reports.REPORT if single else Path(reports.REPORT))
-    written = reports.write(paths, file, differences or (), _predicted(paths, measured))
-    echo(f"report: {written}", *(difference.sentence() for difference in differences or ()), result=file)
+    path = reports.write(paths, file, differences or (), _predicted(paths, measured))
+    echo(f"report: {path}", *(difference.sentence() for difference in differences or ()), result=file)
     if error:
         echo(f"no difference: {error}", result=file)
     return 0
 
 
 def _predicted(paths: Sequence[Path], measured: Sequence[Path]) -> list[tuple[str, RunsTable]]:
-    """Compare each run with its prediction from the costs of `measured` runs."""
+    """Return a table for each run that compares it with its prediction from the costs of `measured` runs."""
     if not measured:
         return []
     from streamppo.commands.plan import plan
@@ -60,18 +60,18 @@ def _predicted(paths: Sequence[Path], measured: Sequence[Path]) -> list[tuple[st
 
 
 def trace(run: Path, to: Path) -> int:
-    """Write the events of `run` to the file `to`. Raises `RunError` without lines, or if the file cannot be written."""
+    """Write the events of `run` to the file `to`. Raises `RunError` if there are none or the file cannot be written."""
     durable.refuse_output(to, RunError)
     if not (lines := metrics_file.read(run)):
         raise RunError(f"{run}: {metrics_file.METRICS} has no line yet")
     timeline = {"traceEvents": traces.events(lines, run.name), "displayTimeUnit": "ms"}
     durable.write_output(to, json.dumps(timeline).encode(), RunError)
-    echo(f"{to}: open it at https://ui.perfetto.dev, or in chrome://tracing; the file stays in the browser", result=to)
+    echo(f"{to}: open it at https://ui.perfetto.dev, or in chrome://tracing; the browser does not upload it", result=to)
     return 0
 
 
 def time_table(run: Path) -> int:
-    """Print the milliseconds of an update by process and phase, largest first. Raises `RunError` if none is known."""
+    """Print the milliseconds of an update by process and phase. Raises `RunError` if no phases were reported."""
     processes = phase_times.per_update(metrics_file.read(run))
     if not processes:
         raise RunError(f"{run}: no process has reported its phases yet; the first report comes after about ten seconds")

@@ -1,4 +1,4 @@
-"""A completion in a run's archive; its segments are several trajectories, perhaps of several batches."""
+"""Finds a completion in a run's archive. A completion's segments are trajectories, which may be in several batches."""
 
 from contextlib import closing
 from pathlib import Path
@@ -14,9 +14,9 @@ from streamppo.types import Floats, Identity, Ints, Trajectory, flags, ints
 
 
 class ArchivedCompletion(NamedTuple):
-    """A completion, with the versions that sampled its tokens, and the critic's values if they were kept.
+    """A completion with the versions that sampled its tokens, and the critic's values (NaN if they were not kept).
 
-    `update` is the version that the batch of its last segment made; `reward` is None if that segment is cut.
+    `update` is the version that the last segment's batch made. `reward` is None if the completion has further segments.
     """
 
     identity: Identity
@@ -28,7 +28,7 @@ class ArchivedCompletion(NamedTuple):
     reward: float | None
 
     def refuse(self, at: int) -> None:
-        """Raise `ConfigError` for a token beyond the end, or a token that the policy did not sample."""
+        """Raise `ConfigError` if token `at` is beyond the end or was not sampled by the policy."""
         count, turns = len(self.recorded.tokens), self.recorded.turns
         if at >= count:
             raise ConfigError(f"--at {at}: the completion has {count} tokens, 0 to {count - 1}")
@@ -37,7 +37,7 @@ class ArchivedCompletion(NamedTuple):
             raise ConfigError(f"--at {at}: that token was not sampled; the nearest turn begins at token {nearest}")
 
     def sampled_by(self, version: int) -> bool:
-        """True if the completion is whole, and sampled only by `version`."""
+        """True if the completion is complete and was sampled only by `version`."""
         sampled = self.versions[self.recorded.mask]
         return self.reward is not None and self.versions_known and bool((sampled == version).all())
 
@@ -49,9 +49,9 @@ class _Part(NamedTuple):
 
 
 def find(run: Path, prompt: int, sample: int | None, attempt: int | None) -> ArchivedCompletion | None:
-    """Find a completion of a prompt, by default the newest attempt at the first sample; None if there is none.
+    """Return a completion of a prompt, by default the newest attempt at the first sample; None if there is none.
 
-    Raises `JournalError` if one of its segments was not kept, or not trained on.
+    Raises `JournalError` if a segment of the completion was not kept or not trained on.
     """
     parts = [
         part
@@ -65,19 +65,19 @@ def find(run: Path, prompt: int, sample: int | None, attempt: int | None) -> Arc
 
 
 def _parts(run: Path, prompt: int) -> list[_Part]:
-    """The trajectories of a prompt. Only files with the prompt in their range are opened."""
+    """Return the trajectories of a prompt. Opens only files whose range of prompts includes `prompt`."""
     with closing(Journal.open_run(run)) as journal:
         versions = journal.versions().values()
     archive, parts = Archive(run / "archive", checksums(versions)), list[_Part]()
     for version in versions:
         if version.archived is None or not version.archived.first_prompt <= prompt <= version.archived.last_prompt:
             continue
-        batch, learned = archive.batch_and_record(version.version - 1)
+        batch, record = archive.batch_and_record(version.version - 1)
         for row, trajectory in enumerate(batch.trajectories):
             if trajectory.identity.prompt == prompt:
                 unknown = np.full(trajectory.num_tokens, np.nan, np.float32)
                 parts.append(
-                    _Part(trajectory, version.version, learned["values"][row] if "values" in learned else unknown)
+                    _Part(trajectory, version.version, record["values"][row] if "values" in record else unknown)
                 )
     return parts
 

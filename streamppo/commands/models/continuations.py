@@ -1,7 +1,7 @@
-"""`streamppo try`: versions of a run continue an archived completion from a token, in an engine in this process.
+"""`streamppo try`: lets versions of a run continue an archived completion from a token, in this process.
 
-random numbers of a continuation    seed_of_retry(seed of the archived completion, 0 .. n - 1), for each version
-of the proof                        those of the archived completion: its version samples it again, token for token
+seeds of continuations    seed_of_retry(seed of the archived completion, 0 .. n - 1), the same for each version
+seed of the repetition    that of the archived completion, which its version then samples again, token for token
 """
 
 import asyncio
@@ -24,7 +24,7 @@ from streamppo.commands.models import archived, weights
 from streamppo.commands.models.archived import ArchivedCompletion
 from streamppo.commands.models.eval import estimate
 from streamppo.commands.models.weights import Weights
-from streamppo.commands.trial import Continued, Trial, TrialQuestion, VersionTrial
+from streamppo.commands.trial import Trial, TrialQuestion, TrialSample, VersionTrial
 from streamppo.config.rollout import EmbeddedEngine
 from streamppo.config.sections import Config, model_path
 from streamppo.driver import inputs
@@ -45,22 +45,22 @@ from streamppo.types import Identity, Ints, Message, Prompt
 
 
 class VersionWeights(NamedTuple):
-    """A version: its weights, its checkpoint at `path` (None for version 0), and the start `begin` of its replay."""
+    """A version: its weights, its checkpoint at `path` or None, and the version `begin` from which it was replayed."""
 
     policy: Weights
     path: Path | None
     begin: int
 
 
-class Played(NamedTuple):
-    """A continuation, and its episode if it did not fail."""
+class SampledContinuation(NamedTuple):
+    """A continuation, and its episode or None if it failed."""
 
-    result: Continued
+    result: TrialSample
     episode: Episode | None
 
 
 def try_versions(run: Path, question: TrialQuestion, *, as_json: bool) -> int:
-    """Sample the continuations and print them; exit code 1 if there are none. Raises the errors of `find`."""
+    """Sample and print continuations. Returns the exit code, 1 if all failed. Raises the errors of `find`."""
     with log_to_stderr():
         result = find(run, question)
     if as_json:
@@ -71,14 +71,14 @@ def try_versions(run: Path, question: TrialQuestion, *, as_json: bool) -> int:
         for number, cells in enumerate(trial.cells(result)):
             rows.add_row(f"{number}", *cells)
         console().print(rows)
-    return 0 if any(each.tokens for version in result.versions for each in version.continuations) else 1
+    return 0 if any(continuation.tokens for version in result.versions for continuation in version.continuations) else 1
 
 
 def find(run: Path, question: TrialQuestion) -> Trial:
-    """Have each version continue a completion.
+    """Let each version continue a completion.
 
-    Raises `ConfigError` for a question that this run cannot answer; `JournalError` for a version or a completion that
-    is not kept; `RunError` if the prompt or the environment has changed; and as `versions.remake` does.
+    Raises `ConfigError` for a question that does not suit the run, `JournalError` if a version or the completion was
+    not kept, `RunError` if the prompt or the environment has changed, and the errors of `versions.remake`.
     """
     question.refuse()
     plugins.export_path()
@@ -104,7 +104,7 @@ def find(run: Path, question: TrialQuestion) -> Trial:
 
 
 def _embedded(config: Config, rows: int) -> Config:
-    """The configuration with an embedded engine of at most `rows` rows, on a GPU if this machine has one."""
+    """Return the configuration with an embedded engine of at most `rows` slots, on a GPU if this machine has one."""
     rollout, engine = config.rollout, config.rollout.engine
     embedded = structs.replace(
         rollout,
@@ -116,7 +116,7 @@ def _embedded(config: Config, rows: int) -> Config:
 
 
 def _subject(past: versions.Past, config: Config, aside: Path) -> VersionWeights:
-    """The weights of a version: the run's first model, a checkpoint, or a replayed version."""
+    """Return the weights of a version, from the run's initial model, a checkpoint, or a replay."""
     version, start = past.version, model_path(config, past.run)
     if not version:
         tensors = weights.model_weights(start, config.model.dtype)
@@ -133,7 +133,7 @@ def _subject(past: versions.Past, config: Config, aside: Path) -> VersionWeights
 
 
 class _Continuations:
-    """The continuations of one question."""
+    """Samples the continuations for one question."""
 
     def __init__(
         self, config: Config, model: str, question: TrialQuestion, source: ArchivedCompletion | None, rewards: Rewards
@@ -146,28 +146,28 @@ class _Continuations:
         self._limit = stop.load_limit(config.rollout.limit, config.rollout.max_tokens)
 
     async def run(self, subjects: list[VersionWeights], *, replayable: bool) -> Trial:
-        """Sample from every version, one after another. `replayable`: the run's engine draws the same numbers."""
+        """Sample from one version after another. The run's engine draws the same random numbers if `replayable`."""
         config, question, source = self._config, self._question, self._source
         task = tasks.build(config.task, config.seed, self._tokenizer)
         prompt = self._prompt(task)
         await self._rewards.start(task.sources())
         try:
-            tried = [await self._version(subject, prompt, replayable=replayable) for subject in subjects]
+            trials = [await self._version(subject, prompt, replayable=replayable) for subject in subjects]
         finally:
             await self._rewards.close()
         tokens = np.zeros(0, np.int32) if source is None else source.recorded.tokens
         value = float(source.values[question.at]) if source else float("nan")
         pairs = [
             second.reward - first.reward
-            for first, second in zip(tried[0].continuations, tried[-1].continuations, strict=True)
+            for first, second in zip(trials[0].continuations, trials[-1].continuations, strict=True)
             if first.reward is not None and second.reward is not None
         ]
-        difference = estimate(pairs if len(tried) > 1 else [])
+        difference = estimate(pairs if len(trials) > 1 else [])
         return Trial(
             prompt=self._spell(source.recorded.prompt_tokens) if source else self._tokenizer.render(prompt),
             at=question.at,
             before=self._spell(tokens[: question.at]),
-            versions=tuple(tried),
+            versions=tuple(trials),
             number=question.number,
             sample=source and source.identity.sample,
             attempt=source and source.identity.attempt,
@@ -180,7 +180,7 @@ class _Continuations:
         )
 
     def _prompt(self, task: Task) -> Prompt:
-        """The prompt of the question, by its number or its text; of a chat, the text follows the system's message."""
+        """Return the prompt by its number or its text. In a chat, the text is a user message after the system's."""
         if (number := self._question.number) is not None:
             return task.prompt(number)
         example, text = task.prompt(0), self._question.prompt
@@ -189,7 +189,7 @@ class _Continuations:
         return structs.replace(example, text=text, columns={}, messages=messages)
 
     async def _version(self, subject: VersionWeights, prompt: Prompt, *, replayable: bool) -> VersionTrial:
-        """Continue with a version, and sample the archived completion again if the version had sampled it."""
+        """Continue with a version. A version that had sampled the archived completion samples that completion again."""
         policy, source, question = subject.policy, self._source, self._question
         task = queue_settings(self._config).task
         identity = source.identity if source else Identity(task=task, prompt=question.number or 0, sample=0)
@@ -200,12 +200,12 @@ class _Continuations:
         sampling = build.sampling(self._config)._replace(max_tokens=limit)
         async with standalone.engine(self._config, "try", self._model, policy.version, policy.tensors) as engine:
             played = await asyncio.gather(
-                *(self._play(engine, prompt, sampling._replace(seed=each)) for each in [*seeds, *[seed] * proves])
+                *(self._play(engine, prompt, sampling._replace(seed=number)) for number in [*seeds, *[seed] * proves])
             )
         repetition = played.pop().episode if proves else None
-        rewards = [each.result.reward for each in played if each.result.reward is not None]
+        rewards = [play.result.reward for play in played if play.result.reward is not None]
         mean = estimate(rewards)
-        context = next((self._context(each.episode) for each in played if each.episode), None)
+        context = next((self._context(play.episode) for play in played if play.episode), None)
         differs = _first_difference(source, repetition) if source and repetition else None
         return VersionTrial(
             version=policy.version,
@@ -213,13 +213,13 @@ class _Continuations:
             mean=mean["mean"],
             error=mean["error"],
             value=self._value(subject, context),
-            continuations=tuple(each.result for each in played),
+            continuations=tuple(play.result for play in played),
             is_same=(repetition is not None and differs is None) if proves else None,
             differs=differs,
         )
 
     def _spell(self, tokens: Ints) -> str:
-        """The text of tokens with special ones, as the end token."""
+        """Return the text of tokens, including special ones."""
         return self._tokenizer.spell(tokens.tolist())
 
     def _context(self, episode: Episode) -> Ints:
@@ -230,8 +230,8 @@ class _Continuations:
             return None
         return critic_value(self._config, self._model, subject.path, subject.policy, context)
 
-    async def _play(self, engine: Engine, prompt: Prompt, sampling: Sampling) -> Played:
-        """Play and score a continuation; a failure has a reason and no reward."""
+    async def _play(self, engine: Engine, prompt: Prompt, sampling: Sampling) -> SampledContinuation:
+        """Sample and score a continuation. A failed one has a reason and no reward."""
         at, source = self._question.at, self._source
         sampler = Continuation(engine, source.recorded, at, self._completes) if source else engine
         scored = bool(self._config.reward.scorers)
@@ -239,21 +239,21 @@ class _Continuations:
         try:
             episode = await player.play(prompt, sampling)
         except FAILURES as error:
-            return Played(Continued(None, reason=str(error)), None)
+            return SampledContinuation(TrialSample(None, reason=str(error)), None)
         if isinstance(sampler, Continuation) and not sampler.has_begun:
-            raise RunError(f"the environment ended before token {at}, other than in the run")
+            raise RunError(f"the environment ended before token {at}, unlike in the run")
         text = self._spell(episode.tokens[at:])
-        result = Continued(None, int(episode.mask[at:].sum()), text, episode.finish)
+        result = TrialSample(None, int(episode.mask[at:].sum()), text, episode.finish)
         try:
             scored_text = episode.text(prompt, self._tokenizer, self._stop)
             reward = episode.reward(await self._rewards.score(prompt, scored_text)).total
         except FAILURES as error:
-            return Played(structs.replace(result, reason=str(error)), episode)
-        return Played(structs.replace(result, reward=reward), episode)
+            return SampledContinuation(structs.replace(result, reason=str(error)), episode)
+        return SampledContinuation(structs.replace(result, reward=reward), episode)
 
 
 def _first_difference(source: ArchivedCompletion, repetition: Episode) -> int | None:
-    """The first token that differs or is missing in one of them; None for equal tokens."""
+    """Return the first token that differs or is missing in one of the two; None if all tokens are equal."""
     first, second = source.recorded.tokens, repetition.tokens
     shorter = min(len(first), len(second))
     if (differences := np.flatnonzero(first[:shorter] != second[:shorter])).size:
@@ -263,9 +263,9 @@ def _first_difference(source: ArchivedCompletion, repetition: Episode) -> int | 
 
 @torch.no_grad()
 def critic_value(config: Config, start: str, path: Path, policy: Weights, context: Ints) -> float:
-    """The value after the tokens `context`, by the critic in the checkpoint at `path`, whose `policy` was read.
+    """Return the critic's value after the tokens `context`. Critic and `policy` are in the checkpoint at `path`.
 
-    The run began with the model `start`. The value is computed in float32, without a group of ranks. Raises
+    The run began with the model `start`. The value is computed in float32 without a process group. Raises
     `CheckpointError` and `ModelError`.
     """
     critic = config.algorithm.critic.model
@@ -284,7 +284,7 @@ def critic_value(config: Config, start: str, path: Path, policy: Weights, contex
     saved |= {name: torch.empty(parameter.shape) for name, parameter in parameters.items()}
     state: dict[str, dict[str, Tensor]] = {"policy": saved}
     with warnings.catch_warnings():
-        # torch warns about a load without a process group.
+        # torch warns if a checkpoint is loaded without a process group.
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
         distcp.load(state, path, alone=True)
     for name, parameter in parameters.items():

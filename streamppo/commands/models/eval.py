@@ -1,10 +1,10 @@
-"""`streamppo eval`: held-out accuracy and pass@k of a run's checkpoint or a model, by an engine in this process.
+"""`streamppo eval`: measures held-out accuracy and pass@k of a run's checkpoint or a model, in this process.
 
 accuracy    share of the prompts whose greedy answer is right, as in a run's own evaluations
 pass@k      chance that one of k samples is right: the mean over prompts of 1 - C(n - c, k) / C(n, k), of n samples of
             which c are right (Chen et al. 2021, https://arxiv.org/abs/2107.03374)
 
-An answer is right if its reward reaches `reward.correct_at`. Samples are drawn as in training, by `[rollout]`.
+An answer is right if its reward is at least `reward.correct_at`. Samples are drawn by the settings of `[rollout]`.
 """
 
 import asyncio
@@ -42,13 +42,13 @@ from streamppo.types import Prompt
 PROGRESS_S = 10.0
 """Seconds between two log lines."""
 REASONS = 3
-"""The most kinds of failures that are shown."""
+"""Maximum number of different failures that are shown."""
 
 log = logging.getLogger(__name__)
 
 
 class Subject(NamedTuple):
-    """A policy: the name of its run or model, its version, its folder with settings and tokenizer, its weights."""
+    """A policy: the name of its run or model, its version, the folder of config.json and tokenizer, and its weights."""
 
     name: str
     version: int
@@ -57,7 +57,7 @@ class Subject(NamedTuple):
 
 
 class ScoredAnswer(NamedTuple):
-    """A scored answer; a failed one has no reward, and a reason."""
+    """A scored answer. A failed answer has a reason and no reward."""
 
     reward: float | None
     tokens: int = 0
@@ -66,16 +66,16 @@ class ScoredAnswer(NamedTuple):
 
 
 class MeanEstimate(TypedDict):
-    """A mean over prompts, and its standard error; None without a scored prompt."""
+    """A mean over prompts, and its standard error, or twice None if no prompt was scored."""
 
     mean: float | None
     error: float | None
 
 
 class EvalResult(TypedDict):
-    """The content of `--json`. `reward`, `tokens` and `truncated` are means over the greedy answers.
+    """The output of `--json`. `reward`, `tokens` and `truncated` are means over the greedy answers.
 
-    `failed` are greedy answers and samples without a score; `reasons` counts them.
+    `failed` is the number of greedy answers and samples without a score, and `reasons` has this number by reason.
     """
 
     model: str
@@ -95,10 +95,10 @@ class EvalResult(TypedDict):
 def evaluate(
     name: str, run_config: Config | None, config: Config | None, *, version: int | None, samples: int, as_json: bool
 ) -> int:
-    """Evaluate the run or the model called `name`, and print a table or JSON. The exit code is 1 without any score.
+    """Evaluate the run or model `name`, and print a table or JSON. Returns the exit code, 1 if nothing was scored.
 
-    A run has `run_config`, of which `config` replaces all sections but [model]; a model has only `config`. Without
-    `samples` there is no pass@k. Raises `ConfigError`, `TaskError`, and as `weights.checkpoint_weights` does.
+    For a run, `config` replaces all sections of `run_config` except [model]. For a model, `run_config` is None. If
+    `samples` is 0, there is no pass@k. Raises `ConfigError`, `TaskError`, and errors of `checkpoint_weights`.
     """
     plugins.export_path()
     transformers.utils.logging.disable_progress_bar()
@@ -120,7 +120,7 @@ def evaluate(
 
 
 def _load_run(run: Path, run_config: Config, config: Config, version: int | None) -> tuple[Config, Subject]:
-    """Load the policy of a run; the configuration is that of the evaluation with the run's own `[model]`."""
+    """Load the policy of a run. Returns the policy with `config`, in which `[model]` is the run's."""
     path = model_path(run_config, run)
     config = structs.replace(config, model=run_config.model)
     if version == 0:
@@ -130,7 +130,7 @@ def _load_run(run: Path, run_config: Config, config: Config, version: int | None
 
 
 def _load_model(name: str, config: Config, aside: Path) -> tuple[Config, Subject]:
-    """Load a model, or make builtin:tiny in the folder `aside`; the configuration gets it as its `model.path`."""
+    """Load a model, or make builtin:tiny in `aside`. Returns the policy with `config` for the model `name`."""
     config = structs.replace(config, model=structs.replace(config.model, path=name))
     if faults := [finding.text for finding in folders.model(config) if finding.state in ("error", "not here")]:
         raise ConfigError("\n".join(faults))
@@ -144,7 +144,7 @@ def _load_model(name: str, config: Config, aside: Path) -> tuple[Config, Subject
 
 
 async def _answers(config: Config, subject: Subject, rewards: Rewards, samples: int) -> list[list[ScoredAnswer]]:
-    """The greedy answer to each held-out prompt, then its samples."""
+    """Return a list for each held-out prompt, with the greedy answer first and then the samples."""
     tokenizer = Tokenizer(subject.path, config.model.clock)
     task = tasks.build(config.task, config.seed, tokenizer)
     prompts = task.held_out(config.evaluation.prompts)
@@ -167,7 +167,7 @@ async def _answers(config: Config, subject: Subject, rewards: Rewards, samples: 
 
 
 class _AnswerQueue:
-    """Runs at most `rollout.in_flight` answers at once."""
+    """Samples at most `rollout.in_flight` answers at the same time."""
 
     def __init__(self, config: Config, player: Player, rewards: Rewards, total: int) -> None:
         self._player, self._rewards = player, rewards
@@ -176,7 +176,7 @@ class _AnswerQueue:
         self._total, self._done, self._logged_at = total, 0, time.monotonic()
 
     async def answer(self, prompt: Prompt, sampling: Sampling) -> ScoredAnswer:
-        """Play and score one answer; a failure is an answer without a reward."""
+        """Sample and score one answer. A failed answer has no reward."""
         async with self._places:
             try:
                 limited = sampling._replace(max_tokens=self._limit(prompt, None))
@@ -201,7 +201,7 @@ class _AnswerQueue:
 
 
 def pass_at(samples: int, correct: int, k: int) -> float:
-    """1 - C(samples - correct, k) / C(samples, k), for k <= samples: the chance that one of k of them is right."""
+    """Return the chance that one of k <= samples is right: 1 - C(samples - correct, k) / C(samples, k)."""
     return 1.0 - math.comb(samples - correct, k) / math.comb(samples, k)
 
 
@@ -230,7 +230,7 @@ def _result(config: Config, subject: Subject, samples: int, answers: Sequence[Se
 
 
 def _ks(samples: int) -> list[int]:
-    """1, 2, 4, ... below the number of samples, and that number."""
+    """Return 1, 2, 4, ... below `samples`, and `samples`."""
     return [2**power for power in range(max(samples - 1, 0).bit_length())] + ([samples] if samples else [])
 
 
@@ -239,7 +239,7 @@ def _mean(values: Sequence[float]) -> float | None:
 
 
 def estimate(values: Sequence[float]) -> MeanEstimate:
-    """The mean, and its standard error by the unbiased variance; a single value has no error."""
+    """Return the mean, and its standard error from the unbiased variance. A single value has no error."""
     if (mean := _mean(values)) is None:
         return {"mean": None, "error": None}
     squares = sum((value - mean) ** 2 for value in values)
@@ -250,9 +250,9 @@ def _print(result: EvalResult) -> None:
     rows = table("", "", "", "")
     rows.add_row(result["model"], "", "", f"version {result['version']}, {result['prompts']} held-out prompts")
     rows.add_row("accuracy", *_numbers(result["accuracy"]), "greedy")
-    drawn = f"{result['samples']} samples each, temperature {result['temperature']:g}"
+    sampling_remark = f"{result['samples']} samples each, temperature {result['temperature']:g}"
     for k, estimate in result["pass_at"].items():
-        rows.add_row(f"pass@{k}", *_numbers(estimate), drawn)
+        rows.add_row(f"pass@{k}", *_numbers(estimate), sampling_remark)
     for name, remark in (("reward", "mean, greedy"), ("tokens", "mean, greedy"), ("truncated", "share, greedy")):
         value = result[name]
         rows.add_row(name, "-" if value is None else f"{value:.3f}", "", remark)

@@ -1,4 +1,4 @@
-"""The policy's weights in a checkpoint of a run, and their export; without Ray, engines or a living run."""
+"""Reads and exports the policy's weights in a checkpoint of a run, without Ray, engines or a running run."""
 
 from pathlib import Path
 from typing import NamedTuple
@@ -22,7 +22,7 @@ from streamppo.weights.buckets import Shard
 
 
 class Weights(NamedTuple):
-    """A version: its digest, its tensors by their Hugging Face names, and the `adapters` that are merged in them."""
+    """A version: its digest, its tensors by their Hugging Face names, and the `adapters` that were merged into them."""
 
     version: int
     digest: str
@@ -31,16 +31,16 @@ class Weights(NamedTuple):
 
 
 def export(config: Config, run: Path, version: int | None, folder: Path, *, adapter: bool) -> int:
-    """Write the policy of `version`, by default the newest checkpoint, and its tokenizer at `folder`.
+    """Write the policy of `version`, by default of the newest checkpoint, and its tokenizer to `folder`.
 
-    With `adapter` only its adapters, in peft's format. Raises `ConfigError` if it has none, `CheckpointError` if
-    `folder` or its temporary name exists, and as `weights.checkpoint_weights` does.
+    With `adapter`, writes only the adapters in peft's format. Raises `ConfigError` if there are no adapters,
+    `CheckpointError` if `folder` or its temporary name exists, and the errors of `checkpoint_weights`.
     """
     lora, start = config.model.lora, model_path(config, run)
     if adapter and lora is None:
         raise ConfigError(f"{run} has no adapters: it was trained without model.lora")
     if folder.exists():
-        raise CheckpointError(f"{folder}: exists; name a folder that does not")
+        raise CheckpointError(f"{folder}: already exists; name a new folder")
     durable.refuse_aside(folder, CheckpointError)
     policy = checkpoint_weights(config, run, version)
     folder.parent.mkdir(parents=True, exist_ok=True)
@@ -56,10 +56,10 @@ def export(config: Config, run: Path, version: int | None, folder: Path, *, adap
 def checkpoint_weights(config: Config, run: Path, version: int | None) -> Weights:
     """Read the policy of `version`, by default of the newest checkpoint.
 
-    A running run may delete the newest meanwhile: then the next is read. Files that are missing or damaged on this disk
-    are fetched from the run's address, if it has one. Raises `CheckpointError` if there is no such checkpoint any more,
-    if its files are on other disks, or if its digest is not the journal's; `ModelError` if the run's first model, which
-    has the shapes, is missing.
+    If a run in progress deletes the newest checkpoint meanwhile, the next newest is read. Files that are missing or
+    damaged on this disk are fetched from checkpoint.remote if it is set. Raises `CheckpointError` if the checkpoint
+    does not exist, if its files are on other disks, or if its digest is not the journal's. Raises `ModelError` if the
+    run's initial model, which has the shapes of the weights, is missing.
     """
     while True:
         past = _run_history(config, run)
@@ -80,9 +80,9 @@ def checkpoint_weights(config: Config, run: Path, version: int | None) -> Weight
 def weights_in(
     path: Path, config: Config, start: str, past: History | None = None, fetch: Fetch | None = None
 ) -> Weights:
-    """Read the policy of the checkpoint at `path`; the run began with the model `start`.
+    """Read the policy of the checkpoint at `path`. The run began with the model `start`.
 
-    `fetch` is as in `manifest.verify`. Raises as `checkpoint_weights`.
+    `fetch` is the same as in `manifest.verify`. Raises the errors of `checkpoint_weights`.
     """
     state, model = manifest.verify_whole(path, past, fetch), config.model
     tensors = _read(path, start, model)
@@ -93,20 +93,20 @@ def weights_in(
         frozen=tuple(buckets.describe_tensor(name, Shard.whole(tensor), tensor) for name, tensor in frozen.items()),
     )
     if push.digest != state.digest:
-        raise CheckpointError(f"{path}: its weights differ from version {state.version} of the engines")
+        raise CheckpointError(f"{path}: its weights differ from version {state.version} as it was pushed")
     if model.lora is None:
         return Weights(state.version, push.digest, tensors, {})
     return Weights(state.version, push.digest, merge_adapters(frozen, tensors, model.lora.scale), tensors)
 
 
 def model_weights(path: str, dtype: str) -> dict[str, Tensor]:
-    """Read the weights of a Hugging Face model, in `dtype`, by their names. Raises `ModelError`."""
+    """Return the weights of a Hugging Face model by name, in `dtype`. Raises `ModelError`."""
     lm = hf_files.read(path, "eager")
     return {name: tensor.detach().to(getattr(torch, dtype)) for name, tensor in lm.named_parameters()}
 
 
 def _run_history(config: Config, run: Path) -> History | None:
-    """The versions in the journal; None, with a note, if it cannot be read."""
+    """Return the run's history from the journal. If the journal cannot be read, prints a note and returns None."""
     try:
         return history.read_history(run, config)
     except JournalError as error:
@@ -115,7 +115,7 @@ def _run_history(config: Config, run: Path) -> History | None:
 
 
 def _checkpoint(run: Path, version: int | None, past: History | None) -> Path:
-    """The checkpoint of `version`, by default the newest of this run; else the newest, which is then refused."""
+    """Return the checkpoint of `version`, by default the newest one that belongs to `past`, or else the newest one."""
     folder, address = run / "checkpoints", remote.known_address(run)
     checkpoints = {int(path.name): path for path in manifest.complete(folder)}
     whole = [number for number in checkpoints if version is None and manifest.is_of(checkpoints[number], past)]
@@ -124,7 +124,7 @@ def _checkpoint(run: Path, version: int | None, past: History | None) -> Path:
         copies = remote.CheckpointStore(address).versions(past)
         wanted = max(copies, default=None) if wanted is None else wanted
         checkpoints |= {number: folder / f"{number:08d}" for number in copies if number not in checkpoints}
-        # The missing files of a part are fetched when they are verified.
+        # If only some files are missing, they are fetched when the checkpoint is verified.
         if wanted in checkpoints and not checkpoints[wanted].exists():
             remote.CheckpointStore(address).fetch_checkpoint(checkpoints[wanted])
     if wanted not in checkpoints:
@@ -135,9 +135,9 @@ def _checkpoint(run: Path, version: int | None, past: History | None) -> Path:
 
 
 def _read(path: Path, start: str, model: Model) -> dict[str, Tensor]:
-    """The trained parameters of a policy in a checkpoint of any number of ranks, in the model's `dtype`.
+    """Return the trained parameters of a policy in a checkpoint of any number of ranks, in the model's `dtype`.
 
-    Names and order are those of a version. Tied weights appear once, under their name in `named_parameters`.
+    Names and order are the same as in a push. Tied weights appear once, under their name in `named_parameters`.
     """
     with torch.device("meta"):
         lm = hf_files.read(start, "eager", weights=False)

@@ -1,6 +1,6 @@
-"""A simulated engine: steps of all its rows; between two steps it swaps versions and fills free rows.
+"""Simulates an engine, which decodes its rows in steps, and swaps versions and fills free rows between steps.
 
-Steps without a change in between are one piece of work. A new row or version ends the work after the present step.
+Consecutive steps without a change are one piece of work. A new row or version ends it after the present step.
 """
 
 import bisect
@@ -16,11 +16,11 @@ from streamppo.commands.plan.workload import StageCosts, Workload
 from streamppo.types import Ticket
 
 Ages: TypeAlias = tuple[tuple[int, int], ...]
-"""(version, number of tokens that it sampled), oldest version first."""
+"""(version, number of tokens that the version sampled), with the oldest version first."""
 
 
 class SimulatedRow(NamedTuple):
-    """A completion that began at step `begun`; without a ticket it answers an evaluation's prompt."""
+    """A completion that began at step `begun`. A completion without a ticket answers a prompt of an evaluation."""
 
     ticket: Ticket | None
     length: int
@@ -28,7 +28,7 @@ class SimulatedRow(NamedTuple):
 
 
 class SimulatedEngine:
-    """An engine on `cores`; it calls `ended` with each complete row and its ages, and `swapped` at each swap."""
+    """An engine on `cores`, which calls `ended` with each complete row and its ages, and `swapped` at each swap."""
 
     def __init__(
         self,
@@ -50,12 +50,12 @@ class SimulatedEngine:
         self._steps, self._before_s, self._step_s, self._began = 0, 0.0, 0.0, 0.0
 
     def add(self, rows: Sequence[SimulatedRow]) -> None:
-        """Queue `rows` for free places."""
+        """Queue `rows` until the engine has room for them."""
         self._waiting.extend(rows)
         self._interrupt()
 
     def pull(self, version: int) -> None:
-        """Swap to `version` at the next boundary."""
+        """Swap to `version` after the present step."""
         self._newest = version
         self._interrupt()
 
@@ -105,7 +105,7 @@ class SimulatedEngine:
         self._boundary()
 
     def _ages(self, row: SimulatedRow) -> Ages:
-        """The ages of a row that ends with this step: the prefill sampled its first token, steps the others."""
+        """Return the ages of a row that ends with this step. The prefill sampled its first token, steps the others."""
         first = bisect.bisect_right(self._swaps, (row.begun, inf)) - 1
         ages, end = Counter({self._swaps[first][1]: 1}), row.begun + row.length - 1
         for (step, version), (until, _) in itertools.pairwise([*self._swaps[first:], (end, 0)]):

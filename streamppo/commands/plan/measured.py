@@ -1,7 +1,7 @@
-"""Costs of stages and lengths of completions from runs on this machine.
+"""Measures costs of stages, and lengths of completions, in runs on this machine.
 
-A cost is the CPU seconds of phases over their calls, rows or tokens. Runs, or parts of a run, of different size
-separate the cost of a call from that of a row: least squares with no cost below 0.
+A cost is the CPU seconds of phases divided by their calls, rows or tokens. Least squares over runs, or parts of a run,
+of different sizes separate the cost of a call from that of a row. No cost is below 0.
 """
 
 import itertools
@@ -20,16 +20,16 @@ from streamppo.telemetry import metrics_file
 from streamppo.telemetry.metrics_file import Line, PhasesLine
 
 PASSES = ("forward", "loss", "backward", "optimizer", "targets", "metrics", "snapshot")
-"""Phases of an update, one after the other."""
+"""Phases of an update, which do not overlap."""
 ENGINE = ("decode", "prefill", "swap", "unpack")
 """Phases of an engine's thread."""
 UNSPENT = (0, 0.0, 0.0)
 BATCHES = 8
-"""The last batches of a run, whose lengths are read."""
+"""Number of last batches of a run whose lengths are read."""
 
 
 class Interval(NamedTuple):
-    """Calls, wall seconds and CPU seconds of a process between two of its lines, by phase."""
+    """Calls, wall seconds and CPU seconds by phase, between two lines about one process in the metrics file."""
 
     begin_s: float
     end_s: float
@@ -40,14 +40,14 @@ class Interval(NamedTuple):
         return self.spent.get(phase, UNSPENT)[0]
 
     def cpu_s(self, *phases: str) -> float:
-        """The CPU seconds of phases together."""
+        """The sum of the CPU seconds of `phases`."""
         return sum(self.spent.get(phase, UNSPENT)[2] for phase in phases)
 
 
 class MeasuredRun(NamedTuple):
-    """A run's folder and configuration, and its intervals after the first update, by process.
+    """A run's folder and configuration, and its intervals after the first update by process.
 
-    `updates` are (second, tokens of all rows); `sampled` are, by engine, (second, tokens so far).
+    `updates` are (second, tokens of the batch with prompts). `sampled` are (second, sampled tokens so far) by engine.
     """
 
     folder: Path
@@ -57,18 +57,18 @@ class MeasuredRun(NamedTuple):
     sampled: dict[str, list[tuple[float, int]]]
 
     def intervals_of(self, kind: str) -> list[tuple[str, Interval]]:
-        """Each interval of the processes of a kind, with the name of its process."""
+        """Return (process, interval) for each interval of the processes whose names begin with `kind`."""
         named = ((name, intervals) for name, intervals in self.intervals.items() if name.startswith(kind))
         return [(name, interval) for name, intervals in named for interval in intervals]
 
     def work(self, interval: Interval) -> tuple[int, float, int]:
-        """A rank's updates in an interval, the tokens of its rows, and its updates together with other ranks."""
+        """Return a rank's updates in an interval, the tokens of its rows, and its updates that wait for other ranks."""
         rows = [tokens for second, tokens in self.updates if interval.begin_s < second <= interval.end_s]
         ranks = self.config.learner.ranks
         return len(rows), sum(rows) / ranks, len(rows) * (ranks > 1)
 
     def decoded(self, engine: str, interval: Interval) -> int:
-        """Tokens that an engine sampled in an interval: reports have its counters beside its phases."""
+        """Return the tokens that an engine sampled in an interval."""
 
         def at(moment: float) -> int:
             return min(self.sampled[engine], key=lambda sample: abs(sample[0] - moment))[1]
@@ -76,7 +76,7 @@ class MeasuredRun(NamedTuple):
         return at(interval.end_s) - at(interval.begin_s)
 
     def stored(self, interval: Interval) -> float:
-        """Trajectories that all actors together finished in an interval of the queue."""
+        """Return the trajectories that all actors together finished in an interval of the queue."""
         return sum(
             actor.calls("reward")
             * max(0.0, min(actor.end_s, interval.end_s) - max(actor.begin_s, interval.begin_s))
@@ -86,7 +86,7 @@ class MeasuredRun(NamedTuple):
 
 
 def read(folder: Path) -> MeasuredRun:
-    """Read a run. Raises `RunError` for too short a run: half a minute of updates is enough."""
+    """Read a run. Raises `RunError` if the run was too short. Half a minute of updates is enough."""
     config = configfile.load(configfile.existing(folder) / configfile.CONFIG)
     lines = metrics_file.read(folder)
     updates, sampled = list[tuple[float, float]](), dict[str, list[tuple[float, int]]]()
@@ -106,7 +106,7 @@ def read(folder: Path) -> MeasuredRun:
 
 
 def costs(runs: Sequence[MeasuredRun]) -> StageCosts:
-    """The costs of the stages over all `runs`, which should have the same model and lengths."""
+    """Return the costs of the stages from all `runs`, which should have the same model and lengths."""
     engines = [(run, name, interval) for run in runs for name, interval in run.intervals_of("rollout-")]
     ranks = [(run.work(interval), interval) for run in runs for _, interval in run.intervals_of("learner-")]
     queues = [(run, interval) for run in runs for _, interval in run.intervals_of("queue")]
@@ -126,7 +126,7 @@ def costs(runs: Sequence[MeasuredRun]) -> StageCosts:
         for _, _, interval in engines
     )
     update_s, token_s, sync_s = _fit((work, interval.cpu_s(*PASSES)) for work, interval in ranks)
-    # Of several ranks the main thread waits while other threads exchange gradients.
+    # If there are several ranks, threads besides the main one exchange gradients.
     push_s, exchange_s = _fit(
         ((work[0], work[2]), interval.cpu_s("process") - interval.cpu_s(*PASSES)) for work, interval in ranks
     )
@@ -156,9 +156,9 @@ def costs(runs: Sequence[MeasuredRun]) -> StageCosts:
 
 
 def lengths(folder: Path) -> tuple[float, list[int]]:
-    """(mean tokens of a prompt, tokens of each completion) in the last archived batches of a run.
+    """Return the mean tokens of a prompt, and the tokens of each completion, in the last archived batches of a run.
 
-    Raises `RunError` if it has none.
+    Raises `RunError` if there are no archived batches.
     """
     stored = archive.open(folder)
     prompts, completions = list[int](), list[int]()
@@ -189,7 +189,7 @@ def _interval(before: PhasesLine, after: PhasesLine) -> Interval:
 
 
 def _fit(points: Iterable[tuple[tuple[float, ...], float]]) -> tuple[float, ...]:
-    """The cost of each cause, by least squares without a constant: the best subset of causes with costs above 0.
+    """Return the cost of each cause by least squares without a constant. Causes whose cost would not be above 0 get 0.
 
     Example: (((1, 10), 3.0), ((1, 20), 5.0)) -> (1.0, 0.2).
     """

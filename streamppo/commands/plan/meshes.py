@@ -1,4 +1,4 @@
-"""The meshes of ranks that a plan tries. A mesh divides a rank's memory, and costs time to move data between ranks."""
+"""Chooses the meshes that a plan tries. A mesh saves memory of ranks, and costs time to move data between them."""
 
 from collections.abc import Callable, Iterator
 from itertools import islice, product
@@ -17,14 +17,14 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
 PARTS = (2, 4, 8)
-"""Ranks of a node that share rows, layers or experts."""
+"""Tried numbers of ranks that share rows, layers or experts."""
 
 
 def choose(config: Config, model: "PretrainedConfig", fits: Callable[[Config], bool]) -> list[Mesh]:
-    """Return the meshes to try with the ranks of `config`: those that `model` allows and that pass `fits`.
+    """Return meshes for the ranks of `config` that `model` supports and for which `fits` returns True.
 
-    These are the configured mesh, and the same with a replica on each node. If neither fits, it is the first fitting
-    mesh that divides experts too, else rows, else layers.
+    The candidates are the configured mesh, and the same mesh with a replica on each node. If neither mesh fits, the
+    result is the first fitting mesh that also divides experts, else rows, else layers.
     """
     plain = [mesh for mesh in _plain(config) if _holds(config, mesh, model, fits)]
     divided = () if plain else (mesh for mesh in _divided(config) if _holds(config, mesh, model, fits))

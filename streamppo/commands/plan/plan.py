@@ -1,6 +1,6 @@
-"""`streamppo plan`: predicts a run before its start, and proposes settings that make it faster.
+"""`streamppo plan`: predicts the throughput of a run before its start, and proposes faster settings.
 
-On this machine the costs are those of `--measured` runs. For GPUs they are estimated from data sheets (roofline.py).
+On this machine the costs come from `--measured` runs. For GPUs they are estimated from data sheets (roofline.py).
 """
 
 import math
@@ -37,23 +37,23 @@ GROUPS: Mapping[str, tuple[str, ...]] = {
     "an actor's own work": ("sample_s",),
     "a reward": ("reward_s",),
 }
-"""Costs that are right or wrong together."""
+"""Groups of costs that are probably wrong by the same share."""
 DOUBT = {"measured": 0.15, "estimated": 0.5}
-"""The share by which a group of costs may be wrong."""
+"""Assumed relative error of a group of costs."""
 SPREAD, DRAWS = 0.8, 999
-"""Assumed lengths on GPUs: the standard deviation of their logarithm, and their number."""
+"""The standard deviation of the logarithm of assumed lengths, and their number."""
 COMPARED = 60
-"""Simulated updates beside those of a run."""
+"""Number of simulated updates for a comparison with a run."""
 ROOM = 0.92
-"""The share of a GPU's memory that a plan may use."""
+"""Share of a GPU's memory that a plan may use."""
 COLUMNS = ("predicted", "realised", "ratio")
 WAITS = 0.1
-"""A smaller share of the time is not called a wait."""
+"""Waits below this share of the time are not reported."""
 GIB = 2**30
 
 
 class Realised(NamedTuple):
-    """Rates of a run after its first updates: updates and trained tokens per second, mean lag, the learner's waits."""
+    """Measured numbers of a run after its first updates. `learner_waits` is a share of the time."""
 
     updates_per_s: float
     tokens_per_s: float
@@ -62,13 +62,13 @@ class Realised(NamedTuple):
 
 
 class Comparison(NamedTuple):
-    """The predicted and the realised numbers of a run."""
+    """The prediction and the measured numbers of a run."""
 
     predicted: Prediction
     realised: Realised
 
     def rows(self) -> list[tuple[str, tuple[str, str, str]]]:
-        """The numbers' names, each with the cells of `COLUMNS`."""
+        """Return the name of each number, with its cells in `COLUMNS`."""
         rows: list[tuple[str, tuple[str, str, str]]] = []
         for name, value in self.realised._asdict().items():
             expected: float = getattr(self.predicted, name)
@@ -80,7 +80,7 @@ class Comparison(NamedTuple):
 
 
 class Hardware(NamedTuple):
-    """GPUs of a type, and the price of a GPU hour, if known."""
+    """Number and type of GPUs, and the price of a GPU hour if given."""
 
     gpus: int
     kind: str
@@ -88,7 +88,7 @@ class Hardware(NamedTuple):
 
 
 class Assumed(NamedTuple):
-    """Assumptions without a measured run: mean tokens of prompt and completion, seconds of a reward."""
+    """What the user assumes: mean tokens of prompt and completion, and seconds of a reward."""
 
     prompt_tokens: float | None = None
     length: float | None = None
@@ -96,7 +96,7 @@ class Assumed(NamedTuple):
 
 
 def basis(runs: Sequence[MeasuredRun], assumed: Assumed) -> Basis:
-    """The basis of predictions from `runs` on this machine. Raises `ConfigError` for runs on GPUs."""
+    """Return the basis of predictions from `runs` on this machine. Raises `ConfigError` for runs on GPUs."""
     if any(run.config.learner.gpus or run.config.rollout.gpus for run in runs):
         raise ConfigError("plan --measured reads runs on CPUs: phases have CPU seconds, and no seconds of a GPU")
     costs = measured.costs(runs)
@@ -112,9 +112,9 @@ def basis(runs: Sequence[MeasuredRun], assumed: Assumed) -> Basis:
 def on_this_machine(
     config: Config, folders: Sequence[Path], assumed: Assumed, run: Path | None, to: Path | None
 ) -> int:
-    """Plan a run of `config` on this machine's cores; with a finished `run`, compare the prediction with it.
+    """Plan a run of `config` on this machine's cores, or compare the prediction with a finished `run`.
 
-    Raises `RunError` for a measured run that was too short.
+    Raises `RunError` if a measured run was too short.
     """
     if to is not None:
         durable.refuse_output(to, RunError)
@@ -132,13 +132,13 @@ def on_this_machine(
 
 
 def on_gpus(config: Config, hardware: Hardware, assumed: Assumed, to: Path | None) -> int:
-    """Plan a run of `config` on GPUs. Raises `ConfigError` for an unknown GPU and for a model that does not fit."""
+    """Plan a run of `config` on GPUs. Raises `ConfigError` if the GPU is unknown or the model does not fit."""
     if to is not None:
         durable.refuse_output(to, RunError)
     if (gpu := roofline.GPUS.get(hardware.kind)) is None:
         raise ConfigError(f"{hardware.kind}: no known GPU; known are {', '.join(roofline.GPUS)}")
     if config.model.path == BUILTIN:
-        raise ConfigError(f"plan --gpus needs the shapes of a model of yours: model.path is {BUILTIN}")
+        raise ConfigError(f"plan --gpus needs a model of yours: model.path is {BUILTIN}")
     settings = read_settings(config.model.path)
     model = memory.sizes(settings, config.model)
     length = assumed.length or config.rollout.max_tokens / 3
@@ -157,7 +157,7 @@ def on_gpus(config: Config, hardware: Hardware, assumed: Assumed, to: Path | Non
         return max(memory.rank(checkpointed(config), model, longest_row(config)).total, engine) <= ROOM * gpu.gib * GIB
 
     def slots(config: Config) -> list[int]:
-        """Return the numbers of rows whose cache fits an engine's memory."""
+        """Return the numbers of slots to try whose cache fits into an engine's memory."""
         gpus = max(1.0, config.rollout.gpus)
         room = (ROOM * gpu.gib * GIB * gpus - model.parameters * model.element) / model.cache_per_token
         mean = prompt_tokens + sum(lengths.completions) / len(lengths.completions)
@@ -194,7 +194,7 @@ def on_gpus(config: Config, hardware: Hardware, assumed: Assumed, to: Path | Non
 
 
 def realised(run: Path) -> Realised:
-    """Rates of a run after the updates that a prediction skips. Raises `ConfigError` for too few updates."""
+    """Measure a run after the updates that a prediction skips. Raises `ConfigError` if there are too few updates."""
     lines, skip = metrics_file.updates(run), skipped(queue_settings(configfile.load(run / configfile.CONFIG)))
     if len(lines) < skip + 2:
         raise ConfigError(f"{run}: {len(lines)} updates are too few to compare; the first {skip + 1} do not count")
@@ -209,17 +209,17 @@ def realised(run: Path) -> Realised:
 
 
 def lognormal(mean: float, most: int) -> list[int]:
-    """Lengths at evenly spaced quantiles of a lognormal distribution, in a fixed arbitrary order."""
+    """Return lengths at evenly spaced quantiles of a lognormal distribution, in a fixed arbitrary order."""
     median = mean / math.exp(SPREAD**2 / 2)
     lengths = [median * math.exp(SPREAD * NormalDist().inv_cdf((n + 0.5) / DRAWS)) for n in range(DRAWS)]
-    # 617 and 999 have no common factor: each length comes once.
+    # 617 and 999 have no common factor, so each length occurs once.
     return [max(1, min(most, round(lengths[617 * n % DRAWS]))) for n in range(DRAWS)]
 
 
 def _splits(gpus: int, evaluators: int, model: memory.ModelSizes, gpu: GpuType) -> list[tuple[str, ...]]:
-    """Every division of `gpus` into ranks and engines, besides `evaluators` that only evaluate.
+    """Return overrides for every division of `gpus` into ranks, engines, and `evaluators` that only evaluate.
 
-    An engine has the fewest GPUs that hold its weights twice, so that their other memory is its cache.
+    An engine gets the fewest GPUs whose memory holds its weights twice, which leaves room for the cache.
     """
     weights = model.parameters * model.element
     wide = next((width for width in (1, 2, 4, 8) if 2 * weights / width <= ROOM * gpu.gib * GIB), 8)
@@ -237,12 +237,12 @@ def _splits(gpus: int, evaluators: int, model: memory.ModelSizes, gpu: GpuType) 
 
 
 def _is_round(ranks: int) -> bool:
-    """True for a number of ranks that fills nodes, or divides one."""
+    """True if the ranks fill whole nodes, or if their number divides a node's GPUs."""
     return ranks % roofline.NODE == 0 or roofline.NODE % ranks == 0
 
 
 def _report(tried: Sequence[Proposal], known: Basis, to: Path | None) -> None:
-    """Print the proposals, the best last, and the cost that the best depends on most."""
+    """Print the proposals with the best last, and the group of costs on which the best depends most."""
     rows = table("settings", "updates/s", "tokens/s", "learner waits", "engines busy", "lag", "p99", "max", "lost")
     for proposal in tried:
         rows.add_row(" ".join(proposal.overrides) or "as configured", *_cells(proposal.prediction))
@@ -252,37 +252,36 @@ def _report(tried: Sequence[Proposal], known: Basis, to: Path | None) -> None:
     echo(
         "",
         f"who waits: {_longest_wait(best.prediction)}",
-        f"least sure of {group}: {known.doubt:.0%} more or less of it are {low:+.0%} to {high:+.0%} updates/s",
+        f"least sure: {group}; {known.doubt:.0%} more or less of it change updates/s by {low:+.0%} or {high:+.0%}",
     )
     before, after = tried[0].config.queue, best.config.queue
-    caveat = "the proposals count tokens, not what they teach: with a larger"
+    caveat = "the proposals only compare tokens per second: with a larger"
     if after.bound > before.bound:
-        echo(f"{caveat} max_lag an update teaches less (docs/off-policy.md)")
+        echo(f"{caveat} max_lag an update learns less (docs/off-policy.md)")
     if after.batch_size > before.batch_size:
-        echo(f"{caveat} batch_size the same tokens make fewer updates")
+        echo(f"{caveat} batch_size there are fewer updates of the same tokens")
     if to:
         costs = known.price(best.config)._asdict()
         _write(
             to,
-            {"proposals": [{"overrides": one.overrides, **_numbers(one.prediction)} for one in tried], "costs": costs},
+            {
+                "proposals": [{"overrides": proposal.overrides, **_numbers(proposal.prediction)} for proposal in tried],
+                "costs": costs,
+            },
         )
 
 
 def least_sure(proposal: Proposal, known: Basis) -> tuple[str, float, float]:
-    """(group of costs on which updates/s depend most, change of updates/s with more of it, change with less)."""
+    """Return the group of costs with the most effect on updates/s, and the effects of more and of less of it."""
     costs, base = known.price(proposal.config), proposal.prediction.updates_per_s
 
     def change(group: str, factor: float) -> float:
-        other = _scaled(costs, GROUPS[group], factor)
-        return proposals.predict(proposal.config, known, costs=other).updates_per_s / base - 1
+        scaled = costs._replace(**{name: getattr(costs, name) * factor for name in GROUPS[group]})
+        return proposals.predict(proposal.config, known, costs=scaled).updates_per_s / base - 1
 
     more = {group: change(group, 1 + known.doubt) for group in GROUPS}
     group = max(more, key=lambda name: abs(more[name]))
     return group, more[group], change(group, 1 / (1 + known.doubt))
-
-
-def _scaled(costs: StageCosts, names: Sequence[str], factor: float) -> StageCosts:
-    return costs._replace(**{name: getattr(costs, name) * factor for name in names})
 
 
 def compare_run(run: Path, config: Config, known: Basis) -> Comparison:
@@ -291,7 +290,7 @@ def compare_run(run: Path, config: Config, known: Basis) -> Comparison:
 
 
 def compare(runs: Sequence[Path], folders: Sequence[Path]) -> list[Comparison]:
-    """Compare each run with its prediction from the costs of the runs in `folders`. Raises `StreamppoError`."""
+    """Compare each run with its prediction from costs of the runs in `folders`. Raises `StreamppoError`."""
     known = basis([measured.read(folder) for folder in folders], Assumed())
     return [compare_run(run, configfile.load(configfile.existing(run) / configfile.CONFIG), known) for run in runs]
 
@@ -317,7 +316,7 @@ def _cells(prediction: Prediction) -> list[str]:
 
 
 def _longest_wait(prediction: Prediction) -> str:
-    """The stage that waits most, in words."""
+    """Return in words which stage waits most."""
     learner, engines = prediction.learner_waits, 1 - prediction.engines_busy
     if max(learner, engines) < WAITS:
         return "nobody for more than a tenth of the time"

@@ -1,7 +1,7 @@
-"""Proposals of settings with a higher throughput, by simulation of the settings that decide it.
+"""Proposes settings with a higher throughput, which it finds by simulation.
 
-One setting after another takes the value with the most trained tokens per second. Of values within `EQUAL` of it, the
-first wins, which demands least: the fewest GPUs of a stage, the smallest lag, the fewest rows and trajectories in
+One setting after another takes the value with the most trained tokens per second. Of several values within `EQUAL` of
+the highest rate, the first is taken: the fewest GPUs of a stage, the smallest lag, the fewest slots and trajectories in
 flight. A larger batch must gain `BATCH_GAIN`, because it changes what an update learns.
 """
 
@@ -17,21 +17,21 @@ from streamppo.errors import ConfigError
 from streamppo.queue.rules.state import queue_settings
 
 EQUAL = 0.02
-"""Rates with a smaller relative difference are equal: the smaller lag or demand wins."""
+"""Rates with a smaller relative difference count as equal."""
 LAGS = (1, 2, 4, 8, 16)
 MORE_SLOTS, MORE_ROWS = (0.5, 2, 4, 8), (2, 4)
-"""Tried rows of an engine and trajectories of a batch, as multiples of the configured number."""
+"""Tried slots of an engine, and trajectories of a batch, as multiples of the configured numbers."""
 BATCH_GAIN = 0.1
 MORE_IN_FLIGHT = (1.0, 1.5, 2.0, 4.0)
-"""Tried trajectories in flight, as multiples of an engine's slots: more than 1 wait for a row or a reward."""
+"""Tried trajectories in flight, as multiples of an engine's slots. Some trajectories wait for a slot or a reward."""
 TRAJECTORIES, FEWEST, MOST = 8_192, 10, 30
-"""Simulated trajectories of a proposal; the fewest and the most updates for them."""
+"""Number of simulated trajectories of a proposal, and the bounds on its updates."""
 MOST_S = 4 * 3600.0
-"""The most simulated seconds of a proposal: then its updates so far count."""
+"""Maximum simulated seconds of a proposal."""
 
 
 class Lengths(NamedTuple):
-    """Mean tokens of a prompt, and drawn tokens of completions."""
+    """Mean tokens of a prompt, and tokens of sampled completions."""
 
     prompt_tokens: float
     completions: Sequence[int]
@@ -46,9 +46,9 @@ class Proposal(NamedTuple):
 
 
 class Basis(NamedTuple):
-    """The basis of predictions: lengths, shared cores (None: stages have GPUs), and costs of a configuration.
+    """The basis of predictions: lengths, the shared `cores` (None if stages have GPUs), and costs of a configuration.
 
-    Only a configuration that `fits` the hardware is proposed, with `slots` that fit an engine's memory. Costs may be
+    `fits` returns True if the hardware can hold a configuration, and `slots` the numbers of slots to try. Costs may be
     wrong by the share `doubt`.
     """
 
@@ -61,12 +61,12 @@ class Basis(NamedTuple):
 
 
 def workload(config: Config, basis: Basis) -> Workload:
-    """The workload of a run of `config`. Raises `ConfigError` for settings that are not simulated."""
+    """Return the workload of a run of `config`. Raises `ConfigError` for settings that are not simulated."""
     if config.queue.segments is not None or config.environment is not None:
         setting = "queue.segments" if config.queue.segments is not None else "an environment"
         raise ConfigError(f"plan simulates whole completions of one turn, and this configuration has {setting}")
     return Workload(
-        # A simulation has no rows: no prompt is skipped.
+        # A simulation has no rows of data, so no prompt is skipped.
         queue_settings(config)._replace(curriculum=None),
         actors=config.rollout.actors,
         in_flight=config.rollout.in_flight,
@@ -82,20 +82,20 @@ def workload(config: Config, basis: Basis) -> Workload:
 
 
 def predict(config: Config, basis: Basis, updates: int = 0, costs: StageCosts | None = None) -> Prediction:
-    """Simulate `updates` of `config`, by default enough to compare proposals; `costs` replace those of `basis`."""
+    """Simulate `updates` of `config`, by default enough to compare proposals. `costs` replace those of `basis`."""
     count = updates or max(FEWEST, min(MOST, TRAJECTORIES // config.queue.batch_size))
     return simulate(workload(config, basis), costs or basis.price(config), count, MOST_S)
 
 
 def more_slots(config: Config) -> list[int]:
-    """The numbers of an engine's rows to try, in ascending order."""
+    """Return the numbers of an engine's slots to try, in ascending order."""
     return [max(1, round(config.rollout.slots * share)) for share in MORE_SLOTS]
 
 
 def improve(
     config: Config, basis: Basis, splits: Sequence[tuple[str, ...]], first: tuple[str, ...] = ()
 ) -> list[Proposal]:
-    """Return proposals, the best last: `config` with the overrides `first`, then each with one more change.
+    """Return proposals with the best last. The first has the overrides `first`, and each further one adds a change.
 
     `splits` are overrides that divide cores or GPUs between ranks and engines.
     """
@@ -132,7 +132,7 @@ def _in_flight(best: Config) -> list[tuple[str, ...]]:
 
 
 def _changed(base: Proposal, overrides: tuple[str, ...], basis: Basis) -> Proposal | None:
-    """`base` with further overrides; None for a configuration that is invalid or does not fit."""
+    """Return `base` with further overrides; None if the configuration is invalid or does not fit."""
     try:
         config = configfile.change(base.config, overrides)
     except ConfigError:

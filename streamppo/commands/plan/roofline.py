@@ -1,7 +1,7 @@
-"""Costs of stages on GPUs, from the operations and bytes of a model and the rates of a GPU.
+"""Estimates costs of stages on GPUs from the operations and bytes of a model and the rates of a GPU.
 
-An estimate: no whole run on more than one GPU has been compared with it (docs/status.md). The reached shares of a data
-sheet's numbers are those of one H200 with a model of 0.5 billion parameters; larger models reach more.
+No run on more than one GPU has been compared with these estimates (docs/status.md). The reached shares of a data
+sheet's numbers were measured on one H200 with a model of 0.5 billion parameters. Larger models reach more.
 """
 
 import math
@@ -14,7 +14,7 @@ from streamppo.learner.memory import ModelSizes
 
 
 class GpuType(NamedTuple):
-    """A data sheet: dense bfloat16 TFLOP/s, GiB and TB/s of memory, GB/s to a GPU of the same node in one direction."""
+    """A data sheet: dense bfloat16 TFLOP/s, GiB and TB/s of memory, and GB/s in one direction within a node."""
 
     tflops: float
     gib: float
@@ -30,29 +30,29 @@ GPUS = {
     "l40s": GpuType(362, 48, 0.86, 32),
 }
 NETWORK_GB_S = 50.0
-"""GB/s of a GPU to another node: 400 Gbit/s."""
+"""GB/s from a GPU to another node, which is 400 Gbit/s."""
 NODE = 8
 """GPUs of a node."""
 TRAINING_SHARE = {0.5e9: 0.14, 8e9: 0.35}
-"""Share of the TFLOP/s that an update reaches, by parameters: 0.5 billion is measured, 8 billion is usual."""
+"""Share of the TFLOP/s that an update reaches, by parameters. The first share is measured, the second is usual."""
 PREFILL_SHARE, READING_SHARE = 0.4, 0.6
-"""Share of the TFLOP/s that a prefill reaches, and of the TB/s that a decoding step reaches."""
+"""Share of the TFLOP/s that a prefill reaches, and share of the TB/s that a decoding step reaches."""
 LAUNCH_S = 0.004
-"""Seconds of a decoding step or prefill besides its reading and multiplying."""
+"""Seconds that a decoding step or prefill takes besides reading and multiplying."""
 OPTIMIZER_BYTES = 28
-"""Bytes of a trained parameter that a step of AdamW reads and writes, in float32."""
+"""Bytes that a step of AdamW in float32 reads and writes for each trained parameter."""
 SNAPSHOT_GB_S, PACKED_GB_S, PULLED_GB_S = 25.0, 2.5, 10.0
-"""GB/s of a snapshot into pinned memory, of packing and hashing it, and of a swap."""
+"""GB/s of a snapshot into pinned memory, of packing and hashing a snapshot, and of a swap."""
 CALL_S, STORED_S, PUBLISH_S = 0.002, 1e-4, 0.02
-"""The queue: seconds of a call, of a trajectory in it besides its bytes, and of a version."""
+"""Seconds of the queue for a call, for a trajectory in a call (besides its bytes), and for a version."""
 SAMPLE_S = 3e-4
-"""Seconds of an actor for a trajectory, besides its reward."""
+"""Seconds of an actor for a trajectory, except for the reward."""
 
 
 def costs(
     config: Config, model: ModelSizes, gpu: GpuType, prompt_tokens: float, length: float, reward_s: float
 ) -> StageCosts:
-    """Estimate the costs for prompts of `prompt_tokens` and completions of `length` tokens on average."""
+    """Estimate the costs if prompts have `prompt_tokens` and completions `length` tokens on average."""
     engine_gpus, flops = max(1.0, config.rollout.gpus), gpu.tflops * 1e12
     reads = gpu.memory_tb_s * 1e12 * READING_SHARE * engine_gpus
     multiplies = flops * PREFILL_SHARE * engine_gpus
@@ -82,21 +82,21 @@ def costs(
 
 
 def training_share(model: ModelSizes) -> float:
-    """The share of a GPU's TFLOP/s that an update reaches: linear in the logarithm between two sizes."""
+    """Return the share of a GPU's TFLOP/s that an update reaches, interpolated in the logarithm of the parameters."""
     (small, low), (large, high) = TRAINING_SHARE.items()
     place = math.log(max(1, model.active) / small) / math.log(large / small)
     return low + (high - low) * min(1.0, max(0.0, place))
 
 
 def _passes(config: Config, model: ModelSizes, row: float) -> float:
-    """Floating-point operations of a token in an update: forward and backward, scoring, recomputation, attention."""
+    """Return the operations of a token in an update, with scoring, recomputation and attention."""
     forwards = 3 + (config.algorithm.proximal == "recompute") + (config.model.gradient_checkpointing == "full")
     attention = 2 * model.layers * model.hidden * row
     return forwards * (2 * model.active + attention)
 
 
 def _step_s(config: Config, model: ModelSizes, gpu: GpuType) -> float:
-    """Seconds of the optimizer's steps of an update, and of the exchange of gradients between replicas before each."""
+    """Return the seconds of an update's optimizer steps and of the exchange of gradients between replicas."""
     mesh, ranks = config.learner.mesh, config.learner.ranks
     read = OPTIMIZER_BYTES * model.trained / mesh.shards(ranks)
     moved = 2 * 4 * model.trained / mesh.shards(ranks) * (1 - 1 / mesh.replicate)
@@ -105,18 +105,18 @@ def _step_s(config: Config, model: ModelSizes, gpu: GpuType) -> float:
 
 
 def _gathers_s(config: Config, model: ModelSizes, gpu: GpuType) -> float:
-    """Seconds for each token of a rank in which a replica's ranks move weights and gradients, while they compute."""
+    """Return the seconds per token of a rank in which the ranks of a replica exchange weights and gradients."""
     mesh, shards = config.learner.mesh, config.learner.mesh.shards(config.learner.ranks)
-    cut = model.by_tensor * (1 - 1 / mesh.tensor) + model.by_expert * (1 - 1 / mesh.expert)
-    moved = 3 * (model.parameters - model.layers * cut) * model.element * (1 - 1 / shards)
+    divided = model.by_tensor * (1 - 1 / mesh.tensor) + model.by_expert * (1 - 1 / mesh.expert)
+    moved = 3 * (model.parameters - model.layers * divided) * model.element * (1 - 1 / shards)
     return moved / _speed(shards, gpu) * mesh.slices / config.learner.micro_batch_tokens
 
 
 def _shared_rows_s(config: Config, model: ModelSizes, gpu: GpuType) -> float:
-    """Seconds for each token of a rank in which ranks that share rows exchange activations.
+    """Return the seconds per token of a rank in which ranks that share rows exchange activations.
 
-    `tensor`: two gathers and two sums of a layer's tokens in each pass. `context`: queries, keys, values and outputs.
-    Exchanges between ranks that share experts are left out.
+    In each pass over a layer, `tensor` gathers and sums tokens twice, and `context` exchanges queries, keys, values and
+    outputs. Exchanges between ranks that share experts are left out.
     """
     mesh, width = config.learner.mesh, model.hidden * model.element
     moved = 4 * width * (mesh.tensor - 1)
@@ -126,5 +126,5 @@ def _shared_rows_s(config: Config, model: ModelSizes, gpu: GpuType) -> float:
 
 
 def _speed(ranks: int, gpu: GpuType) -> float:
-    """Bytes per second between neighbouring ranks, which share a node if it has room for them."""
+    """Return the bytes per second between neighbouring ranks, which share a node if it has room for all."""
     return (gpu.link_gb_s if ranks <= NODE else NETWORK_GB_S) * 1e9

@@ -1,6 +1,6 @@
-"""Simulated time: timers, and work that shares the cores of a machine evenly.
+"""Simulates time: timers, and work that shares the cores of a machine evenly.
 
-Example: three pieces of work on two cores each make 2/3 of a second's progress in a second.
+Example: in one second each of three pieces of work on two cores progresses by 2/3 of a second.
 """
 
 import heapq
@@ -11,12 +11,12 @@ from functools import partial
 from math import inf
 
 LEAST_CORES = 0.25
-"""The least share of the cores for the simulated stages, however busy other processes are."""
+"""Cores that the simulated stages have at least, if other processes keep the machine busy."""
 
 
 @dataclass(eq=False)
 class Work:
-    """Work with `left` seconds to do on `threads` cores of the machine, or elsewhere up to the time `ends`."""
+    """Work that takes `left` more seconds on `threads` cores, or runs on a GPU until the time `ends`."""
 
     done: Callable[[], None]
     threads: int
@@ -26,7 +26,7 @@ class Work:
 
 
 class SharedCores:
-    """The clock `now`, timers, and work. Without a number of `cores` there are enough; `other` cores are busy."""
+    """The simulated clock `now`, timers, and work. `cores` is None if there are enough; `other` cores are busy."""
 
     def __init__(self, cores: float | None, other: float) -> None:
         self.now = 0.0
@@ -36,11 +36,11 @@ class SharedCores:
         self._shared: list[Work] = []
 
     def after(self, seconds: float, call: Callable[[], None]) -> None:
-        """Call `call` after `seconds`."""
+        """Call the function `call` after `seconds` of simulated time."""
         heapq.heappush(self._timers, (self.now + seconds, next(self._numbers), call))
 
     def work(self, seconds: float, done: Callable[[], None], *, threads: int = 1, on_core: bool = True) -> Work:
-        """Begin work that takes `seconds` alone; call `done` at its end."""
+        """Begin work that takes `seconds` if no other work shares its cores, and call `done` at its end."""
         work = Work(done, threads, on_core)
         if on_core:
             self._shared.append(work)
@@ -48,11 +48,11 @@ class SharedCores:
         return work
 
     def left(self, work: Work) -> float:
-        """The seconds that the work still takes alone."""
+        """The seconds that the work still takes if no other work shares its cores."""
         return work.left if work.on_core else work.ends - self.now
 
     def shorten(self, work: Work, seconds: float) -> None:
-        """Set the seconds that the work still takes."""
+        """Set the seconds that `left` returns."""
         if work.on_core:
             work.left = seconds
         else:
@@ -60,7 +60,7 @@ class SharedCores:
             self.after(seconds, partial(self._end, work, work.ends))
 
     def advance(self) -> None:
-        """Advance the clock to the next end of a wait or of work. Raises `RuntimeError` if there is none."""
+        """Advance the clock to the next end of a timer or of work. Raises `RuntimeError` if there is none."""
         busy = sum(work.threads for work in self._shared)
         rate = min(1.0, self._cores / busy) if busy else 1.0
         first = min(self._shared, key=lambda work: work.left, default=None)
@@ -81,6 +81,6 @@ class SharedCores:
             first.done()
 
     def _end(self, work: Work, ends: float) -> None:
-        """End work elsewhere, unless its end has moved."""
+        """End work on a GPU unless `shorten` has changed its end."""
         if work.ends == ends:
             work.done()

@@ -1,7 +1,7 @@
-"""A run in simulated time: the queue's real rules; engines, rewards and a learner that only take time.
+"""Simulates a run with the queue's real rules. Engines, rewards and the learner only take simulated time.
 
-It reads no clock: the same workload gives the same prediction. Not simulated: segments,
-deaths, failed samples, and turns of an environment (a completion is one turn).
+The same workload always gives the same prediction. Segments, restarts, failed samples and environments are not
+simulated.
 """
 
 import itertools
@@ -22,11 +22,11 @@ from streamppo.rollout.worker import GATHER_S
 from streamppo.types import Ticket
 
 DRIVER_CORES = 0.2
-"""Cores that the driver and Ray's own processes keep busy during a run."""
+"""Cores that the driver and Ray's processes keep busy during a run."""
 
 
 class Prediction(NamedTuple):
-    """Rates over the simulated updates after the first ones; lags are in versions, over trained tokens."""
+    """Rates over the simulated updates after the skipped ones. `lags` counts trained tokens by lag."""
 
     updates_per_s: float
     tokens_per_s: float
@@ -41,7 +41,7 @@ class Prediction(NamedTuple):
         return sum(lag * count for lag, count in self.lags.items()) / max(1, self.lags.total())
 
     def lag_quantile(self, share: float) -> int:
-        """The lag that `share` of the trained tokens do not exceed."""
+        """Return the lag that `share` of the trained tokens do not exceed."""
         below = itertools.accumulate(self.lags[lag] for lag in sorted(self.lags))
         reached = (
             lag for lag, count in zip(sorted(self.lags), below, strict=True) if count >= share * self.lags.total()
@@ -50,12 +50,12 @@ class Prediction(NamedTuple):
 
 
 def skipped(settings: QueueSettings) -> int:
-    """The number of first updates, during which the queue fills: rates leave them out."""
+    """Return the number of first updates that rates leave out, because the queue fills during them."""
     return settings.max_lag + 3
 
 
 def simulate(workload: Workload, costs: StageCosts, updates: int = 60, most_s: float = inf) -> Prediction:
-    """Simulate `updates` updates after the skipped ones, for `most_s` simulated seconds at most."""
+    """Simulate `updates` updates after the skipped ones, but at most `most_s` simulated seconds."""
     return SimulatedRun(workload, costs).predict(skipped(workload.settings), updates, most_s)
 
 
@@ -63,7 +63,7 @@ def simulate(workload: Workload, costs: StageCosts, updates: int = 60, most_s: f
 
 
 class SimulatedActor:
-    """The calls of a rollout actor (worker.py): deliveries that return tickets, and requests if these are too few."""
+    """Simulates the calls of a rollout actor: deliveries, which return tickets, and requests for more tickets."""
 
     def __init__(self, run: "SimulatedRun", name: str) -> None:
         self._run, self.name = run, name
@@ -73,11 +73,8 @@ class SimulatedActor:
         self._lacks, self._due, self._delivering = True, False, False
         self._evaluations: list[tuple[int, int]] = []
 
-    def start(self) -> None:
-        self._ask()
-
     def evaluate(self, version: int, prompts: int) -> None:
-        """Answer `prompts` once the engine has `version`."""
+        """Answer `prompts` prompts when the engine has `version`."""
         self._evaluations.append((version, prompts))
 
     def pull(self, version: int) -> None:
@@ -119,15 +116,15 @@ class SimulatedActor:
             self._admit(tickets)
             if len(tickets) < limit:
                 self._lacks = True
-                self._ask()
+                self.ask()
             self._delivering = False
             if self._due:
                 self._deliver()
 
         self._run.queue.call(len(results) * self._run.costs.stored_s, stored)
 
-    def _ask(self) -> None:
-        """Request tickets until the actor has one for every free place."""
+    def ask(self) -> None:
+        """Request tickets until the actor has a ticket for every free place."""
         self._run.cores.after(GATHER_S, self._request)
 
     def _request(self) -> None:
@@ -136,7 +133,7 @@ class SimulatedActor:
         def receive(tickets: Sequence[Ticket]) -> None:
             self._admit(tickets)
             if len(tickets) < limit:
-                self._ask()
+                self.ask()
                 return
             self._lacks = False
             if self._room:
@@ -156,12 +153,12 @@ class SimulatedActor:
             self._run.cores.work(len(rows) * self._run.costs.sample_s, lambda: self.engine.add(rows))
 
     def request(self, limit: int) -> tuple[Ticket, ...]:
-        """The tickets that the rules issue to this actor."""
+        """Return the tickets that the rules issue to this actor."""
         return self._run.queue.rules.issue(self.name, self.engine.version, limit, self._call)
 
 
 class SimulatedQueue:
-    """The rules in a process that answers one call after another."""
+    """Simulates the process of the queue, which answers one call after another by the rules."""
 
     def __init__(self, run: "SimulatedRun") -> None:
         self._run = run
@@ -203,14 +200,14 @@ class SimulatedQueue:
         self.serve()
 
     def serve(self) -> None:
-        """Serve waiting stages: the learner first, because taking a batch may reopen slots."""
+        """Serve waiting stages. The learner comes first, because taking a batch may reopen slots."""
         if self._batch is not None and self._batch[0] <= self.rules.state.version + 1:
             version, then = self._batch
             if (batch := self.rules.take(version)) is not None:
                 self._batch = None
                 records = [record for record in batch.trajectories if isinstance(record, TrajectoryRecord)]
                 self.call(0.0, partial(then, records))
-        # If a version has a ticket, all later versions have one.
+        # If there is a ticket for a version, there is one for all later versions.
         newest = max((actor.engine.version for actor, _, _ in self._waiting), default=0)
         waiting = self._waiting if self._waiting and self.rules.has_ticket(newest) else []
         self._waiting = [] if waiting else self._waiting
@@ -219,13 +216,13 @@ class SimulatedQueue:
                 then(tickets)
             else:
                 self._waiting.append((actor, limit, then))
-        # There is no journal to write them to.
+        # Changes are discarded because there is no journal.
         self.rules.state.pending_changes = no_changes()
 
 
 @dataclass(eq=False)
 class SimulatedLearner:
-    """Updates of `ranks` ranks that wait for each other; an update takes the next batch, and one push is under way."""
+    """Simulates the learner's ranks, which end each update together. At most one push is in progress."""
 
     run: "SimulatedRun"
     version: int = 0
@@ -237,10 +234,7 @@ class SimulatedLearner:
     _pushing: bool = False
     _done: int | None = None
 
-    def start(self) -> None:
-        self._take(0)
-
-    def _take(self, version: int) -> None:
+    def take(self, version: int) -> None:
         def taken(records: Sequence[TrajectoryRecord]) -> None:
             self._taken = records
             self._begin()
@@ -262,7 +256,7 @@ class SimulatedLearner:
         self.lags.append(lags)
         self.tokens.append(sum(record.length for record in records))
         rows = self.tokens[-1] + workload.prompt_tokens * len(records)
-        self._take(self.version + 1)
+        self.take(self.version + 1)
         seconds = run.costs.update_s + run.costs.token_s * rows / workload.ranks
         seconds += run.costs.sync_s if workload.ranks > 1 else 0.0
         seconds /= workload.threads
@@ -280,7 +274,7 @@ class SimulatedLearner:
         self._end()
 
     def _end(self) -> None:
-        """End the update once all ranks and the previous push have ended."""
+        """End the update if all ranks and the previous push have ended."""
         if self._done != self.run.workload.ranks or self._pushing:
             return
         self._done, self._pushing = None, True
@@ -305,7 +299,7 @@ class SimulatedLearner:
 
 
 class SimulatedRun:
-    """All stages of one simulated run."""
+    """All simulated stages of a run."""
 
     def __init__(self, workload: Workload, costs: StageCosts) -> None:
         self.workload, self.costs = workload, costs
@@ -318,9 +312,9 @@ class SimulatedRun:
         return next(self._lengths)
 
     def predict(self, skip: int, updates: int, most_s: float) -> Prediction:
-        self.learner.start()
+        self.learner.take(0)
         for actor in self.actors:
-            actor.start()
+            actor.ask()
         learner, begin = self.learner, (0.0, 0.0)
         while learner.version < skip + updates and (self.cores.now < most_s or learner.version <= skip + 1):
             before = learner.version

@@ -7,7 +7,7 @@ from streamppo.queue.rules.state import QueueSettings
 
 
 class StageCosts(NamedTuple):
-    """Seconds of work on a core or GPU; `reward_s` is a wait.
+    """Seconds of work on a core or GPU. `reward_s` is a wait without work.
 
     engine     a step: `step_s` + `row_s` for each row + `cached_s` for each token in its cache; a prefill: `prefill_s`
                + `prompt_s` for each prompt; `swap_s` for a version
@@ -36,9 +36,9 @@ class StageCosts(NamedTuple):
 
 
 class Workload(NamedTuple):
-    """The settings of a simulated run. `lengths` are lengths of completions in tokens, used in turn.
+    """The settings of a simulated run. `lengths` are the tokens of completions, in the order of sampling.
 
-    All stages share `cores`; without a number, engines and ranks have GPUs. `threads` divide the work of a rank.
+    All stages share `cores`. If `cores` is None, engines and ranks have GPUs. A rank's work is divided among `threads`.
     """
 
     settings: QueueSettings

@@ -1,8 +1,8 @@
-"""`streamppo bench`: the quick benchmarks of the repository in one table, compared with an earlier result.
+"""`streamppo bench`: runs the repository's quick benchmarks, and compares them with an earlier result.
 
 Every part is a script of benchmarks/ in a separate process. Each of `rounds` rounds runs all parts, so that each number
-has a median and a range. Numbers are costs: lower is better. Reference work before each part measures the machine's
-speed; an earlier result is scaled to the present speed.
+has a median and a range. Numbers are costs, so lower is better. Reference work before each part measures the machine's
+speed, and an earlier result is scaled to the present speed.
 """
 
 import statistics
@@ -29,22 +29,22 @@ PARTS: tuple[Part, ...] = (
     ("cost/cost.py", "--updates", "30", "--repeat", "1"),
 )
 MARGIN = 1.1
-"""Medians within this ratio count as equal."""
+"""Medians whose ratio is smaller count as equal."""
 REFERENCE = 1_000_000
-"""Additions of the reference work."""
+"""Number of additions in the reference work."""
 QUOTED = 2000
-"""Characters of a failed part's output in the error, at most."""
+"""Maximum characters of a failed part's output in the error."""
 
 
 class BenchFile(msgspec.Struct):
-    """The part of a script's JSON that is read: costs by name, and the machine with versions and commit."""
+    """The JSON of a script: costs by name, and the machine with versions and commit."""
 
     machine: dict[str, object]
     costs: dict[str, float]
 
 
 class BenchResult(msgspec.Struct):
-    """Costs by name, and milliseconds of the reference work, each with a value for every measurement."""
+    """Costs by name, and milliseconds of the reference work, with a value for every measurement."""
 
     machine: dict[str, object]
     reference_ms: list[float]
@@ -52,9 +52,9 @@ class BenchResult(msgspec.Struct):
 
 
 def bench(parts: Sequence[Part], rounds: int, to: Path | None, earlier: Path | None) -> int:
-    """Measure `parts`, print a table and write the result to `to`; the exit code is 1 if a cost is above `earlier`'s.
+    """Measure `parts`, print a table and write the result to `to`. Returns the exit code, 1 if a cost is slower.
 
-    Raises `RunError` without the repository, for a part that fails, and if `earlier` has no result.
+    Raises `RunError` without the repository, if a part fails, and if the file `earlier` has no result.
     """
     if not SCRIPTS.is_dir():
         raise RunError(
@@ -75,7 +75,7 @@ def bench(parts: Sequence[Part], rounds: int, to: Path | None, earlier: Path | N
 
 
 def measure(parts: Sequence[Part], rounds: int) -> BenchResult:
-    """Run every part `rounds` times, in turns. Raises `RunError` with the output of a part that fails."""
+    """Run every part once in each round. Raises `RunError` with the output of a part that fails."""
     result = BenchResult({}, [], {})
     for _ in range(rounds):
         for part in parts:
@@ -96,9 +96,9 @@ def read(path: Path) -> BenchResult:
 
 
 def changes(now: BenchResult, then: BenchResult) -> dict[str, str]:
-    """Compare each common cost: "slower", "faster" or "equal".
+    """Return "slower", "faster" or "equal" for each cost in both results.
 
-    Slower: the median is beyond the margin, and all values are above the earlier ones at the present speed.
+    A cost is slower if the ratio of medians exceeds `MARGIN` and all values exceed all earlier ones, scaled by `pace`.
     """
     words: dict[str, str] = {}
     for name in now.costs.keys() & then.costs.keys():
@@ -111,7 +111,7 @@ def changes(now: BenchResult, then: BenchResult) -> dict[str, str]:
 
 
 def pace(now: BenchResult, then: BenchResult) -> float:
-    """Return the time of the reference work over the earlier time: 2 on a machine of half the earlier speed."""
+    """Return the time of the reference work divided by the earlier time: 2 on a machine of half the speed."""
     return statistics.median(now.reference_ms) / statistics.median(then.reference_ms)
 
 
@@ -146,7 +146,7 @@ def _print_table(now: BenchResult, then: BenchResult | None) -> None:
         shown.add_row(*cells)
     console().print(shown)
     if then:
-        echo("", f"earlier medians are times {speed:.2f}: the reference work takes {speed:.2f} times as long")
+        echo("", f"earlier medians are multiplied by {speed:.2f}, the ratio of the times of the reference work")
         if missing := sorted(then.costs.keys() - now.costs.keys()):
             echo(f"not measured now: {', '.join(missing)}")
 

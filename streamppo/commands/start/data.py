@@ -1,4 +1,4 @@
-"""`streamppo data`: well-known data sets, from their original files to one parquet file.
+"""`streamppo data`: converts the original files of well-known data sets to one parquet file.
 
 name           original files                                   columns written, besides data_source
 gsm8k          train.jsonl, test.jsonl                          prompt, answer, solution
@@ -28,9 +28,9 @@ Rows = Iterator[dict[str, object]]
 
 
 def data(name: Name, folder: Path, to: Path, split: str) -> int:
-    """Write one split of a data set to a parquet file and print the number of rows; the exit code is 0.
+    """Write one split of a data set to a parquet file, and print the number of rows. Returns the exit code 0.
 
-    Raises `TaskError` for files of another layout, and for a place where no file can be written.
+    Raises `TaskError` if the files have another layout, or if `to` cannot be written.
     """
     import pyarrow
     import pyarrow.parquet
@@ -43,7 +43,7 @@ def data(name: Name, folder: Path, to: Path, split: str) -> int:
     try:
         rows = [{"data_source": name, **row} for row in LAYOUTS[name](folder, split)]
     except KeyError as error:
-        raise TaskError(f"{folder}: the rows of {name} have a column {error}, these have not") from error
+        raise TaskError(f"{folder}: rows lack the column {error} of {name}") from error
     content = BytesIO()
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), content)
     durable.write_output(to, content.getvalue(), TaskError)
@@ -52,7 +52,7 @@ def data(name: Name, folder: Path, to: Path, split: str) -> int:
 
 
 def _gsm8k(folder: Path, split: str) -> Rows:
-    """openai/grade-school-math: the answer follows ####."""
+    """openai/grade-school-math, whose answers follow ####."""
     for where, row in dataset_files.rows(str(_file(folder, f"{split}.jsonl")), split):
         answer = extract_marked(row["answer"])
         if answer is None:
@@ -61,7 +61,7 @@ def _gsm8k(folder: Path, split: str) -> Rows:
 
 
 def _math(folder: Path, split: str) -> Rows:
-    r"""hendrycks/math: one file for each problem; the answer is the solution's last \boxed{}."""
+    r"""hendrycks/math, with one file for each problem. The answer is the solution's last \boxed{}."""
     files = sorted((folder / split).rglob("*.json"))
     if not files:
         raise TaskError(f"{folder / split}: no SUBJECT/*.json files of MATH")
@@ -80,7 +80,7 @@ def _math(folder: Path, split: str) -> Rows:
 
 
 def _hellaswag(folder: Path, split: str) -> Rows:
-    """rowanz/hellaswag: the endings become choices with letters."""
+    """rowanz/hellaswag, whose endings become choices with letters."""
     name = {"train": "train", "test": "val", "validation": "val"}.get(split, split)
     for _, row in dataset_files.rows(str(_file(folder, f"hellaswag_{name}.jsonl")), split):
         choices = "\n".join(f"{letter}. {ending}" for letter, ending in zip(LETTERS, row["endings"], strict=False))
@@ -92,7 +92,7 @@ def _hellaswag(folder: Path, split: str) -> Rows:
 
 
 def _full_hh_rlhf(folder: Path, split: str) -> Rows:
-    """Dahoas/full-hh-rlhf: the dialogue up to the last answer as messages, and the two answers."""
+    """Dahoas/full-hh-rlhf, whose prompt is the dialogue up to the last answer, of which there are two."""
     for where, row in dataset_files.rows(str(folder), split):
         yield {
             "prompt": _messages(row["prompt"], where),
@@ -110,7 +110,7 @@ LAYOUTS: dict[Name, Callable[[Path, str], Rows]] = {
 
 
 def _file(folder: Path, name: str) -> Path:
-    """The file of that name, at any depth."""
+    """Return the file `name` in `folder` or a subfolder."""
     files = sorted(folder.rglob(name))
     if not files:
         raise TaskError(f"{folder}: there is no {name} in it")
@@ -118,7 +118,7 @@ def _file(folder: Path, name: str) -> Path:
 
 
 def _messages(transcript: str, where: str) -> list[dict[str, str]]:
-    """A transcript that ends with "Assistant:", whose answer is to be written."""
+    """Return the messages of a transcript that ends with "Assistant:"."""
     _, *pieces = TURN.split(transcript.rstrip())
     turns = list(zip(pieces[::2], pieces[1::2], strict=True))
     if len(turns) < 2 or turns[-1][0] != "Assistant" or turns[-1][1].strip():

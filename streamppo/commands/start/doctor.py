@@ -1,8 +1,8 @@
-"""`streamppo doctor`: checks of the installation and the machine, with remedies. No configuration, no Ray.
+"""`streamppo doctor`: checks the installation and the machine, without configuration and Ray, and names remedies.
 
-ok         as a run needs it
-note       works, and a feature lacks something
-error      no run is possible here
+ok         right for a run
+note       runs are possible, but something is missing for a feature
+error      no run can start here
 """
 
 import os
@@ -25,15 +25,15 @@ from streamppo.errors import RunError
 
 PACKAGE = "streamppo"
 SHARED = Path("/dev/shm")
-"""The place of Ray's object store."""
+"""The folder of Ray's object store."""
 OPEN_FILES = 4096
 SHARED_MIB, FREE_MIB, MEMORY_MIB = 512, 1024, 4096
-"""The least shared memory, disk and memory of a small run."""
+"""Shared memory, disk and memory that a small run needs."""
 SKEW_S = 2.0
 
 
 def doctor(runs: Path) -> int:
-    """Print all findings; `runs` is the folder of future runs. The exit code is 1 if there is an error."""
+    """Print all findings. `runs` is the folder for runs. Returns the exit code, 1 if there is an error."""
     findings = [*packages(), *machine(), *places(runs)]
     print_findings(findings)
     return int(any(finding.state == "error" for finding in findings))
@@ -43,7 +43,7 @@ def doctor(runs: Path) -> int:
 
 
 def packages() -> Findings:
-    """Check Python, the required packages, and those of each extra, by the package's metadata."""
+    """Check Python, and the packages that streamppo and its extras require by its metadata."""
     yield Finding("python", "ok", f"{platform.python_version()}, {platform.platform()}")
     requirements = [Requirement(requirement) for requirement in metadata.requires(PACKAGE) or []]
     required = [requirement for requirement in requirements if _is_for(requirement, "")]
@@ -56,12 +56,12 @@ def packages() -> Findings:
 
 
 def _is_for(requirement: Requirement, extra: str) -> bool:
-    """True for a package that this machine needs with `extra`, or "" for none."""
+    """True if streamppo with `extra` ("" for no extra) needs this package on this machine."""
     return requirement.marker is None or requirement.marker.evaluate({"extra": extra})
 
 
 def _package_lines(requirements: list[Requirement]) -> Findings:
-    """One line for all present packages, and one for each missing one."""
+    """Yield one finding about all present packages, and one about each missing or unsuitable package."""
     lacking = [requirement for requirement in requirements if _lack(requirement)]
     versions = ", ".join(f"{name} {_version(name)}" for name in ("torch", "ray", "transformers"))
     yield Finding("packages", "ok", f"{len(requirements) - len(lacking)} of {len(requirements)} are there: {versions}")
@@ -82,11 +82,11 @@ def _extra(name: str, requirements: list[Requirement]) -> Finding:
 
 
 def _lack(requirement: Requirement) -> str:
-    """Describe a missing or unfit package; "" for a right one."""
+    """Return what is wrong with the installed package; "" if it is suitable."""
     version = _version(requirement.name)
     if not version:
         return f"{requirement.name} is not installed"
-    # A local build, such as 2.13.0+cpu, and a release candidate count too.
+    # Local builds, such as 2.13.0+cpu, and release candidates are suitable too.
     return (
         ""
         if requirement.specifier.contains(version, prereleases=True)
@@ -105,7 +105,7 @@ def _version(name: str) -> str:
 
 
 def machine() -> Findings:
-    """Check cores, memory, GPUs, and limits that stop Ray."""
+    """Check cores, memory, GPUs, and limits that would stop Ray."""
     yield _enough("memory", memory_mib(), MEMORY_MIB, f"and {process.cores()} cores", "take a larger machine")
     gpus = gpus_here()
     text = f"{gpus} are seen" if gpus else "none: the embedded engine and the learner run on CPUs"
@@ -126,19 +126,19 @@ def _enough(subject: str, mib: int, least: int, more: str, remedy: str) -> Findi
 
 
 def _loopback() -> Finding:
-    """Check loopback, over which the processes of a local run communicate."""
+    """Check that a process can listen on 127.0.0.1, over which the processes of a local run communicate."""
     try:
-        with socket.create_server(("127.0.0.1", 0)) as here:
-            return Finding("ports", "ok", f"127.0.0.1 can be listened at, as at {here.getsockname()[1]}")
+        with socket.create_server(("127.0.0.1", 0)) as server:
+            return Finding("ports", "ok", f"a process can listen on 127.0.0.1, as at port {server.getsockname()[1]}")
     except OSError as error:
-        return Finding("ports", "error", f"127.0.0.1 cannot be listened at, and Ray needs it: {first_line(error)}")
+        return Finding("ports", "error", f"no process can listen on 127.0.0.1, which Ray needs: {first_line(error)}")
 
 
-# --- the folder of the runs ----------------------------------------------------------------------------------
+# --- the folder for runs -------------------------------------------------------------------------------------
 
 
 def places(runs: Path) -> Findings:
-    """Check the disk for runs: local, writable, with space, and with this machine's time."""
+    """Check that the disk for runs is local and writable, has space, and uses this machine's time."""
     folder = next(folder for folder in (runs.resolve(), *runs.resolve().parents) if folder.is_dir())
     try:
         run_folder.refuse_network(folder)
@@ -151,7 +151,7 @@ def places(runs: Path) -> Findings:
             file.flush()
             skew = abs(os.stat(file.name).st_mtime - before)
     except OSError as error:
-        yield Finding("runs", "error", f"{folder} takes no file: {first_line(error)}; --runs names another folder")
+        yield Finding("runs", "error", f"{folder} cannot be written: {first_line(error)}; --runs names another folder")
         return
     free = shutil.disk_usage(folder).free // 2**20
     yield _enough("runs", free, FREE_MIB, f"free at {folder}", "--runs names a folder of another disk")

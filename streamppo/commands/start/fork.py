@@ -1,4 +1,4 @@
-"""`streamppo fork`: a new run that begins with a version of another run.
+"""`streamppo fork`: makes a new run that begins with a version of another run.
 
     RUN at version N                      the fork
     the checkpoint of N, or replayed    checkpoints/N, with the recorded digest
@@ -6,7 +6,7 @@
     the lines of its updates up to N      the same
     the configuration that held at N      the same, changed by --set, with an origin
 
-Nothing of RUN is changed, and it may be running. The fork is trained by `resume`, as any run is.
+RUN may be in progress, and it does not change. The fork is continued by `resume`, in the same way as any run.
 """
 
 import json
@@ -40,13 +40,11 @@ from streamppo.telemetry.metrics_file import Line
 from streamppo.types import encode
 
 WAITS = "Interrupted: a fork that was not resumed yet"
-"""The last line of a fork, so that it does not count as a killed run."""
-REWARD = "reward.py"
-"""The file in the run's folder with the source of a reward from a script or notebook."""
+"""Text in the last metrics line of a fork, without which the fork would be shown as a killed run."""
 
 
 class Fork(NamedTuple):
-    """A fork, and its origin: `begin` is the checkpoint from which `remade` updates were replayed."""
+    """A fork at `version`. `remade` updates were replayed for it from the checkpoint of version `begin`."""
 
     folder: Path
     version: int
@@ -57,7 +55,7 @@ class Fork(NamedTuple):
 
 
 def fork(run: Path, at: int, changes: Sequence[str], name: str, runs: Path, *, as_json: bool) -> int:
-    """Make the fork, and print the command that continues it. Raises the errors of `make`."""
+    """Make the fork, and print the command with which it is continued. Raises the errors of `make`."""
     with log_to_stderr():
         forked = make(run, at, changes, name, runs)
     if as_json:
@@ -73,9 +71,8 @@ def fork(run: Path, at: int, changes: Sequence[str], name: str, runs: Path, *, a
 def make(run: Path, at: int, changes: Sequence[str], name: str, runs: Path) -> Fork:
     """Make a fork of `run` at version `at` under runs/NAME, with `changes` to the configuration.
 
-    Raises `JournalError` for a version that was never made, or without its batches; `ConfigError` for changes that are
-    impossible in a fork; `CheckpointError` for damage; `Diverged` if the version's weights differ from the recorded
-    ones.
+    Raises `JournalError` if the version was never made or its batches are missing, `ConfigError` for changes that are
+    impossible in a fork, `CheckpointError` for damage, and `Diverged` if a replay has other weights than recorded.
     """
     began = time.perf_counter()
     past = versions.read_past(run, at)
@@ -91,7 +88,7 @@ def make(run: Path, at: int, changes: Sequence[str], name: str, runs: Path) -> F
 
 
 def _configuration(past: Past, changes: Sequence[str], name: str) -> Config:
-    """The configuration of the version, with `changes`, a name and the origin."""
+    """Return the configuration of the version with `changes`, a name and the origin."""
     before = past.history.at(past.version)
     name_change = f"name={json.dumps(name or f'{before.name}-at-{past.version}')}"
     config = configfile.change(inputs.with_clock(before, past.run), [*changes, name_change])
@@ -100,7 +97,7 @@ def _configuration(past: Past, changes: Sequence[str], name: str) -> Config:
 
 
 def _refuse(past: Past, config: Config, runs: Path, name: str) -> None:
-    """Refuse a fork that `resume` could not continue, before anything is written."""
+    """Raise `ConfigError` if `resume` could not continue the fork."""
     before = past.history.at(past.version)
     resume_checks.refuse_changed_settings(before, config)
     if queue_settings(config).shape != queue_settings(before).shape:
@@ -118,11 +115,11 @@ def _refuse(past: Past, config: Config, runs: Path, name: str) -> None:
         raise ConfigError(f"{runs / name}: already exists; choose another --name")
 
 
-# --- what is written -----------------------------------------------------------------------------------------
+# --- the files of the fork -----------------------------------------------------------------------------------
 
 
 def _fill(past: Past, config: Config, aside: Path) -> int:
-    """Write the files of the fork except its configuration; return the version from which its version was replayed."""
+    """Write all files except the configuration. Returns the version from which the fork's version was replayed."""
     begin = past.version and versions.make_checkpoint(past, aside / "checkpoints")
     lines = list(_lines(past))
     state = manifest.read(aside / "checkpoints" / f"{past.version:08d}").state if past.version else None
@@ -137,15 +134,15 @@ def _fill(past: Past, config: Config, aside: Path) -> int:
             durable.write(aside / inputs.INPUTS, file.read())
         durable.write(aside / metrics_file.METRICS, "".join(json.dumps(line) + "\n" for line in lines).encode())
     if past.version:
-        # Compares the digest of the weights, not only the manifest's.
+        # `checkpoint_weights` compares the digest of the weights, not only the manifest's checksums.
         weights.checkpoint_weights(past.history.at(past.version), aside, past.version)
     return begin
 
 
 def _settle(past: Past, config: Config, aside: Path, *, taken_is_error: bool) -> Path:
-    """Give the folder its name, with a number if the name is taken, and write its configuration.
+    """Rename the folder to its name, with a number if the name is taken, and write its configuration.
 
-    Without a configuration a folder is not a run.
+    The configuration is written last, because a folder without one is not a run.
     """
     for number in count(1):
         folder = aside.parent / (config.name if number == 1 else f"{config.name}-{number}")
@@ -156,7 +153,7 @@ def _settle(past: Past, config: Config, aside: Path, *, taken_is_error: bool) ->
             if taken_is_error:
                 raise ConfigError(f"{folder}: already exists; choose another --name")
             continue
-        # Paths into the run are relative to its name.
+        # The new name changes relative paths into the fork.
         configfile.save(forked, folder)
         for consented in (forked, *past.history.configs.values()):
             consent.give(folder, consented)
@@ -165,14 +162,14 @@ def _settle(past: Past, config: Config, aside: Path, *, taken_is_error: bool) ->
 
 
 def _configure(past: Past, config: Config, aside: Path) -> None:
-    """Record that `config` holds from the version on, if it is not the run's there."""
+    """Record in the journal that `config` applies from the version on, if it differs from the run's configuration."""
     if diff.differ(past.history.at(past.version), config):
         with closing(Journal(aside / "journal.sqlite")) as journal:
             journal.configure(past.version, encode(config))
 
 
 def _claim(aside: Path, folder: Path) -> bool:
-    """Rename the folder `aside`; return False if the name is taken. Raises `RunError`."""
+    """Rename the folder `aside` to `folder`. Returns False if the name is taken. Raises `RunError`."""
     try:
         durable.rename(aside, folder)
     except OSError as error:
@@ -183,8 +180,8 @@ def _claim(aside: Path, folder: Path) -> bool:
 
 
 def _with_reward(run: Path, config: Config, aside: Path, folder: Path) -> Config:
-    """Copy the source of a script's reward into the fork, if the run's folder has one."""
-    source = f"{run / REWARD}:"
+    """Copy the source of a script's or notebook's reward into the fork, and let the configuration refer to the copy."""
+    source = f"{run / configfile.REWARD}:"
     rewards = {
         name: value
         for name, value in diff.fields(config).items()
@@ -192,14 +189,14 @@ def _with_reward(run: Path, config: Config, aside: Path, folder: Path) -> Config
     }
     if not rewards:
         return config
-    with suppress(FileExistsError), durable.reading(run / REWARD) as file:
-        durable.write(aside / REWARD, file.read())
-    moved = {name: f"{folder / REWARD}:{value.removeprefix(source)}" for name, value in rewards.items()}
+    with suppress(FileExistsError), durable.reading(run / configfile.REWARD) as file:
+        durable.write(aside / configfile.REWARD, file.read())
+    moved = {name: f"{folder / configfile.REWARD}:{value.removeprefix(source)}" for name, value in rewards.items()}
     return configfile.change(config, [f"{name}={json.dumps(value)}" for name, value in moved.items()])
 
 
 def _copy_model(source: Path, target: Path) -> None:
-    """Copy the model that was made for the run; without a copy, its seed makes the same model."""
+    """Copy the model that was made for the run. If the model is missing, the seed makes the same one in the fork."""
     if not source.is_dir():
         return
     durable.folder(target)
@@ -209,7 +206,7 @@ def _copy_model(source: Path, target: Path) -> None:
 
 
 def _lines(past: Past) -> Iterator[Line]:
-    """The lines of updates up to the version, of evaluations of those versions, and of phases in between."""
+    """Yield the lines of the metrics file about updates and evaluations up to the version, and an end."""
     wall_s = 0.0
     for line in metrics_file.read(past.run):
         version = line.get("update", line.get("remade"))

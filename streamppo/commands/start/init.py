@@ -1,6 +1,6 @@
-"""`streamppo init`: a project that sorts letters on a CPU, or a configuration for a user's model, data and reward.
+"""`streamppo init`: writes a project that learns to sort letters, or a configuration for a user's model and data.
 
-project/     the files of the project (NAME stands for its name), and the choice of a configuration
+project/     templates of the project, in which NAME is replaced, and the writer of a configuration
 """
 
 import json
@@ -27,16 +27,16 @@ from streamppo.tasks import plugins
 from streamppo.terminal import harmless, wrap
 
 LETTERS, LENGTH = "abcdefgh", 4
-"""The problems are all texts of `LENGTH` of these letters."""
+"""The problems are all strings of `LENGTH` of these letters."""
 HELD_OUT = 256
 FILES = ("run.toml", "rewards.py", "README.md")
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 
 
 def init(folder: Path) -> int:
-    """Make the project in `folder`, which is new or empty; its name is the folder's.
+    """Write the project to `folder`, which must be new or empty. The folder's name is the run's name.
 
-    Raises `ConfigError` for a folder that has files and for a name that no run can have, and `RunError` if it cannot be
+    Raises `ConfigError` if the folder has files or a name that no run can have, and `RunError` if a file cannot be
     written.
     """
     name = folder.resolve().name
@@ -52,13 +52,13 @@ def init(folder: Path) -> int:
         problems = _problems()
         _write(folder / "data" / "held_out.jsonl", problems[:HELD_OUT])
         _write(folder / "data" / "train.jsonl", problems[HELD_OUT:])
-    echo(f"{folder}: {', '.join(FILES)} and data/ are there")
+    echo(f"{folder}: {', '.join(FILES)} and data/ are written")
     echo(f"begin with: cd {shlex.quote(str(folder))} && streamppo run run.toml")
     return 0
 
 
 def _problems() -> list[dict[str, str]]:
-    """Every problem with its answer, always in the same order."""
+    """Return all problems with their answers, in an order that is always the same."""
     texts = ["".join(letters) for letters in product(LETTERS, repeat=LENGTH)]
     shuffled = (texts[int(n)] for n in np.random.default_rng(0).permutation(len(texts)))
     return [{"prompt": f"{text}>", "answer": "".join(sorted(text))} for text in shuffled]
@@ -69,7 +69,7 @@ def _write(path: Path, problems: Sequence[dict[str, str]]) -> None:
 
 
 class UserInputs(NamedTuple):
-    """A user's model, data and reward, and the columns of prompt and answer (""; chosen by their names)."""
+    """A user's model, data and reward, and the columns of prompt and answer. "" lets `init` choose the column."""
 
     model: str
     data: str
@@ -80,10 +80,10 @@ class UserInputs(NamedTuple):
 
 
 def write_configuration(file: Path, inputs: UserInputs) -> int:
-    """Write the configuration `file` for the `inputs`, choose its sizes, and check it.
+    """Choose the settings for `inputs`, write them to the configuration `file`, and check it.
 
-    The exit code is 1 if it cannot run here. Raises `ConfigError` if the file exists, and for an unusable model, data
-    set or reward.
+    Returns the exit code, 1 if the run could not start here. Raises `ConfigError` if the file exists, or if the model,
+    data or reward cannot be used.
     """
     file = file if file.suffix == ".toml" else file.with_name(f"{file.name}.toml")
     if not NAME.fullmatch(file.stem):
@@ -95,7 +95,7 @@ def write_configuration(file: Path, inputs: UserInputs) -> int:
     scorer = FunctionScorer(function=inputs.reward)
     with process.naming_prints():
         rows_read = rows.read(inputs.data, scorer, (inputs.prompt, inputs.answer), model.view())
-    chosen = text.ProjectChoices(
+    choices = text.ProjectChoices(
         name=file.stem,
         model=_path_in(file, inputs.model),
         data=_path_in(file, inputs.data),
@@ -106,14 +106,16 @@ def write_configuration(file: Path, inputs: UserInputs) -> int:
     )
     with durable.naming(file, RunError):
         file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text(text.write(chosen), encoding="utf-8")
-    return _print_next_steps(file, chosen)
+        file.write_text(text.write(choices), encoding="utf-8")
+    return _print_next_steps(file, choices)
 
 
-def _print_next_steps(file: Path, chosen: text.ProjectChoices) -> int:
-    model, data, length = chosen.policy, chosen.rows, chosen.sizes.completion
+def _print_next_steps(file: Path, choices: text.ProjectChoices) -> int:
+    model, data, length = choices.policy, choices.rows, choices.sizes.completion
     guess = "" if model.is_known else ", all guessed from its name: it is not on this machine"
-    answer = f"the answer {data.answer!r} (up to {data.longest_answer} tokens)" if data.answer else "none is an answer"
+    answer = (
+        f"the answer {data.answer!r} (up to {data.longest_answer} tokens)" if data.answer else "no column is the answer"
+    )
     _print_line(f"{file}: written for")
     _print_line(f"  model    {model.path}: {model.parameters:,} parameters, context {model.context:,}{guess}")
     _print_line(
@@ -138,12 +140,12 @@ def _print_next_steps(file: Path, chosen: text.ProjectChoices) -> int:
 
 
 def _print_line(text: str) -> None:
-    """Print a line; a terminal wraps it between words."""
+    """Print a line, wrapped between words on a terminal."""
     echo(*wrap(harmless(text), console().width).split("\n"))
 
 
 def _path_in(file: Path, path: str) -> str:
-    """The path for `file`: relative if it is below the file's folder, else absolute. A name stays as it is."""
+    """Return `path` relative to the folder of `file` if it is in there, else absolute. A hub name is unchanged."""
     if not Path(path).exists():
         return path
     target, folder = Path(path).absolute(), file.absolute().parent

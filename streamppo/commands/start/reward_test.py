@@ -1,4 +1,4 @@
-"""`streamppo reward-test`: scores a few completions as a run would, and prints a table. No training."""
+"""`streamppo reward-test`: scores a few completions in the same way as a run, and prints a table."""
 
 import asyncio
 import json
@@ -30,13 +30,13 @@ from streamppo.tasks.tokenizer import Tokenizer
 from streamppo.types import Prompt, Reward, ScoredText, ScorerReport
 
 WIDTH = 40
-"""Characters of a completion, and of an explanation, in the table."""
+"""Maximum characters of a completion, and of an explanation, in the table."""
 COMPLETION_COLUMNS = ("completion", "finish")
-"""Columns of a row that do not belong to the data."""
+"""Columns of a completion's row that are not columns of the task's data."""
 
 
 class TriedCompletion(NamedTuple):
-    """A completion, its reward or the reason of its failure, and the seconds of scoring."""
+    """A completion, its reward or the reason of a failure, and the seconds of scoring."""
 
     completion: str
     reward: Reward | None
@@ -45,7 +45,7 @@ class TriedCompletion(NamedTuple):
 
 
 def reward_test(config: Config, count: int, completions: Path | None) -> int:
-    """Print the table; the exit code is 0 only if every completion has a reward."""
+    """Score completions, and print the table. Returns the exit code, 0 only if every completion has a reward."""
     plugins.export_path()
     transformers.utils.logging.disable_progress_bar()
     with log_to_stderr(), tempfile.TemporaryDirectory() as folder, standalone.reward_models(config) as models:
@@ -91,7 +91,7 @@ async def _try(
 
 
 async def _play(config: Config, player: Player, rewards: Rewards, prompts: Sequence[Prompt]) -> list[TriedCompletion]:
-    """Sample and score a completion of each prompt; then end the agents."""
+    """Sample and score a completion of each prompt. Agents are ended afterwards."""
     async with AsyncExitStack() as ending:
         if player.agents is not None:
             ending.push_async_callback(player.agents.close)
@@ -120,7 +120,7 @@ async def _score(rewards: Rewards, prompt: Prompt, text: ScoredText) -> TriedCom
 
 
 def _source(config: Config) -> Source:
-    """The source of a task with one source; else the usual names of columns."""
+    """Return the task's only source, or one with the default names of columns."""
     sources = list(config.task.sources.values()) if isinstance(config.task, DataTask) else []
     return sources[0] if len(sources) == 1 else Source(data="")
 
@@ -128,9 +128,9 @@ def _source(config: Config) -> Source:
 def _read_completions(
     file: Path, task: Task, source: Source, tokenizer: Tokenizer
 ) -> Iterator[tuple[Prompt, ScoredText]]:
-    """Read rows of a jsonl file: `completion`, and columns of a row of the task's data.
+    """Read a jsonl file whose rows have a `completion`, and may have columns of the task's data.
 
-    The prompt is in the column of `source`, or in `prompt`; a row without a prompt has the task's next one.
+    The prompt is in the column that `source` names, or in `prompt`. A row without a prompt gets the task's next one.
     """
     for number, (where, row) in enumerate(dataset_files.rows(str(file), "train")):
         completion, finish = row.get("completion"), row.get("finish", "stop")
@@ -153,7 +153,7 @@ def _read_completions(
 
 
 def _prompt_of(row: dataset_files.Row, where: str, default: Prompt, source: Source) -> Prompt:
-    """Read a row as `source` reads its rows; without a prompt its columns are added to those of `default`."""
+    """Return the prompt in a row by the settings of `source`, or `default` with the row's columns if it has none."""
     row_columns = columns.plain_columns(
         {name: value for name, value in row.items() if name not in COMPLETION_COLUMNS}
     ).columns

@@ -25,7 +25,7 @@ LACKING = {
     "task: 'nowhere.jsonl' is not a file or folder here (looked at ": ["task={kind='data', data='nowhere.jsonl'}"],
     "engine: SGLang is not installed": ["rollout.engine.kind=sglang"],
     "model: './nowhere' is not a folder here (looked at ": ["model.path=./nowhere"],
-    "GPUs: 1 are asked for; this machine has 0": ["learner.gpus=1"],
+    "GPUs: the run requests 1; this machine has 0": ["learner.gpus=1"],
     "must be a multiple of": ["queue.batch_size=7"],
     "object store: cluster.object_store_mib (1000000000)": ["cluster.object_store_mib=1000000000"],
     "builtin:tiny reads 256 characters at once": [DATA],
@@ -229,7 +229,7 @@ NOTES = {
     "learner.warmup_updates (9) is the whole run (9 updates)": ["updates=9", "learner.warmup_updates=9"],
     "algorithm.critic.warmup_updates (9) is the whole run": ["updates=9", "algorithm.critic.warmup_updates=9"],
     "rollout.in_flight (5) is below rollout.slots (512)": ["rollout.in_flight=5"],
-    "learner ranks and rollout actors have 33 threads, and this machine": ["rollout.actors=32"],
+    "learner ranks and rollout actors have 33 threads, but this machine": ["rollout.actors=32"],
     "evaluation.prompts (9999) is more than the 8": ["evaluation.prompts=9999"],
 }
 

@@ -225,7 +225,7 @@ WRONG = {
     "is longer than max_prompt_tokens (2)": [f"{DATA}, max_prompt_tokens=2}}", "model.path=model"],
     "tokenizer has no chat template": [f"{DATA}, chat=true}}", "model.path=plain"],
     "there is no tokenizer": ["model.path=mute"],
-    "it has 120 tokens, and the model 50": ["model.path=small"],
+    "the tokenizer has 120 tokens, but the model only 50": ["model.path=small"],
     "cluster.cpus (1) is less than the 2": ["cluster.cpus=1"],
     "broken-late.jsonl, line 101: not JSON": ["task={kind='data', data='broken-late.jsonl'}", "model.path=model"],
     "bloom is a bloom, which transformers computes only with eager attention": [
@@ -416,7 +416,7 @@ def test_too_few_gpus_are_an_error_and_none_are_another_machine(
 ) -> None:
     monkeypatch.setattr(machine, "gpus_here", lambda: here)
     got, output = checked(MATH, "learner.gpus=1", "rollout.gpus=1")
-    assert got == code and (f"2 are asked for; this machine has {here}" in output) == (here < 2)
+    assert got == code and (f"the run requests 2; this machine has {here}" in output) == (here < 2)
     assert checked(MATH, "learner.gpus=1", "rollout.gpus=1", "cluster.address=auto")[0] == 0
 
 

@@ -71,5 +71,5 @@ def test_a_large_model_with_the_tokens_of_a_small_one_is_noted_though_its_answer
     assert answers(capsys) == []
     monkeypatch.setattr(sizes, "SMALL", 1000)
     (found,) = answers(capsys)
-    assert " note " in found and "rollout.max_tokens (6) is little for a model of 5,952 parameters" in found
+    assert " note " in found and "rollout.max_tokens (6) is low for a model of 5,952 parameters" in found
     assert answers(capsys, "rollout.max_tokens=64") == []

@@ -55,7 +55,7 @@ WITH_OWN = "rows with their own answer as the completion"
 MINE = {
     "raises": ("raise ValueError(level)", 1, f"error all 8 {WITH_OWN} failed: score.py:2: ValueError: 3"),
     "raises for some": ("return 1 / (int(answer) - 3)", 0, ", and 1 failed: score.py:2: ZeroDivisionError"),
-    "is never right": ("return 0", 0, f"note 8 {WITH_OWN} score 0: no more than wrong answers"),
+    "is never right": ("return 0", 0, f"note 8 {WITH_OWN} score 0, as wrong answers do"),
     "is right": ("return trajectory.completion == answer", 0, f"ok 8 {WITH_OWN} score 1\n"),
 }
 

@@ -132,7 +132,7 @@ def test_a_folder_that_exists_is_refused_and_the_versions_are_named(
     assert not out.exists()
     out.mkdir()
     assert cli.main(["export", str(run), "--to", str(out)]) == 1
-    assert f"{out}: exists" in capsys.readouterr().err
+    assert f"{out}: already exists" in capsys.readouterr().err
     assert list(out.iterdir()) == []
 
 

@@ -351,10 +351,10 @@ REASONS = {
     },
     **{"a loss of foreign code": "--trust", "a file of code": "a tensor 'files.modeling_x.py'"},
     **{
-        "a file that says where weights are": "neither a model's nor a tokenizer's",
+        "a file that says where weights are": "is no file of a model or tokenizer",
         "a pickle of weights": "a tensor 'files.",
     },
-    **{"positions without end": "buffers are too large", "a width of another model": "by config.json"},
+    **{"positions without end": "buffers are too large", "a width of another model": "in config.json"},
     **{"tokens beyond the vocabulary": "token 1000000", "other weights": "not those of version 3"},
 }
 """Words of our own bounds: without one, another error would hide that it is gone."""

@@ -65,7 +65,7 @@ ENDS = {
     "fork": BEGUN,
     "try": BEGUN,
     "bisect what was changed": BEGUN,
-    "verify": "the chain does not hold at version 0",
+    "verify": "the chain of versions is broken at version 0",
     "verify an update": f"cannot be replayed: {BEGUN}",
     "export": "no checkpoint of version 3",
     "inspect the time": "no process has reported",

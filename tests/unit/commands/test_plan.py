@@ -201,7 +201,7 @@ def test_a_plan_for_this_machine_proposes_and_says_what_it_is_least_sure_of(
     assert main(["plan", str(MATH), *words, *given]) == 0
     shown = capsys.readouterr().out
     assert "as configured" in shown and "who waits: " in shown
-    assert "least sure of an update: 15% more or less of it are -13% to +15% updates/s" in shown
+    assert "least sure: an update; 15% more or less of it change updates/s by -13% or +15%" in shown
     proposals = json.loads(to.read_bytes())["proposals"]
     rates = [proposal["tokens_per_s"] for proposal in proposals]
     assert proposals[0]["overrides"] == [] and rates == sorted(rates)
@@ -342,7 +342,7 @@ def test_a_gpu_without_room_and_an_unknown_one_are_refused_in_a_sentence(
     [
         ((), "plan needs one of --measured and --gpus"),
         (("--gpus", "8", "--measured", "runs/a"), "plan needs --measured or --gpus, not both"),
-        (("--gpus", "8"), "plan --gpus needs the shapes of a model of yours: model.path is builtin:tiny"),
+        (("--gpus", "8"), "plan --gpus needs a model of yours: model.path is builtin:tiny"),
         (("--measured", "runs/nowhere"), "runs/nowhere: no run found"),
     ],
 )

@@ -101,7 +101,7 @@ def test_what_if_shows_its_table_before_it_fails_to_write_its_report(
         replay.replay(run, None, ("learner.lr=1e-5",))
     shown = capsys.readouterr().out
     assert "entropy" in shown
-    assert "a fork moved as its replay up to update 64 (entropy), 8 (proximal_kl), " in " ".join(shown.split())
+    assert "a fork behaved as its replay up to update 64 (entropy), 8 (proximal_kl), " in " ".join(shown.split())
 
 
 def test_how_far_a_what_if_holds_is_what_was_measured() -> None:

@@ -94,7 +94,7 @@ def test_what_overrides_change_is_said(run: Path, capsys: pytest.CaptureFixture[
 @pytest.mark.parametrize(
     ("override", "said"),
     [
-        ("name=other", "a run keeps its name, as its folder does: it is 'math'; fork it under another"),
+        ("name=other", "a run keeps its name, 'math': fork it under another name"),
         ("model.path=other", "a run keeps its model.path: it was 'model', and cannot become 'other'"),
     ],
 )

@@ -19,7 +19,7 @@ from browser import needs_chromium, opened
 from report_case import run_folder
 
 from streamppo.commands.look.watching import server, tries
-from streamppo.commands.trial import Continued, Trial, VersionTrial
+from streamppo.commands.trial import Trial, TrialSample, VersionTrial
 from streamppo.config.sections import Config
 from streamppo.queue.store import archive
 
@@ -32,9 +32,9 @@ ANSWER = Trial(
     before="2",
     versions=(
         VersionTrial(
-            20, 20, 0.5, 0.1, 0.25, (Continued(1.0, 1, "<i>3", "stop"), Continued(None, reason="no <answer>"))
+            20, 20, 0.5, 0.1, 0.25, (TrialSample(1.0, 1, "<i>3", "stop"), TrialSample(None, reason="no <answer>"))
         ),
-        VersionTrial(24, 16, 0.75, None, None, (Continued(0.5, 1, "4", "length"), Continued(1.0, 1, "5")), True),
+        VersionTrial(24, 16, 0.75, None, None, (TrialSample(0.5, 1, "4", "length"), TrialSample(1.0, 1, "5")), True),
     ),
     number=7,
     sample=0,
@@ -145,7 +145,7 @@ def test_the_command_is_asked_for_that_completion_and_token_and_its_answer_comes
     (answer,) = post(run, ASKED)
     assert answer.status_code == 200 and answer.json()["names"] == ["version 20", "version 24"]
     assert answer.json()["rows"] == [["1  '<i>3'", "0.5  '4' (cut off)"], ["-  '' (no <answer>)", "1  '5'"]]
-    assert "version 24 less 20: 0.250 ± 0.125, in pairs of the same random numbers" in answer.json()["lines"]
+    assert "version 24 minus 20: 0.250 ± 0.125, in pairs of the same random numbers" in answer.json()["lines"]
     assert "version 24 (replayed from version 16): mean reward 0.750 of 2" in answer.json()["lines"]
 
 
@@ -166,7 +166,7 @@ def test_one_that_takes_too_long_is_ended_and_the_next_one_is_answered(
     monkeypatch.setattr(tries, "ENDING_S", 0.1)
     while not told.exists() or not told.read_text():
         (answer,) = post(run, ASKED)
-        assert answer.status_code == 504 and "it took more than 1 s, and was ended" in answer.text
+        assert answer.status_code == 504 and "it took more than 1 s and was ended" in answer.text
     with pytest.raises(ProcessLookupError):
         os.kill(int(told.read_text()), 0)
 
@@ -226,7 +226,7 @@ def test_a_click_on_a_token_and_the_button_show_what_two_versions_have_said(
     table = dom.partition('id="continuations"')[2].partition("</table>")[0]
     cells = [html.unescape(cell) for cell in re.findall(r"<td>([^<]*)</td>", table)]
     assert cells == ["0", "1  '<i>3'", "0.5  '4' (cut off)", "1", "-  '' (no <answer>)", "1  '5'"]
-    assert "version 24 less 20: 0.250" in dom and "<i>3" not in table, "text of a run is text"
+    assert "version 24 minus 20: 0.250" in dom and "<i>3" not in table, "text of a run is text"
     assert 'data-version="23"' in dom, "the version that the batch was made of"
     assert 'data-wide="0"' in dom, "the page is wider than the window"
     assert 'data-place="#update=24&amp;row=2&amp;token=1"' in dom, "the key is not a part of an address to pass on"

@@ -83,7 +83,7 @@ def test_lines_that_a_driver_has_not_written_yet_are_a_note_and_older_ones_a_fau
     path.write_text("".join(lines[:-2]))
     found = verify.check(copy, 0)
     assert found.faults == [] and found.notes == [
-        "updates [5, 6] have no line: it is not written yet, or was lost in a kill"
+        "updates [5, 6] have no line yet, or lost it when the driver was killed"
     ]
     path.write_text("".join(lines[:-4]))
     assert [fault.place for fault in verify.check(copy, 0).faults] == ["metrics.jsonl"] * 4

@@ -186,9 +186,9 @@ def test_check_says_the_number_and_counts_its_cores(machine: Machine, large: str
     assert any("GPU 0, CPU 5" in text for text in texts)
     begun = threads.with_number(config, 4)
     # A choice of the run's own is not a mistake of the user's.
-    assert not any("threads, and this machine" in one.text for one in check.check_lightly(begun)[0])
+    assert not any("threads, but this machine" in one.text for one in check.check_lightly(begun)[0])
     eight = structs.replace(config, learner=structs.replace(config.learner, threads=8))
-    assert any("have 9 threads, and this machine 4 cores" in one.text for one in check.check_lightly(eight)[0])
+    assert any("have 9 threads, but this machine has 4 cores" in one.text for one in check.check_lightly(eight)[0])
 
 
 @pytest.mark.parametrize("wrong", ["0", "many", "1.5", "-2"])

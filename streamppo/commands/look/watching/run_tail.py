@@ -1,4 +1,4 @@
-"""Follows a run: polls its folder, and reads each line of metrics.jsonl once."""
+"""Follows a run by polling its folder. Each line of metrics.jsonl is read once."""
 
 import time
 from collections.abc import Sequence
@@ -19,33 +19,33 @@ from streamppo.telemetry.watch.sections import RunView
 from streamppo.types import QueueReport
 
 JOURNAL_S = 10.0
-"""Least time between two reads of the journal, which read all waiting trajectories."""
+"""Minimum time between two reads of the journal, because each reads all waiting trajectories."""
 AHEAD = 2
-"""Updates by which the journal of a running run may be ahead of metrics.jsonl."""
+"""Updates by which the journal of a run in progress may be ahead of metrics.jsonl."""
 
 
 class CurveSource(Protocol):
-    """A run or a replay, with curves."""
+    """A run or a replay with curves."""
 
     def tag(self) -> str:
-        """Check for changes; returns a tag that changes with them."""
+        """Read what has changed. Returns a tag, which differs if anything has changed."""
         ...
 
     def run_view(self) -> RunView:
-        """The run as it was when `tag` was called last."""
+        """Return the state at the last call of `tag`."""
         ...
 
 
 class WatchedRun:
-    """The run in `folder`, called `name`. Unreadable parts are named, and the others shown."""
+    """The run in `folder`, called `name`. Unreadable parts become notes of the view."""
 
     def __init__(self, folder: Path, name: str) -> None:
         self._folder = folder
         self._lines = LineReader(folder)
         self._begun = 0
         self._journal_at = -JOURNAL_S
-        self._found: tuple[QueueReport | None, Sequence[NamedNumber]] = (None, ())
-        self._looks = 0
+        self._queue_numbers: tuple[QueueReport | None, Sequence[NamedNumber]] = (None, ())
+        self._num_changes = 0
         self._condition = ""
         self.view = View(name, [])
         self.config = report.try_part(self.view, lambda: configfile.load(folder / configfile.CONFIG))
@@ -54,7 +54,7 @@ class WatchedRun:
         self._begin()
 
     def tag(self) -> str:
-        """Read the new lines, and the journal at intervals."""
+        """Read the new lines, and the journal at most every `JOURNAL_S`."""
         self._read()
         self._condition = report.try_part(self.view, self._state_of_driver) or self.view.outcome
         is_due = time.monotonic() - self._journal_at >= JOURNAL_S and not self._is_early
@@ -63,14 +63,14 @@ class WatchedRun:
             self._read()
         if not self._is_early:
             self._show_journal()
-        return f"{self._begun}-{len(self.view.lines)}-{self._looks}-{self._condition}"
+        return f"{self._begun}-{len(self.view.lines)}-{self._num_changes}-{self._condition}"
 
     def run_view(self) -> RunView:
-        """The run as it was when `tag` was called last."""
+        """Return the state at the last call of `tag`."""
         return RunView(self.view, self._state, self._condition)
 
     def _begin(self) -> None:
-        """Forget the lines of an earlier file."""
+        """Reset the state, because metrics.jsonl has been replaced."""
         config, name = self.config, self.view.name
         self._state = empty_state(config, self._folder) if config else RunState(name, str(self._folder), 0, "", 0)
         self._diagnosis = Diagnosis(config) if config else None
@@ -97,42 +97,42 @@ class WatchedRun:
         self._journal_at = time.monotonic()
         before, self.view.notes = self.view.notes, [*self._notes, *self._lines.content.damage]
         if (config := self.config) is not None:
-            # Without a journal the earlier numbers stay.
+            # If the journal cannot be read, the previous numbers are kept.
             counters = report.try_part(self.view, lambda: report.read_counters(config, self._folder, self.view.notes))
-            self._found = counters or self._found
-        self._looks += self.view.notes != before
+            self._queue_numbers = counters or self._queue_numbers
+        self._num_changes += self.view.notes != before
 
     @property
     def _is_early(self) -> bool:
-        """True while the journal is ahead of the lines."""
-        queue, _ = self._found
+        """True if the journal that was read last is slightly ahead of the lines."""
+        queue, _ = self._queue_numbers
         ahead = queue.version - self._state.version if queue else 0
         return 0 < ahead <= AHEAD and self._condition == "running"
 
     def _show_journal(self) -> None:
-        queue, failures = self._found
+        queue, failures = self._queue_numbers
         before = self.view.queue, self.view.failures
         self.view.queue, self.view.failures = queue or self.view.queue, failures or self.view.failures
-        self._looks += (self.view.queue, self.view.failures) != before
+        self._num_changes += (self.view.queue, self.view.failures) != before
 
     def _state_of_driver(self) -> str:
         try:
             return condition(self._folder, self.view)
         except RunError:
-            # A folder of another user cannot be locked.
+            # The lock of another user's folder cannot be opened.
             return self.view.outcome
 
 
 class WatchedReplay:
-    """The updates of a file of `streamppo replay --set`, for comparison. Raises `RunError` for another file."""
+    """The updates in a report of `streamppo replay`. Raises `RunError` if the file is not such a report."""
 
     def __init__(self, path: Path) -> None:
         self._view = report.replay_view(path)
 
     def tag(self) -> str:
-        """Return a constant: a replay never changes."""
+        """Return a constant, because a replay does not change."""
         return ""
 
     def run_view(self) -> RunView:
-        """The replay."""
+        """Return the replay."""
         return RunView(self._view, RunState(self._view.name, "", 0, "", 0), "replayed")

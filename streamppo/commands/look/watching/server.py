@@ -1,7 +1,7 @@
-"""The page's server: starlette, answering one run and those that it is compared with.
+"""Serves the page of `streamppo watch` with starlette, for one run and the runs with which it is compared.
 
-On loopback it answers requests that name it by a loopback name, so that no foreign page reaches it through its own
-domain name (DNS rebinding). Bound elsewhere it requires the token: in the address first, then as a cookie. A request
+On loopback it answers only requests whose Host header is a loopback name, so that no other site can reach it through a
+domain name (DNS rebinding). On other hosts it requires the token, first in the address and then as a cookie. A request
 that starts a process also requires the key (tries.py).
 """
 
@@ -33,16 +33,16 @@ from streamppo.telemetry.watch import sections
 from streamppo.telemetry.watch.sections import FOLDER
 
 PORT = 8484
-"""The port if it is free; else any other."""
+"""The preferred port. If the port is taken, any free port is used."""
 ENDING_S = 1
-"""Seconds that open requests have after Ctrl-C."""
+"""Seconds after Ctrl-C in which open requests may end."""
 ANYWHERE = ("0.0.0.0", "::")
-"""Hosts for every address of this machine."""
+"""Hosts that mean all addresses of this machine."""
 LOOPBACK = ("127.0.0.1", "localhost", "::1", "[::1]")
 SHORTEST_S, LONGEST_S = 2.0, 60.0
-"""Seconds between two requests of the page for changes."""
+"""Shortest and longest time between two requests of the page for changes."""
 SHARE = 0.03
-"""The most of a core that rendering the sections may take."""
+"""Maximum share of a core for rendering the sections."""
 POLICY = "default-src 'none'; style-src 'self'; script-src 'self'; connect-src 'self'; img-src data:"
 UNREADABLE = "the run's configuration cannot be read, and so neither can its archive"
 REPORT = Path(page.__file__).parent
@@ -53,12 +53,12 @@ ASSETS = {
 
 
 def watch(run: Path, others: Sequence[Path], host: str, port: int | None) -> int:
-    """Answer requests until Ctrl-C. Raises `RunError` if it cannot listen at `host` and `port`.
+    """Serve the page until Ctrl-C. Raises `RunError` if the server cannot listen at `host` and `port`.
 
-    `run` is a folder; `others` are folders or files of replays. Raises `ConfigError` for another `run`.
+    `others` are folders of runs or files of replays. Raises `ConfigError` if `run` is not a folder.
     """
     if not run.is_dir():
-        raise ConfigError(f"{run}: the first RUN is the folder of one; a replay can be compared with it")
+        raise ConfigError(f"{run}: the first RUN must be a run's folder; a replay can only be compared with it")
     listener = listen(host, port)
     token, key = None if host in LOOPBACK else secrets.token_urlsafe(), secrets.token_urlsafe()
     echo(f"{run.name}: {address(listener, host, token)}#key={key}   (Ctrl-C ends only this page)")
@@ -72,7 +72,7 @@ def watch(run: Path, others: Sequence[Path], host: str, port: int | None) -> int
 
 
 def listen(host: str, port: int | None) -> socket.socket:
-    """Listen at `port`, by default at `PORT` or, if that is taken, at any other. Raises `RunError`."""
+    """Listen at `port`, by default at `PORT` or any free port. Raises `RunError`."""
     if port is None:
         with suppress(OSError):
             return _listen(host, PORT)
@@ -88,7 +88,7 @@ def _listen(host: str, port: int) -> socket.socket:
 
 
 def address(listener: socket.socket, host: str, token: str | None) -> str:
-    """The address to open in a browser."""
+    """Return the address to open in a browser."""
     reached = socket.gethostname() if host in ANYWHERE else host
     name = f"[{reached}]" if ":" in reached else reached
     return f"http://{name}:{listener.getsockname()[1]}/" + (f"?token={token}" if token else "")
@@ -98,7 +98,7 @@ def address(listener: socket.socket, host: str, token: str | None) -> str:
 
 
 class Page:
-    """The page about the run in `folder`; `others` are runs and replays that are compared from the beginning."""
+    """The page about the run in `folder`. `others` are runs and replays that it compares at first."""
 
     def __init__(self, folder: Path, others: list[Path], key: str) -> None:
         self._run = WatchedRun(folder, folder.name)
@@ -108,7 +108,7 @@ class Page:
         self._paths: dict[str, Path] = {}
         for path in others:
             self._paths[_name(path, {folder.name, *self._paths})] = path
-        self._chosen = list(self._paths)
+        self._compared = list(self._paths)
         for path in _siblings(folder):
             if path not in others:
                 self._paths[_name(path, set(self._paths))] = path
@@ -117,42 +117,42 @@ class Page:
         self._name = folder.name
 
     def shell(self, _: Request) -> Response:
-        """The page without its content."""
+        """Return the page without its sections."""
         template = sections.environment().get_template("shell.html")
-        text = template.render(name=self._name, others=list(self._paths), chosen=self._chosen)
+        text = template.render(name=self._name, others=list(self._paths), chosen=self._compared)
         return Response(text, media_type="text/html", headers={"Content-Security-Policy": POLICY})
 
     def asset(self, request: Request) -> Response:
-        """A style or a script."""
+        """Return a style sheet or a script."""
         kind, parts = ASSETS[request.url.path]
         return Response("\n".join(part.read_text() for part in parts), media_type=kind)
 
     def sections(self, request: Request) -> Response:
-        """The sections whose text has changed, if any; and the time of the next request."""
-        # Several pages may ask at a time, each in a thread.
+        """Return the sections if anything has changed, and the time of the next request."""
+        # Several pages may send requests at the same time, each in a thread.
         with self._lock:
             names = request.query_params.getlist("with")
             chosen = [self._run, *map(self._comparison, names)]
-            tag = " ".join([*names, *(one.tag() for one in chosen)])
+            tag = " ".join([*names, *(source.tag() for source in chosen)])
             answer: dict[str, object] = {"tag": tag, "again_s": SHORTEST_S}
             if tag != request.query_params.get("tag"):
                 begun = time.thread_time()
-                shown = [one.run_view() for one in chosen]
+                shown = [source.run_view() for source in chosen]
                 answer |= {"version": shown[0].state.version, "sections": sections.sections(shown)}
                 answer["again_s"] = min(LONGEST_S, max(SHORTEST_S, (time.thread_time() - begun) / SHARE))
         return JSONResponse(answer)
 
     def batch(self, request: Request) -> Response:
-        """The batch of an update, or the newest."""
+        """Return the batch of an update, by default the newest."""
         update = request.path_params.get("update")
         return JSONResponse(self._archive().batch(update))
 
     def trajectory(self, request: Request) -> Response:
-        """One trajectory of a batch."""
+        """Return one trajectory of a batch."""
         return JSONResponse(self._archive().open(request.path_params["update"], request.path_params["row"]))
 
     async def go_on(self, request: Request) -> Response:
-        """Continuations of a trajectory from one of its tokens."""
+        """Return continuations of a trajectory from one of its tokens."""
         if self._tries is None:
             raise StreamppoError(UNREADABLE)
         return await self._tries.answer(request)
@@ -163,7 +163,7 @@ class Page:
         return self._trajectories
 
     def _comparison(self, name: str) -> CurveSource:
-        """A run or a replay by its name on the page."""
+        """Return a run or a replay by its name on the page."""
         if name not in self._paths:
             raise StreamppoError(f"{name}: no such run in this folder")
         if name not in self._watched:
@@ -173,9 +173,9 @@ class Page:
 
 
 def application(folder: Path, others: list[Path], token: str | None, key: str = "") -> Starlette:
-    """The application. With a `token` nothing is answered without it; without one, only under a loopback name.
+    """Return the application, which answers only requests with the `token`, or without one, on a loopback name.
 
-    Only requests with the `key` start a process; without a key none do.
+    Only requests with the `key` can start a process. If the key is empty, no request can.
     """
     page = Page(folder, others, key)
     routes = [
@@ -195,7 +195,7 @@ def application(folder: Path, others: list[Path], token: str | None, key: str = 
 
 
 def _asking_for(token: str) -> Callable[[Request, Callable[[Request], Awaitable[Response]]], Awaitable[Response]]:
-    """Let a request pass that has the token as a cookie; a request with the token in its address gets the cookie."""
+    """Answer requests with the token as a cookie. A request with the token in its address gets the cookie."""
 
     async def dispatch(request: Request, answer: Callable[[Request], Awaitable[Response]]) -> Response:
         # Cookies are shared between the ports of a host, so the name contains the port.
@@ -211,8 +211,8 @@ def _asking_for(token: str) -> Callable[[Request, Callable[[Request], Awaitable[
     return dispatch
 
 
-def _is(token: str, given: str | None) -> bool:
-    return secrets.compare_digest(token.encode(), (given or "").encode(errors="replace"))
+def _is(token: str, presented: str | None) -> bool:
+    return secrets.compare_digest(token.encode(), (presented or "").encode(errors="replace"))
 
 
 def _refusal(_: Request, error: Exception) -> Response:
@@ -220,18 +220,18 @@ def _refusal(_: Request, error: Exception) -> Response:
 
 
 def _fault(_: Request, error: Exception) -> Response:
-    """A bug of streamppo: the page shows a sentence, the terminal the traceback."""
+    """Answer a request that failed by a bug. The terminal shows the traceback."""
     return JSONResponse({"error": f"{type(error).__name__}: {error}"}, status_code=500)
 
 
 def _name(path: Path, taken: set[str]) -> str:
-    """The name of a run or a replay on the page, with more of its path if another has the same short name."""
+    """Return the name of a run or a replay on the page, with more of its path if its short name is taken."""
     short = path.name if path.is_dir() else f"{path.parent.parent.name} {path.stem}"
     longer = f"{path.parent.name}/{short}"
     return next(name for name in (short, longer, f"{path}") if name not in taken or name == f"{path}")
 
 
 def _siblings(folder: Path) -> list[Path]:
-    """The other runs in the run's parent folder."""
-    found = (path.parent for path in sorted(folder.parent.glob(f"*/{configfile.CONFIG}")))
-    return [path for path in found if path != folder]
+    """Return the other runs in the parent folder of `folder`."""
+    folders = (path.parent for path in sorted(folder.parent.glob(f"*/{configfile.CONFIG}")))
+    return [path for path in folders if path != folder]

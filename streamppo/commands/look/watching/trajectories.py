@@ -1,6 +1,6 @@
-"""The batches in a run's archive for the page: trajectories in short, and one with a row of numbers for each token.
+"""Reads batches in a run's archive for the page: a list of trajectories, and one trajectory with numbers of its tokens.
 
-The page shows numbers of the archive, and differences and ratios of two of them; columns without numbers are left out.
+The page shows numbers of the archive, and differences and ratios of two of them. Missing columns are left out.
 """
 
 import math
@@ -26,26 +26,26 @@ from streamppo.terminal import bounded
 from streamppo.types import Batch, Floats, Identity, Ints, Trajectory, branches, flags, floats, ints
 
 KEPT = 4
-"""Batches that are kept in memory."""
+"""Number of batches that are kept in memory."""
 SHOWN_TOKENS = 4000
-"""Tokens of one completion that are shown."""
+"""Maximum tokens of one completion that are shown."""
 SHOWN_NODES, NODE_TEXT = 500, 2000
-"""Nodes of a tree that are shown, and characters of each."""
+"""Maximum nodes of a tree that are shown, and characters of each."""
 BEGINNING = 160
-"""Characters of a completion in the list of a batch."""
+"""Maximum characters of a completion in the list of a batch."""
 MISSING = "Advantages, ratios and the learner's log-probs of single tokens were not kept: archive.numbers was off."
-LEARNED = {
-    "values": ("value", "the critic's expectation before it, as the update began", "both"),
-    "proximal_logprobs": ("learner's log-prob", "nats, under the learner's policy as the update began", "less"),
-    "advantages": ("advantage", "the weight of its gradient: above 0 it is made more likely", "both"),
+RECORD_COLUMNS = {
+    "values": ("value", "the critic's value before the token, at the update's start", "both"),
+    "proximal_logprobs": ("learner's log-prob", "in nats, under the learner's policy at the update's start", "less"),
+    "advantages": ("advantage", "the weight of its gradient: above 0, the token becomes more likely", "both"),
 }
-"""The learner's numbers, with their name, meaning and colour."""
+"""The learner's recorded numbers of each token, with their name, meaning and kind of colour."""
 
 
 class TokenColumn(TypedDict):
-    """A number for each token of a completion; None for an unsampled token, or one without a number.
+    """A number for each token of a completion; None if the token was not sampled or its number is missing.
 
-    `kind` says how it is coloured: "more" from pale to deep, "less" the other way, "both" by its sign, around 0.
+    `kind` is the colour: "more" is deeper for larger numbers, "less" for smaller ones, and "both" depends on the sign.
     """
 
     name: str
@@ -55,7 +55,7 @@ class TokenColumn(TypedDict):
 
 
 class ListedTrajectory(TypedDict):
-    """A trajectory in the list of its batch; `lag` is that of its oldest token."""
+    """A trajectory in the list of its batch. `lag` is the lag of its oldest token."""
 
     row: int
     title: str
@@ -68,7 +68,7 @@ class ListedTrajectory(TypedDict):
 
 
 class RewardPart(TypedDict):
-    """The reward, or one of its components, over a batch's trajectories with that component."""
+    """Mean, minimum and maximum of the reward, or of one of its components, over a batch."""
 
     name: str
     mean: float
@@ -77,9 +77,9 @@ class RewardPart(TypedDict):
 
 
 class BatchContent(TypedDict):
-    """The batch that made version `update`; `updates` are the first and the last that are kept.
+    """The batch that made version `update`. `updates` are the first and the last update whose batches are kept.
 
-    `rewards` is a drawing of them, `parts` are the reward and its components.
+    `rewards` is an SVG histogram. `parts` are the reward and its components.
     """
 
     update: int
@@ -90,7 +90,7 @@ class BatchContent(TypedDict):
 
 
 class TreeRow(TypedDict):
-    """A node of a trajectory's tree (tree.py), in words; `token` is its first token in the completion, or None."""
+    """A node of a trajectory's tree (tree.py) in words. `token` is its first token in the completion, or None."""
 
     kind: str
     name: str
@@ -103,11 +103,11 @@ class TreeRow(TypedDict):
 
 
 class OpenedTrajectory(TypedDict):
-    """One trajectory, token by token; `left_out` are tokens at its end that are not shown.
+    """One trajectory with the numbers of its tokens. `left_out` is the number of tokens at its end that are not shown.
 
-    `row_columns` are (name, value) of the columns for rewards; `row_missing` is the reason for their absence.
-    `tree` are the nodes of several turns, and `tree_words` counts them; `lost` are the spans of undelivered turns, from
-    the first token to the one after the last.
+    `row_columns` are (name, value) of the data row's columns, and `row_missing` is the reason if there are none. `tree`
+    are the nodes if there are several turns, and `tree_words` counts them. `lost` are the spans [first, end) of turns
+    that no client received.
     """
 
     update: int
@@ -131,7 +131,7 @@ class OpenedTrajectory(TypedDict):
 
 
 class Trajectories:
-    """The archive of the run in `folder`."""
+    """Reads trajectories in the archive of the run in `folder`."""
 
     def __init__(self, folder: Path, config: Config) -> None:
         self._folder = folder
@@ -144,7 +144,7 @@ class Trajectories:
         return report.decoder(self._model)
 
     def batch(self, update: int | None) -> BatchContent:
-        """The batch that made version `update`, by default the newest. Raises `JournalError` if it is not kept."""
+        """Return the batch that made version `update` (default: the newest). Raises `JournalError` if there is none."""
         versions = archive.open(self._folder).versions()
         if not versions:
             raise JournalError(f"{self._folder}: no batch is kept in its archive yet")
@@ -161,12 +161,12 @@ class Trajectories:
         }
 
     def open(self, update: int, row: int) -> OpenedTrajectory:
-        """Trajectory number `row` of a batch. Raises `JournalError` if it is not kept, or the batch has no such row."""
-        batch, learned = self._batch(update - 1)
+        """Return trajectory number `row` of a batch. Raises `JournalError` if the batch or the row is missing."""
+        batch, record = self._batch(update - 1)
         trajectory = self._trajectory(update, row)
         tokens = ints(trajectory.tokens)[:SHOWN_TOKENS]
-        behind = self._rows.row_of(trajectory)
-        columns = _columns(batch, trajectory, {name: column[row] for name, column in learned.items()})
+        data_row = self._rows.row_of(trajectory)
+        columns = _columns(batch, trajectory, {name: column[row] for name, column in record.items()})
         nodes = tree.nodes(batch, trajectory, self._spell) if tree.has_tree(trajectory) else []
         prompt = len(trajectory.prompt_tokens) // 4
         return {
@@ -177,21 +177,21 @@ class Trajectories:
             "reward": trajectory.reward,
             "components": trajectory.components,
             "explanation": trajectory.explanation,
-            "row_columns": behind.columns,
-            "row_missing": behind.missing,
+            "row_columns": data_row.columns,
+            "row_missing": data_row.missing,
             "texts": _texts(self._model, self._decode, tokens),
             "ids": tokens.tolist(),
             "sampled": flags(trajectory.mask)[:SHOWN_TOKENS].tolist(),
             "columns": [{**column, "values": column["values"][:SHOWN_TOKENS]} for column in columns],
             "left_out": trajectory.num_tokens - len(tokens),
-            "missing": "" if "advantages" in learned else MISSING,
+            "missing": "" if "advantages" in record else MISSING,
             "tree": [_tree_row(node, prompt) for node in nodes[:SHOWN_NODES]],
             "tree_words": tree.totals(nodes).words() if nodes else "",
             "lost": [(node.start - prompt, node.end - prompt) for node in nodes if not node.delivered],
         }
 
     def place(self, update: int, row: int) -> tuple[Identity, int]:
-        """The identity of a trajectory, and the number of its completion's tokens in earlier segments. As `open`."""
+        """Return a trajectory's identity, and the number of tokens in earlier segments. Raises the errors of `open`."""
         trajectory = self._trajectory(update, row)
         return trajectory.identity, trajectory.prefix
 
@@ -202,13 +202,13 @@ class Trajectories:
         return batch.trajectories[row]
 
     def _spell(self, tokens: Ints) -> str:
-        """The text of tokens, with the special tokens between messages."""
+        """Return the text of tokens, including special tokens."""
         if not (self._model / report.TOKENIZER).is_file():
             return self._decode(tokens)
         return _tokenizer(self._model).decode(tokens.tolist(), skip_special_tokens=False)
 
     def _read(self, version: int) -> tuple[Batch, dict[str, list[Floats]]]:
-        """A batch, and the kept numbers of the learner for each of its completions, by name."""
+        """Return a batch, and the learner's numbers by name, each with a column for each trajectory."""
         return archive.open(self._folder).batch_and_record(version)
 
 
@@ -258,43 +258,41 @@ def _parts(trajectories: Sequence[Trajectory]) -> list[RewardPart]:
 # --- columns -------------------------------------------------------------------------------------------------
 
 
-def _columns(batch: Batch, trajectory: Trajectory, learned: Mapping[str, Floats]) -> list[TokenColumn]:
-    """The known numbers of each token of a trajectory."""
+def _columns(batch: Batch, trajectory: Trajectory, record: Mapping[str, Floats]) -> list[TokenColumn]:
+    """Return the columns of numbers that are known for a trajectory."""
     mask, versions, logprobs = flags(trajectory.mask), ints(trajectory.versions), floats(trajectory.logprobs)
     columns = [
         _column("lag", "versions between sampling and training", "more", batch.version - versions, mask),
-        _column("version", "weights that sampled it", "more", versions, mask),
-        _column(
-            "young enough", "1 if it is within max_lag, and so in the loss", "more", versions >= batch.min_version, mask
-        ),
-        _column("log-prob", "nats, under the policy that sampled it; deep if it was unlikely", "less", logprobs, mask),
+        _column("version", "the version that sampled the token", "more", versions, mask),
+        _column("young enough", "1 if max_lag allows training on it", "more", versions >= batch.min_version, mask),
+        _column("log-prob", "in nats, under the policy that sampled it; dark: unlikely", "less", logprobs, mask),
     ]
-    for name, (title, text, kind) in LEARNED.items():
-        if name in learned:
-            columns.append(_column(title, text, kind, learned[name], mask))
-    if "proximal_logprobs" in learned:
-        difference = learned["proximal_logprobs"] - logprobs
-        columns.append(_column("log-ratio", "nats, learner's log-prob - log-prob", "both", difference, mask))
+    for name, (title, text, kind) in RECORD_COLUMNS.items():
+        if name in record:
+            columns.append(_column(title, text, kind, record[name], mask))
+    if "proximal_logprobs" in record:
+        difference = record["proximal_logprobs"] - logprobs
+        columns.append(_column("log-ratio", "in nats, learner's log-prob - log-prob", "both", difference, mask))
         columns.append(
-            _column("ratio", "learner's probability over that of sampling it", "more", np.exp(difference), mask)
+            _column("ratio", "learner's probability / probability at sampling", "more", np.exp(difference), mask)
         )
     if trajectory.token_rewards:
         columns.append(
-            _column("reward", "the part of the reward given at it", "both", floats(trajectory.token_rewards), mask)
+            _column("reward", "the token's part of the reward", "both", floats(trajectory.token_rewards), mask)
         )
     if trajectory.branches:
         prompt, width = len(trajectory.prompt_tokens) // 4, len(trajectory.prompt_tokens) // 4 + trajectory.num_tokens
         piece, _ = branches.seen(trajectory.branches, width)
-        text = "its branch, numbered in the order of time; 0: the prompt's"
+        text = "the number of its branch, in the order of time; 0 is the prompt's"
         columns.append(_column("branch", text, "more", piece[prompt:], mask))
     if trajectory.candidate_counts:
         counts = ints(trajectory.candidate_counts)
-        text = "tokens that top-p and top-k left to draw from; 0: the whole vocabulary"
+        text = "the number of tokens within top-p and top-k; 0 is the whole vocabulary"
         columns.append(_column("candidates", text, "more", counts, mask))
     if trajectory.teacher_logprobs:
         teacher = floats(trajectory.teacher_logprobs)
-        columns.append(_column("teacher's log-prob", "nats, under the teacher", "less", teacher, mask))
-        columns.append(_column("difference", "nats, teacher's log-prob - log-prob", "both", teacher - logprobs, mask))
+        columns.append(_column("teacher's log-prob", "in nats, under the teacher", "less", teacher, mask))
+        columns.append(_column("difference", "teacher's log-prob - log-prob", "both", teacher - logprobs, mask))
     return columns
 
 
@@ -307,7 +305,7 @@ def _column(name: str, text: str, kind: str, values: NDArray[np.generic], mask: 
 
 
 def _texts(model: Path, decode: Decode, tokens: Ints) -> list[str]:
-    """The text that each token adds; a character of several tokens is at the last of them."""
+    """Return the text that each token adds. A character of several tokens is added by the last of them."""
     if not (model / report.TOKENIZER).is_file():
         return [decode(tokens[place : place + 1]) for place in range(len(tokens))]
     tokenizer, stream = _tokenizer(model), DecodeStream(skip_special_tokens=False)

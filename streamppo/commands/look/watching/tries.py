@@ -1,7 +1,7 @@
-"""Continuations requested by the page: `streamppo try` in a separate process, one at a time, for a bounded time.
+"""Runs `streamppo try` for the page, in a separate process with a time limit. Only one process runs at a time.
 
-A request must have this page as its origin, which excludes foreign pages, and in a header the key printed by `watch`,
-which excludes other users of this machine. It never consents to code: `try` refuses another user's run.
+A request must have this page as its origin, which excludes other sites. A header must have the key that `watch` has
+printed, which excludes other users of this machine. A request cannot consent to code.
 """
 
 import asyncio
@@ -24,11 +24,11 @@ from streamppo.commands.trial import Trial
 from streamppo.terminal import bounded
 
 KEY = "x-streamppo-key"
-"""The header with the key: a browser does not send it for a foreign page."""
+"""The header with the key. A browser does not let other sites send it."""
 LONGEST_S, ENDING_S = 600.0, 10.0
-"""Seconds that a process may take, and seconds between SIGINT and SIGKILL."""
+"""Time limit of a process, and seconds between SIGINT and SIGKILL."""
 MOST_BYTES, MOST_SAID = 1024, 1000
-"""Bytes of a request, and characters of a refusal."""
+"""Maximum bytes of a request, and characters of an error message."""
 PROGRAM = (
     "import sys; from streamppo import process; process.die_with_parent(); "
     "from streamppo.cli import main; sys.exit(main(sys.argv[1:]))"
@@ -36,7 +36,7 @@ PROGRAM = (
 
 
 class TryRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Token `token` of trajectory `row` of the batch that made version `update`."""
+    """Asks for `n` continuations from token `token` of trajectory `row` in the batch that made version `update`."""
 
     update: int
     row: int
@@ -46,36 +46,36 @@ class TryRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Tries:
-    """Answers the requests for the run in `folder`; none without a `key`."""
+    """Answers requests for the run in `folder`. If `key` is empty, all are refused."""
 
     def __init__(self, folder: Path, trajectories: Trajectories, key: str) -> None:
         self._folder, self._trajectories, self._key = folder, trajectories, key
         self._is_busy = False
 
     async def answer(self, request: Request) -> Response:
-        """Continue a completion. The answer has the lines and the cells of `streamppo try`."""
-        given, origin = request.headers.get(KEY, ""), f"{request.url.scheme}://{request.headers.get('host')}"
-        is_known = bool(self._key) and secrets.compare_digest(self._key.encode(), given.encode(errors="replace"))
+        """Continue a completion. The answer has the sentences and the table of `streamppo try`."""
+        key, origin = request.headers.get(KEY, ""), f"{request.url.scheme}://{request.headers.get('host')}"
+        is_known = bool(self._key) and secrets.compare_digest(self._key.encode(), key.encode(errors="replace"))
         if not is_known or request.headers.get("origin") != origin:
             return _refusal(403, "to try from here, open the address that `streamppo watch` has printed")
         try:
-            asked = msgspec.json.decode(await _body(request), type=TryRequest)
+            try_request = msgspec.json.decode(await _body(request), type=TryRequest)
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
             return _refusal(400, f"{error}")
         if self._is_busy:
-            return _refusal(409, "one is under way: try again when it has ended")
+            return _refusal(409, "another try is in progress: wait until it has ended")
         self._is_busy = True
         try:
-            return await self._run(await asyncio.to_thread(self._words, asked))
+            return await self._run(await asyncio.to_thread(self._words, try_request))
         finally:
             self._is_busy = False
 
-    def _words(self, asked: TryRequest) -> list[str]:
-        identity, prefix = self._trajectories.place(asked.update, asked.row)
+    def _words(self, try_request: TryRequest) -> list[str]:
+        identity, prefix = self._trajectories.place(try_request.update, try_request.row)
         options = {"--prompt": identity.prompt, "--sample": identity.sample, "--attempt": identity.attempt}
-        options |= {"--at": prefix + asked.token, "-n": asked.n}
-        chosen = [f"{name}={value}" for name, value in options.items()]
-        return ["try", str(self._folder), "--json", *chosen, "--version", *map(str, asked.versions)]
+        options |= {"--at": prefix + try_request.token, "-n": try_request.n}
+        arguments = [f"{name}={value}" for name, value in options.items()]
+        return ["try", str(self._folder), "--json", *arguments, "--version", *map(str, try_request.versions)]
 
     async def _run(self, words: list[str]) -> Response:
         command = [sys.executable, "-P", "-c", PROGRAM, *words]
@@ -88,7 +88,7 @@ class Tries:
                 out, err = await process.communicate()
         except TimeoutError:
             return _refusal(
-                504, f"it took more than {LONGEST_S:g} s, and was ended: ask for fewer, or on the command line"
+                504, f"it took more than {LONGEST_S:g} s and was ended: request fewer, or use the command line"
             )
         finally:
             await _end(process)
@@ -96,12 +96,12 @@ class Tries:
             message = err.decode(errors="replace").rpartition("streamppo: ")[2].strip()
             return _refusal(422, bounded(message or f"`streamppo try` has died ({process.returncode})", MOST_SAID))
         result = msgspec.json.decode(out, type=Trial)
-        names = [f"version {one.version}" for one in result.versions]
+        names = [f"version {version.version}" for version in result.versions]
         return JSONResponse({"lines": trial.sentences(result), "names": names, "rows": trial.cells(result)})
 
 
 async def _body(request: Request) -> bytes:
-    """The body, read up to a length that is refused."""
+    """Return the request's body, or the beginning of a body that is too long."""
     body = b""
     async for part in request.stream():
         body += part
@@ -111,7 +111,7 @@ async def _body(request: Request) -> bytes:
 
 
 async def _end(process: Process) -> None:
-    """Interrupt the process if it still runs, and kill it after `ENDING_S`."""
+    """Interrupt the process if it is still running, and kill it after `ENDING_S`."""
     if process.returncode is not None:
         return
     with suppress(ProcessLookupError):

@@ -1,4 +1,4 @@
-"""Files of a new project, and the configuration for a user's model, data and reward.
+"""Templates of a new project, and the writer of a configuration for a user's model, data and reward.
 
 run.toml, rewards.py, README.md     the project that sorts letters, as it is written
 rows.py, policy.py                  properties of rows, their reward and a model

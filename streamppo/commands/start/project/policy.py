@@ -1,4 +1,4 @@
-"""A user's model: its size, context and tokenizer, from its folder, or from its name if it is not on this machine."""
+"""Reads a user's model: size, context and tokenizer, which are guessed from the name of a model that is not here."""
 
 import json
 import math
@@ -17,19 +17,20 @@ from streamppo.tasks import warmup_data
 from streamppo.weights.models import headers
 
 UNKNOWN_CONTEXT = 4096
-"""The assumed number of positions of a model that is not here."""
+"""Assumed number of positions of a model that is not on this machine."""
 UNKNOWN_PARAMETERS = 1_000_000_000
 CHARACTERS = 3
-"""Assumed characters of a token without a tokenizer, a low guess."""
+"""Assumed characters of a token if there is no tokenizer, which is a low guess."""
 TINY_PARAMETERS = 90_000
-"""Parameters of builtin:tiny, about."""
+"""Approximate parameters of builtin:tiny."""
 FLOAT32 = 4
 
 
 class PolicyModel(NamedTuple):
-    """The model at `path`. `cache` are bytes of a token in an engine's cache, None if unknown.
+    """The model at `path`. `cache` is the bytes of a token in an engine's cache, None if unknown.
 
-    `chat`: its tokenizer has a template. `folder` is None if the model is not here: the other fields are then guessed.
+    `chat` is True if the tokenizer has a chat template. Without the model, `folder` is None and the other fields are
+    guessed.
     """
 
     path: str
@@ -42,16 +43,16 @@ class PolicyModel(NamedTuple):
 
     @property
     def is_known(self) -> bool:
-        """True if its numbers are read, not assumed."""
+        """True if the numbers were read, not guessed."""
         return self.folder is not None or self.path == BUILTIN
 
     def view(self) -> PromptView:
-        """Return the model's view of prompts. Raises `ConfigError` if its tokenizer cannot be loaded."""
+        """Return how the model sees prompts. Raises `ConfigError` if the tokenizer cannot be loaded."""
         if self.path == BUILTIN:
             return PromptView(lambda prompt: len(warmup_data.Characters().ids(prompt)))
         if self.folder is None:
             return PromptView(lambda prompt: -(-len(prompt.text) // CHARACTERS), chat=self.chat)
-        # Slow to import, and needed only for a model on this machine.
+        # The tokenizer is slow to import, and needed only for a model on this machine.
         from streamppo.tasks.tokenizer import Tokenizer
 
         try:
@@ -66,7 +67,7 @@ class PolicyModel(NamedTuple):
 
 
 def read(path: str) -> PolicyModel:
-    """Read the model at `path`. Raises `ConfigError` for a path without a model."""
+    """Read the model at `path`. Raises `ConfigError` if there is no model."""
     if path == BUILTIN:
         return PolicyModel(path, None, "qwen2", TINY_PARAMETERS, warmup_data.CONTEXT, None, chat=False)
     folder, finding = folders.find(path, "model")
@@ -87,7 +88,7 @@ def read(path: str) -> PolicyModel:
 
 
 def _settings(folder: Path) -> Mapping[str, object]:
-    """The settings of the model, or of its language model if it is a part."""
+    """Return the entries of config.json, in which those of a language model ("text_config") replace the model's."""
     try:
         settings: object = json.loads(durable.read(folder / "config.json"))
     except (OSError, ValueError, RecursionError) as error:
@@ -100,7 +101,7 @@ def _settings(folder: Path) -> Mapping[str, object]:
 
 
 def _parameters(folder: Path) -> int:
-    """Count the numbers in the model's files, by their headers."""
+    """Count the parameters in the model's files by their headers."""
     try:
         files = headers.weight_files(folder)
     except ModelError:
@@ -126,12 +127,12 @@ def _count_in_file(path: Path) -> int:
         OverflowError,
         RecursionError,
     ):
-        # `check` reports a damaged file.
+        # A damaged file is reported by `check`.
         return 0
 
 
 def _cache(settings: Mapping[str, object]) -> int | None:
-    """Bytes of a token's keys and values in float32, in a model like llama."""
+    """Return the bytes of a token's keys and values in float32, for a model of llama's structure."""
     try:
         heads = int(cast(int, settings["num_attention_heads"]))
         width = settings.get("head_dim") or int(cast(int, settings["hidden_size"])) // heads
@@ -142,7 +143,7 @@ def _cache(settings: Mapping[str, object]) -> int | None:
 
 
 def _has_template(folder: Path) -> bool:
-    # chat_template.json is a processor's: a tokenizer does not read it.
+    # Tokenizers do not read chat_template.json, which belongs to a processor.
     if (folder / "chat_template.jinja").is_file() or any((folder / "additional_chat_templates").glob("*.jinja")):
         return True
     try:
@@ -152,7 +153,7 @@ def _has_template(folder: Path) -> bool:
 
 
 def _size_by_name(path: str) -> int:
-    """The size in a name. Example: Qwen2.5-0.5B has half a billion parameters."""
+    """Return the number of parameters in a model's name. Example: Qwen2.5-0.5B -> 500,000,000."""
     units = {"b": 10**9, "m": 10**6}
     sizes = re.findall(r"(?<![\w.])(\d+(?:\.\d+)?)([bm])(?![a-z0-9])", path.lower())
     return int(float(sizes[-1][0]) * units[sizes[-1][1]]) if sizes else UNKNOWN_PARAMETERS

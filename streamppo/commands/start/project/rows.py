@@ -1,4 +1,4 @@
-"""A user's rows: the columns of prompt and answer, their number, and their lengths in tokens."""
+"""Reads a user's rows: the columns of prompt and answer, the number of rows, and lengths in tokens."""
 
 from collections.abc import Callable, Mapping, Sequence, Set
 from itertools import islice
@@ -18,24 +18,24 @@ PROMPTS = (
     *("prompt", "question", "problem", "messages", "instruction", "query", "input"),
     *("conversation", "conversations", "text"),
 )
-"""Names of a prompt's column, the most certain first."""
+"""Usual names of a prompt's column, with the most certain first."""
 ANSWERS = (
     *("reward_model.ground_truth", "answer", "ground_truth", "final_answer", "solution", "target", "expected_answer"),
     *("reference", "gold", "label", "response", "completion", "output", "chosen"),
 )
-"""Names of an answer's column, the most certain first."""
+"""Usual names of an answer's column, with the most certain first."""
 EXAMINED = 64
-"""Rows that decide the columns."""
+"""Number of rows by which the columns are chosen."""
 QUOTED = 60
-"""Characters of a value in an error."""
+"""Maximum characters of a value in an error."""
 MEASURED = 10_000
-"""Rows that are measured; all are counted."""
+"""Number of rows whose lengths are measured."""
 
 
 class PromptView(NamedTuple):
-    """A model's view of a prompt: the number of its tokens, and whether it spells control tokens.
+    """How a model sees a prompt: its number of tokens, and whether its text contains control tokens.
 
-    `chat` tells if the model has a chat template.
+    `chat` is True if the model has a chat template.
     """
 
     measure: Callable[[Prompt], int]
@@ -44,10 +44,10 @@ class PromptView(NamedTuple):
 
 
 class DataRows(NamedTuple):
-    """`total` rows of the data set `data`, whose prompts are texts or `messages`.
+    """The `total` rows of the data set `data`. Prompts are lists of messages if `messages` is True, else texts.
 
     `prompts` and `answers` are the tokens of each prompt, and of each answer that is a text or number, in the first
-    `MEASURED` rows. `templated` texts are written in a chat template already.
+    `MEASURED` rows. `templated` is True if the texts are already written in a chat template.
     """
 
     data: str
@@ -66,14 +66,14 @@ class DataRows(NamedTuple):
 
     @property
     def longest_answer(self) -> int:
-        """Tokens of the longest answer that is a text or number; 0 if there is none."""
+        """Tokens of the longest answer that is a text or number; 0 without any."""
         return max(self.answers, default=0)
 
 
 def read(data: str, reward: FunctionScorer, columns: tuple[str, str], view: PromptView) -> DataRows:
-    """Read the rows of `data`, with prompt and answer in `columns`; an empty name is chosen by its usual names.
+    """Read the rows of `data` with prompt and answer in `columns`. An empty name is replaced by a usual name.
 
-    Raises `ConfigError` if no column is the prompt, or if `reward` asks for a missing column.
+    Raises `ConfigError` if no column is the prompt, or if a column that `reward` needs is missing.
     """
     try:
         rows = [row for _, row in islice(dataset_files.rows(data, "train"), MEASURED)]
@@ -107,7 +107,7 @@ def read(data: str, reward: FunctionScorer, columns: tuple[str, str], view: Prom
 
 
 def _refuse_gaps(data: str, rows: Sequence[Row], reward: FunctionScorer, required_columns: Set[str]) -> None:
-    """Raise `ConfigError` for the first row without a column that `reward` needs; a null is no answer."""
+    """Raise `ConfigError` for the first row without a column that `reward` needs. An answer must not be null."""
     for place, row in enumerate(rows, 1):
         missing = {name for name in required_columns if name not in row or (name == "answer" and row[name] is None)}
         if missing:
@@ -158,7 +158,7 @@ def _answer_column(data: str, rows: Sequence[Row], named: str, prompt: str) -> s
 
 
 def _misfit(rows: Sequence[Row], name: str) -> str:
-    """The reason why the first unfit value at `name` is no prompt; "" if all values fit, or there is none."""
+    """Return why the first unsuitable value at `name` is no prompt; "" if there is none."""
     values = [(place, _at(row, name)) for place, row in enumerate(rows, 1)]
     if all(value is None for _, value in values):
         return ""
@@ -178,7 +178,7 @@ def _fault(value: object) -> str:
 
 
 def _is_prompt(value: object) -> bool:
-    """True for a text, and for messages that do not end with the assistant's."""
+    """True for a text, and for messages whose last one is not the assistant's."""
     if not isinstance(value, list):
         return isinstance(value, str) and bool(value)
     messages = cast("list[object]", value)
@@ -188,7 +188,7 @@ def _is_prompt(value: object) -> bool:
 
 
 def _at(row: Row, name: str) -> object:
-    """The value at a dotted name; None if there is none."""
+    """Return the value at a dotted name; None if there is none."""
     value: object = row
     for part in [name] if name in row else name.split("."):
         value = cast("Mapping[str, object]", value).get(part) if isinstance(value, Mapping) else None

@@ -1,4 +1,4 @@
-"""The numbers of a run, chosen from its model, its rows and its machine. Plain arithmetic: nothing is loaded."""
+"""Chooses the numbers of a run from its model, its rows and its machine, without loading anything."""
 
 import math
 from typing import NamedTuple
@@ -8,25 +8,25 @@ from streamppo.commands.start.project.rows import MEASURED, DataRows
 from streamppo.errors import ConfigError
 
 SMALL = 20_000_000
-"""A model with fewer parameters learns its answers without reasoning."""
+"""A model with fewer parameters is small: it learns answers without reasoning before them."""
 RATES = ((1_000_000, 1e-3), (10_000_000, 3e-4), (100_000_000, 3e-5), (300_000_000, 5e-6))
-"""(parameters, learning rate of a model with fewer); `RATE` for larger models."""
+"""(parameters, learning rate of a model with fewer parameters). Larger models get `RATE`."""
 RATE = 1e-6
 SAMPLES = 8
-"""Completions of a prompt."""
+"""Number of completions of each prompt."""
 REASONING = {True: 1024, False: 256}
-"""Tokens of a completion with and without a GPU, for a reasoning model with short or unknown answers."""
+"""Maximum tokens of a completion with and without a GPU, for a large model with short or unknown answers."""
 MOST_TOKENS = 4096
-"""Maximum tokens of a completion."""
+"""Upper bound on the maximum tokens of a completion."""
 SMALL_TOKENS = 64
-"""Tokens of a small model's completion without answers to measure."""
+"""Maximum tokens of a small model's completion if no answer was measured."""
 VERSIONS = 3
-"""Versions of the weights in Ray's object store."""
+"""Number of versions of the weights in Ray's object store."""
 MIB = 2**20
 
 
 class LengthGuess(NamedTuple):
-    """The most tokens of prompt and completion, and the `reason` for the latter; `left_out` prompts are longer."""
+    """Maximum tokens of prompt and completion, and the `reason` for the latter. `left_out` prompts are longer."""
 
     max_prompt_tokens: int
     max_tokens: int
@@ -35,7 +35,7 @@ class LengthGuess(NamedTuple):
 
 
 class Places(NamedTuple):
-    """Ranks and actors, and GPUs of each; `memory_share` is SGLang's of a GPU, 0 on a CPU."""
+    """Number of ranks and actors, and the GPUs of each. `memory_share` is the share of a GPU's memory for SGLang."""
 
     ranks: int
     actors: int
@@ -58,17 +58,17 @@ class Sizes(NamedTuple):
 
     @property
     def samples(self) -> int:
-        """Completions of a prompt."""
+        """Number of completions of each prompt."""
         return SAMPLES
 
     @property
     def in_flight(self) -> int:
-        """Trajectories of an actor, with those that wait for their reward."""
+        """Trajectories of an actor, including those that wait for a reward."""
         return 2 * self.slots
 
 
 def choose(policy: PolicyModel, rows: DataRows, gpus: int, memory_mib: int) -> Sizes:
-    """Choose for `gpus` GPUs, or for a CPU with this much memory. Raises `ConfigError` if no prompt fits the model."""
+    """Choose the numbers for `gpus` GPUs, or for a CPU. Raises `ConfigError` if no prompt fits the model's context."""
     small, length = is_small(policy), completion(policy, rows, gpus)
     share = min(0.25, max(0.05, 32 / rows.total))
     element = 2 if gpus else 4
@@ -86,17 +86,18 @@ def choose(policy: PolicyModel, rows: DataRows, gpus: int, memory_mib: int) -> S
 
 
 def is_small(policy: PolicyModel) -> bool:
-    """True for a model that learns in minutes on a CPU."""
+    """True if the model learns in minutes on a CPU."""
     return policy.parameters < SMALL
 
 
 def completion(policy: PolicyModel, rows: DataRows, gpus: int) -> LengthGuess:
-    """Choose the most tokens of prompts and completions, together within the model's context.
+    """Choose the maximum tokens of prompt and completion, whose sum fits the model's context.
 
-    Example: answers of up to 6 tokens, a model of 84,000 parameters -> 10 tokens: a quarter more, and their end.
+    Example: a model of 84,000 parameters with answers of up to 6 tokens gets 10 tokens, 1.25 * 6 rounded up, and 2.
     """
     preferred, reason = _preferred_tokens(policy, rows, gpus)
-    longest = rows.longest_prompt if _all_measured(policy, rows) else math.ceil(1.25 * rows.longest_prompt)
+    is_measured = policy.is_known and rows.total <= MEASURED
+    longest = rows.longest_prompt if is_measured else math.ceil(1.25 * rows.longest_prompt)
     room = max(policy.context - longest, min(preferred, policy.context // 2))
     if preferred > room:
         reason = f"as many as the model's context ({policy.context}) leaves next to the longest prompt"
@@ -123,12 +124,8 @@ def _preferred_tokens(policy: PolicyModel, rows: DataRows, gpus: int) -> tuple[i
     return usual, "the model writes before it answers" + (f", and answers have up to {answer} tokens" if answer else "")
 
 
-def _all_measured(policy: PolicyModel, rows: DataRows) -> bool:
-    return policy.is_known and rows.total <= MEASURED
-
-
 def _slots(policy: PolicyModel, length: LengthGuess, memory_mib: int, *, most: int) -> int:
-    """The number of completions whose cache takes at most a quarter of the memory."""
+    """Return the number of completions whose cache takes at most a quarter of the memory."""
     if policy.cache is None:
         return most
     slot = policy.cache * (length.max_prompt_tokens + length.max_tokens)
@@ -136,7 +133,7 @@ def _slots(policy: PolicyModel, length: LengthGuess, memory_mib: int, *, most: i
 
 
 def _places(gpus: int) -> Places:
-    """Ranks and engines share one GPU; of several GPUs, ranks have half, rounded down."""
+    """A single GPU is shared by rank and engine. Of several GPUs, ranks get half, rounded down."""
     if not gpus:
         return Places(1, 1, 0, 0)
     if gpus == 1:

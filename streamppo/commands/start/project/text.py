@@ -1,4 +1,4 @@
-"""The text of a configuration file: every line has a comment with its meaning or its reason."""
+"""Writes the text of a configuration file, in which every line has a comment."""
 
 import json
 import shlex
@@ -11,7 +11,7 @@ from streamppo.commands.start.project.sizes import Sizes, is_small
 
 
 class Line(NamedTuple):
-    """`key = value  # comment`; the value is TOML."""
+    """The line `key = value  # comment`, whose value is TOML."""
 
     key: str
     value: str
@@ -19,14 +19,14 @@ class Line(NamedTuple):
 
 
 class Table(NamedTuple):
-    """A table; the first of a file has no name."""
+    """A table of the file. The first table has no name."""
 
     name: str
     lines: list[Line]
 
 
 class ProjectChoices(NamedTuple):
-    """The choices of a file; `model`, `data` and `reward` are paths as in the file."""
+    """The choices for a file. `model`, `data` and `reward` are the paths to write."""
 
     name: str
     model: str
@@ -37,11 +37,11 @@ class ProjectChoices(NamedTuple):
     sizes: Sizes
 
 
-def write(chosen: ProjectChoices) -> str:
-    """Write the file."""
-    quoted = shlex.quote(f"{chosen.name}.toml")
-    head = f"# `streamppo run {quoted}`; `streamppo check {quoted}` looks it over. Change anything.\n"
-    return head + "\n".join(_table(table) for table in _tables(chosen))
+def write(choices: ProjectChoices) -> str:
+    """Return the text of the file."""
+    quoted = shlex.quote(f"{choices.name}.toml")
+    head = f"# `streamppo run {quoted}`; `streamppo check {quoted}` checks it. Change anything.\n"
+    return head + "\n".join(_table(table) for table in _tables(choices))
 
 
 def _table(table: Table) -> str:
@@ -52,62 +52,62 @@ def _table(table: Table) -> str:
     return head + "".join(lines)
 
 
-def _tables(chosen: ProjectChoices) -> Iterator[Table]:
-    sizes = chosen.sizes
+def _tables(choices: ProjectChoices) -> Iterator[Table]:
+    sizes = choices.sizes
     yield Table(
         "",
         [
-            Line("name", _text(chosen.name), f"the run's folder is runs/{chosen.name}"),
-            Line("seed", "1", "everything random comes from it"),
-            Line("updates", str(sizes.updates), _passes(chosen)),
+            Line("name", _text(choices.name), f"the run's folder is runs/{choices.name}"),
+            Line("seed", "1", "seed of everything random"),
+            Line("updates", str(sizes.updates), _passes(choices)),
         ],
     )
-    yield Table("model", list(_model(chosen)))
-    yield Table("task", list(_task(chosen)))
-    yield Table("reward", _reward(chosen))
-    yield Table("rollout", list(_rollout(chosen)))
+    yield Table("model", list(_model(choices)))
+    yield Table("task", list(_task(choices)))
+    yield Table("reward", _reward(choices))
+    yield Table("rollout", list(_rollout(choices)))
     yield Table("queue", _queue(sizes))
-    yield Table("algorithm", _algorithm(chosen))
-    yield Table("learner", list(_learner(chosen)))
-    yield from _around(chosen)
+    yield Table("algorithm", _algorithm(choices))
+    yield Table("learner", list(_learner(choices)))
+    yield from _further_tables(choices)
 
 
-def _model(chosen: ProjectChoices) -> Iterator[Line]:
-    size = f"{chosen.policy.parameters:,} parameters" + ("" if chosen.policy.is_known else ", by its name")
-    yield Line("path", _text(chosen.model), size)
-    if chosen.sizes.places.gpus:
+def _model(choices: ProjectChoices) -> Iterator[Line]:
+    size = f"{choices.policy.parameters:,} parameters" + ("" if choices.policy.is_known else ", by its name")
+    yield Line("path", _text(choices.model), size)
+    if choices.sizes.places.gpus:
         yield Line("dtype", '"bfloat16"', "parameters and activations on the GPU; the optimizer's are float32")
-        yield Line("gradient_checkpointing", '"full"', "activations are computed again: less memory, a third more time")
+        yield Line("gradient_checkpointing", '"full"', "recompute activations: less memory, a third more time")
 
 
-def _task(chosen: ProjectChoices) -> Iterator[Line]:
-    rows, length = chosen.rows, chosen.sizes.completion
-    yield Line("data", _text(chosen.data), f"{rows.total:,} rows; the reward gets their other columns too")
+def _task(choices: ProjectChoices) -> Iterator[Line]:
+    rows, length = choices.rows, choices.sizes.completion
+    yield Line("data", _text(choices.data), f"{rows.total:,} rows; the reward gets their other columns too")
     yield Line("prompt", _text(rows.prompt), "the column of the prompt")
     yield Line("answer", _text(rows.answer), "the column that the reward gets as `answer`" if rows.answer else "none")
     if rows.templated:
         yield Line(
             "control_tokens", '"parse"', "prompts spell control tokens: they are written in a chat template already"
         )
-    elif chosen.policy.chat and not rows.messages:
+    elif choices.policy.chat and not rows.messages:
         yield Line("chat", "true", "a prompt is a user's message in the tokenizer's chat template; false: a plain text")
-    yield Line("held_out", f"{chosen.sizes.held_out:g}", "share of the rows that are evaluated on, never trained on")
-    longest = f"the longest prompt has {'' if chosen.policy.is_known else 'about '}{rows.longest_prompt}"
+    yield Line("held_out", f"{choices.sizes.held_out:g}", "share of the rows that are evaluated on, never trained on")
+    longest = f"the longest prompt has {'' if choices.policy.is_known else 'about '}{rows.longest_prompt}"
     yield Line("max_prompt_tokens", str(length.max_prompt_tokens), longest)
     left_out = f": {length.left_out:,} of {len(rows.prompts):,}" if length.left_out else ""
     yield Line("too_long", '"skip"', f"rows with a longer prompt are left out and counted{left_out}")
 
 
-def _reward(chosen: ProjectChoices) -> list[Line]:
+def _reward(choices: ProjectChoices) -> list[Line]:
     return [
-        Line("function", _text(chosen.reward), "try it: `streamppo reward-test` and this file"),
+        Line("function", _text(choices.reward), "try it: `streamppo reward-test` and this file"),
         Line("timeout_s", "30.0", "a call that takes longer fails, and its prompt is sampled again"),
         Line("correct_at", "1.0", "evaluation counts a completion as right from this reward on"),
     ]
 
 
-def _rollout(chosen: ProjectChoices) -> Iterator[Line]:
-    sizes, places = chosen.sizes, chosen.sizes.places
+def _rollout(choices: ProjectChoices) -> Iterator[Line]:
+    sizes, places = choices.sizes, choices.sizes.places
     if places.gpus:
         engine = f'{{ kind = "sglang", mem_fraction_static = {places.memory_share:g} }}'
         yield Line("engine", engine, "the share of a GPU's free memory that weights and cache get")
@@ -115,11 +115,11 @@ def _rollout(chosen: ProjectChoices) -> Iterator[Line]:
         yield Line("gpus", f"{places.gpus:g}", "GPUs of an engine" + _shared(sizes))
         yield Line("threads", "4", "CPU threads of an engine")
     else:
-        yield Line("engine", '"embedded"', 'our own, for any machine; "sglang" is for GPUs')
+        yield Line("engine", '"embedded"', 'streamppo\'s engine for any machine; "sglang" is for GPUs')
     yield Line("slots", str(sizes.slots), "completions that an engine decodes at once")
-    yield Line("in_flight", str(sizes.in_flight), "with those whose reward is waited for")
+    yield Line("in_flight", str(sizes.in_flight), "completions in the slots or waiting for a reward")
     yield Line("max_tokens", str(sizes.completion.max_tokens), sizes.completion.reason)
-    yield Line("temperature", "1.0", "of sampling; log-probs are taken at the same one")
+    yield Line("temperature", "1.0", "temperature of sampling and of log-probs")
 
 
 def _queue(sizes: Sizes) -> list[Line]:
@@ -127,66 +127,66 @@ def _queue(sizes: Sizes) -> list[Line]:
     return [
         Line("batch_size", str(sizes.batch_size), f"completions of an update: {prompts} prompts"),
         Line("samples_per_prompt", str(sizes.samples), "completions of a prompt, which are compared with each other"),
-        Line("max_lag", "8", "updates that data may be old, if the learner would wait otherwise; 0 is synchronous"),
-        Line("too_old", '"mask"', "tokens that are older stay out of the loss"),
+        Line("max_lag", "8", "most updates between sampling and training; 0 is synchronous"),
+        Line("too_old", '"mask"', "older tokens are left out of the loss"),
     ]
 
 
-def _algorithm(chosen: ProjectChoices) -> list[Line]:
+def _algorithm(choices: ProjectChoices) -> list[Line]:
     lines = [
-        Line("advantage", '"grpo"', "a completion against the others of its prompt; no critic is needed"),
-        Line("zero_variance", '"mask"', "prompts whose completions all score the same have no signal"),
+        Line("advantage", '"grpo"', "compares the completions of a prompt, without a critic"),
+        Line("zero_variance", '"mask"', "no training on prompts whose completions all score the same"),
     ]
-    if not is_small(chosen.policy):
+    if not is_small(choices.policy):
         return [*lines, Line("correction", '"truncate"', "old tokens weigh proximal / behavior, at most 2")]
     return [
         *lines,
-        Line("correction", '"topr"', "negative advantages weigh less, the less likely their completion is now"),
-        Line("negative_weight", "0.25", "and a quarter: of old data, negative advantages mislead most"),
+        Line("correction", '"topr"', "bad completions weigh less if they have become less likely"),
+        Line("negative_weight", "0.25", "and a quarter of that: old data with negative advantages mislead most"),
     ]
 
 
-def _learner(chosen: ProjectChoices) -> Iterator[Line]:
-    sizes, places = chosen.sizes, chosen.sizes.places
-    small = is_small(chosen.policy)
+def _learner(choices: ProjectChoices) -> Iterator[Line]:
+    sizes, places = choices.sizes, choices.sizes.places
+    small = is_small(choices.policy)
     yield Line("lr", f"{sizes.lr:g}", "the rate for a model of this size; twice as high may diverge")
     if small:
         yield Line("betas", "[0.9, 0.999]", "AdamW's moments")
-        yield Line("minibatches", "4", "steps an update")
-    yield Line("warmup_updates", "5" if small else "10", "updates over which it rises from 0")
-    yield Line("decay", '"linear"' if small else '"constant"', "its course after that")
+        yield Line("minibatches", "4", "optimizer steps in an update")
+    yield Line("warmup_updates", "5" if small else "10", "first updates, in which lr rises from 0")
+    yield Line("decay", '"linear"' if small else '"constant"', "decay of lr after the warm-up")
     if small:
-        yield Line("final_lr_share", "0.1", "share of lr at the end")
-    yield Line("max_grad_norm", "0.5" if small else "1.0", "longer gradients are cut to this length")
+        yield Line("final_lr_share", "0.1", "the last lr as a share of lr")
+    yield Line("max_grad_norm", "0.5" if small else "1.0", "larger gradients are scaled to this norm")
     if places.gpus:
         yield Line("ranks", str(places.ranks), "processes that train, with a shard of the model each")
         yield Line("gpus", f"{places.gpus:g}", "GPUs of a rank" + _shared(sizes))
         yield Line("threads", "4", "CPU threads of a rank")
 
 
-def _around(chosen: ProjectChoices) -> Iterator[Table]:
-    sizes = chosen.sizes
+def _further_tables(choices: ProjectChoices) -> Iterator[Table]:
+    sizes = choices.sizes
     yield Table(
         "evaluation",
         [
             Line("every", str(sizes.updates // 10), "updates between two evaluations"),
-            Line("prompts", str(sizes.evaluated), "rows of a look"),
+            Line("prompts", str(sizes.evaluated), "held-out rows of an evaluation"),
         ],
     )
     yield Table(
-        "checkpoint", [Line("every", str(sizes.updates // 4), "updates between two; `streamppo resume` uses them")]
+        "checkpoint", [Line("every", str(sizes.updates // 4), "updates between two; `streamppo resume` needs them")]
     )
     if sizes.object_store_mib > 256:
-        store = Line("object_store_mib", str(sizes.object_store_mib), "three versions of the weights in transit")
+        store = Line("object_store_mib", str(sizes.object_store_mib), "room for three versions of the weights")
         yield Table("cluster", [store])
-    if not is_small(chosen.policy):
+    if not is_small(choices.policy):
         stall = Line("stall_s", "1800.0", "a run without an update for this long stops with the reason")
         yield Table("watchdog", [stall])
 
 
-def _passes(chosen: ProjectChoices) -> str:
-    prompts = chosen.sizes.batch_size // chosen.sizes.samples
-    rows = max(1, int(chosen.rows.total * (1 - chosen.sizes.held_out)))
+def _passes(choices: ProjectChoices) -> str:
+    prompts = choices.sizes.batch_size // choices.sizes.samples
+    rows = max(1, int(choices.rows.total * (1 - choices.sizes.held_out)))
     return f"updates of {prompts} prompts; all rows are seen once in {-(-rows // prompts)}"
 
 
