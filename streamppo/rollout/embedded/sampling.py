@@ -1,4 +1,4 @@
-"""Draws tokens from logits, with the log-prob of each under the distribution that it was drawn from.
+"""Draws tokens from logits, with the log-prob of each token under the distribution from which it was drawn.
 
 B rows, V vocabulary.
 """
@@ -58,13 +58,14 @@ def sample(logits_BV: Tensor, draws: Draws | None, uniform_B: Tensor) -> Sampled
 
 
 def _draw(logp_BV: Tensor, uniform_B: Tensor) -> Tensor:
-    """[B] the first token of each row whose cumulative probability is above u; behind the last if there is none.
+    """Return [B], the first token of each row whose cumulative probability is above u; past the last one if none is.
 
-    In a large vocabulary it first finds the block: float64 sums over all tokens take most of a step's time.
+    In a large vocabulary the block is found first, because float64 sums over all tokens would take most of a step's
+    time.
     """
     B, V = logp_BV.shape
     if V <= LARGE:
-        # In float32 the sum over a vocabulary would lose rare tokens. It never reaches 1 exactly.
+        # In float32 the sum over a vocabulary would lose rare tokens. No such sum is exactly 1.
         return _first_above(logp_BV.double().exp().cumsum(-1), uniform_B)
     p_BV = logp_BV.new_zeros(B, -(-V // BLOCK) * BLOCK)
     torch.exp(logp_BV, out=p_BV[:, :V])
@@ -74,7 +75,7 @@ def _draw(logp_BV: Tensor, uniform_B: Tensor) -> Tensor:
     block_B = _first_above(cumulative_BN, uniform_B).clamp(max=mass_BN.shape[1] - 1)
     row_B = torch.arange(B, device=logp_BV.device)
     mass_B = mass_BN[row_B, block_B]
-    # How far u lies within its block; in the block itself no rare token is lost.
+    # The position of u within its block. Within a block the sum loses no rare token.
     within_B = ((uniform_B * cumulative_BN[:, -1] - cumulative_BN[row_B, block_B] + mass_B) / mass_B).clamp(
         0.0, BELOW_ONE
     )
@@ -82,12 +83,12 @@ def _draw(logp_BV: Tensor, uniform_B: Tensor) -> Tensor:
 
 
 def _first_above(cumulative_BV: Tensor, share_B: Tensor) -> Tensor:
-    """[B] the first index of each row whose cumulative sum is above this share of the total; V if none is."""
+    """Return [B], the first index of each row whose cumulative sum is above this share of the total; V if none is."""
     return torch.searchsorted(cumulative_BV, (share_B * cumulative_BV[:, -1])[:, None], right=True).squeeze(-1)
 
 
 def _candidates(logits_BV: Tensor, draws: Draws) -> Tensor | None:
-    """[B, V], True for the candidates: of the top k, the smallest set with probability top_p or more, never empty.
+    """Return [B, V], True for candidates: of the top k, the smallest set with probability top_p or more, never empty.
 
     None if both are off in every row.
     """

@@ -1,15 +1,15 @@
-"""Strict JSON of programs and of the policy: other readers may reject NaN, 1e999 or half a surrogate pair."""
+"""Reads JSON of programs and of the policy strictly: NaN, 1e999 or half a surrogate pair may break other readers."""
 
 import math
 
 import msgspec
 
 LARGEST = 2**63
-"""Whole numbers from here on are not sent between processes."""
+"""Smallest whole number that processes do not exchange."""
 FLOAT_BITS = 1023
 """Whole numbers of more bits are infinite as floats."""
 DEPTH = 100
-"""The deepest nesting of values."""
+"""Maximum nesting of values."""
 
 
 def read(text: str | bytes) -> object:

@@ -63,7 +63,7 @@ def assistant(content: str, calls: Iterable[dict[str, Any]], reasoning: object) 
 
 
 def read(text: str, *, opened: bool = False, parse: Parse | None = None) -> Reply:
-    """Read a whole turn. `opened`: the template has begun its reasoning. `parse` is the tokenizer's own."""
+    """Read a whole turn. `opened`: the prompt has opened its reasoning. `parse` is the tokenizer's parser."""
     if parse is not None:
         try:
             return _from_fields(cast("Mapping[str, object]", parse(text)))
@@ -83,7 +83,7 @@ def read(text: str, *, opened: bool = False, parse: Parse | None = None) -> Repl
 
 
 def read_partial(text: str, *, opened: bool = False) -> Reply:
-    """Read an unfinished turn: the beginning of the later result of `read`, without calls."""
+    """Read an unfinished turn. The result is a beginning of what `read` returns later, without calls."""
     reasoning, answer = _split_reasoning(_drop_partial_mark(text), opened=opened)
     return Reply(answer.partition(CALL)[0].rstrip(), reasoning)
 
@@ -94,7 +94,7 @@ def new_id(kind: str) -> str:
 
 
 def _call_id() -> str:
-    """Make the id of a tool call in the form of Mistral's templates, which take no other."""
+    """Make the id of a tool call in the form of Mistral's templates, which accept no other form."""
     return "".join(secrets.choice(ID_CHARACTERS) for _ in range(9))
 
 
@@ -108,7 +108,7 @@ def _drop_partial_mark(text: str) -> str:
 
 
 def _split_reasoning(text: str, *, opened: bool) -> tuple[str, str]:
-    """Divide a text into reasoning and the rest."""
+    """Divide a text into reasoning and answer."""
     stripped = text.lstrip()
     if stripped.startswith(THINK):
         opened, text = True, stripped.removeprefix(THINK)
@@ -131,8 +131,8 @@ def _parse_calls(text: str) -> list[ToolCall]:
 
 def _read_call(value: object) -> ToolCall | None:
     match value:
-        case {"function": {"name": str(name), **rest}} | {"name": str(name), **rest} if name:
-            arguments = rest.get("arguments", rest.get("parameters", {}))
+        case {"function": {"name": str(name), **fields}} | {"name": str(name), **fields} if name:
+            arguments = fields.get("arguments", fields.get("parameters", {}))
         case _:
             return None
     return ToolCall(_call_id(), name, arguments if isinstance(arguments, str) else json.dumps(arguments))

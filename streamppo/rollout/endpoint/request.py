@@ -25,7 +25,7 @@ class Request(NamedTuple):
 
     @property
     def setting(self) -> dict[str, object]:
-        """Everything besides its messages that a context depends on."""
+        """Everything except the messages on which a context depends."""
         return {"tools": self.tools, "arguments": self.arguments}
 
     def key(self) -> tuple[object, ...]:
@@ -65,9 +65,9 @@ class Turn:
     names: tuple[str, ...] = ()
     """Further ids of the turn."""
     stop_string: str = ""
-    """The string of the request that ended it."""
+    """The stop string of the request that ended the turn."""
     spelled: Message | None = None
-    """The answer with that string, which some programs put back."""
+    """The answer including that string, as some programs send it back."""
     new: tuple[Message, ...] = ()
 
     @property

@@ -1,10 +1,10 @@
 """The tokens of one agent's run, in the order of its turns' ends, and their branches.
 
-    places      0 1 2 3 4 5 6 7 8 9 ...          token 9 follows token 3 where (9, 3) is a branch, else token 8
+    places      0 1 2 3 4 5 6 7 8 9 ...          token 9 follows token 3 if (9, 3) is a branch, else token 8
     context     the tokens from a root to a place: the engine's input for the next one
 
-The first turn's context is the row's prompt. A branch begins with a token that is not sampled, so that every sampled
-token follows the one before it: a second answer to one context begins with that context's last token once more.
+The first turn's context is the row's prompt. A branch begins with an unsampled token, so that every sampled token
+follows the token before it in the row. So a second answer to a context begins with a copy of the context's last token.
 """
 
 from collections.abc import Collection, Iterable
@@ -45,7 +45,7 @@ class Row:
         self._routes: Routes | None = None
 
     def __len__(self) -> int:
-        """Count all tokens, the prompt's included."""
+        """Count all tokens, including the prompt's."""
         return len(self._tokens)
 
     @property
@@ -64,7 +64,8 @@ class Row:
     def add(self, at: int, unsampled: Ints, completion: Completion, turn: int) -> tuple[int, int]:
         """Add a completion after the context up to `at` and the tokens `unsampled`.
 
-        Returns the places of that context's last token and of the completion's. `turn` is its number, from 1 on.
+        Returns the place of the context's last token and that of the completion's. `turn` is the turn's number, from 1
+        on.
         """
         sibling = not len(unsampled) and at != len(self) - 1
         if sibling:
@@ -109,11 +110,11 @@ class Row:
         self._turn = np.concatenate([self._turn, np.full(len(tokens), turn, np.int32)])
 
     def _predecessor(self, at: int) -> int:
-        """The place of the token before the one at `at`."""
+        """Return the place of the token that precedes the one at `at`."""
         return self._branches.get(at, at - 1)
 
     def _path(self, at: int) -> Ints:
-        """The places from the root to `at`."""
+        """Return the places from the root to `at`."""
         parts: list[np.ndarray] = []
         while at != NO_PLACE:
             begin = max((start for start in self._branches if start <= at), default=0)

@@ -42,9 +42,9 @@ from streamppo.tasks.rewards.outcome import number
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 BODY_BYTES = 16 * 2**20
-"""The longest body of a request."""
+"""Maximum size of a request's body."""
 NOTED = 100
-"""The number of parameters that are logged."""
+"""Maximum number of parameters that are logged."""
 KEEP_ALIVE_S = 5.0
 """Time between two keep-alive events of a waiting stream."""
 REMEMBERED = 10_000
@@ -242,7 +242,7 @@ class _TurnResponse(Response):
     async def _send_ended(self, scope: Scope, send: Send, hangup: "asyncio.Task[None]") -> bool:
         assert self._turn.task is not None
         await asyncio.wait([self._turn.task, hangup], return_when=asyncio.FIRST_COMPLETED)
-        # One round of the loop, so that `hangup` sees a connection that has ended meanwhile.
+        # After one round of the event loop, `hangup` knows whether the connection has ended meanwhile.
         await asyncio.sleep(0)
         if hangup.done():
             return False
@@ -287,11 +287,11 @@ class _TurnResponse(Response):
 
 
 class _Server(uvicorn.Server):
-    """A server without signal handlers of its own."""
+    """A server that installs no signal handlers."""
 
     @contextlib.contextmanager
     def capture_signals(self) -> Generator[None, None, None]:
-        """Capture none."""
+        """Install no signal handlers."""
         yield
 
 
@@ -381,13 +381,13 @@ def _refusal_of(error: Exception) -> RequestRefused:
 
 
 def _session_name(key: str) -> str:
-    """The public part of a key: the name of its session."""
+    """Return the public part of a key, which is the name of its session."""
     parts = key.split("-", 2)
     return parts[1] if len(parts) == 3 and parts[0] == "sp" else ""
 
 
 def reachable(host: str) -> str:
-    """Return the address of `host` for other machines: in place of all addresses, that of the default route."""
+    """Return the address of `host` for other machines: for a wildcard address, that of the default route."""
     if host not in ("0.0.0.0", "::"):
         return host
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:

@@ -1,6 +1,6 @@
 """The messages of one agent's run as a tree, and their places in the row of tokens. Pure.
 
-A node is one message after another. Two of its places are known:
+A node is a message that follows its parent. It may have two places in the row:
 
     opened    the last token of a context that ends with it: the template's opening of the next turn
     ended     its last sampled token, if it is an answer of the policy
@@ -10,9 +10,9 @@ A node is one message after another. Two of its places are known:
         tool "4"          opened 33          request 2 brings all four messages: the first three are tokens 0 .. 25
           assistant "b"   ended 36
 
-A message of a request matches an equal node. An answer also matches by an id of ours, its own or that of a tool call,
-even if its text was changed. The deepest matched answer counts, and the messages after it are new. A request without a
-matched answer, or with other tools, begins a new root.
+A message of a request matches an equal node. An answer also matches by the id that it or one of its tool calls got from
+us, even if its text was changed. The deepest matched answer counts, and the messages after it are new. A request
+without a matched answer, or with other tools, begins a new root.
 """
 
 import hashlib
@@ -100,7 +100,7 @@ class Tree:
         return reply_node
 
     def _matches(self, frontier: Sequence[int], message: Message, first: bytes) -> list[int]:
-        """The children of `frontier` that `message` matches, oldest first."""
+        """Return the children of `frontier` that `message` matches, oldest first."""
         key, reasoning = first + digest(message), _reasoning(message)
         known = {self._names[name] for name in ids(message) if name in self._names}
         by_name = [node for node in known if self._nodes[node].parent in frontier]
@@ -129,10 +129,10 @@ def ids(message: Message) -> list[str]:
 
 
 def digest(message: Message) -> bytes:
-    """Hash a message; equal messages have one hash.
+    """Hash a message; equal messages have equal hashes.
 
-    Empty fields count as absent, and a tool call's arguments as JSON values. An assistant's message counts by its
-    stripped text and its calls, without reasoning and ids.
+    Empty fields count as absent, and a tool call's arguments as JSON values. Of an assistant's message, only its
+    stripped text and its calls count, without reasoning and ids.
     """
     fields: dict[str, object] = {"role": message.role}
     if message.role == "assistant":

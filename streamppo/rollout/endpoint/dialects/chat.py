@@ -13,7 +13,7 @@ ROLES = {"system": "system", "developer": "system", "user": "user", "assistant":
 
 
 class Chat:
-    """The dialect."""
+    """The `Dialect` of OpenAI's chat completions."""
 
     keep_alive = b": keep-alive\n\n"
 
@@ -30,7 +30,7 @@ class Chat:
             messages=tuple(map(_message, messages)),
             tools=tuple(tools),
             arguments=wire.arguments_of(body),
-            max_tokens=wire.most_tokens(body, "max_completion_tokens", "max_tokens"),
+            max_tokens=wire.token_limit(body, "max_completion_tokens", "max_tokens"),
             stop=wire.stops(body, "stop"),
             stream=body.get("stream") is True,
         )
@@ -67,7 +67,7 @@ class Chat:
 
 
 class ChatStream:
-    """Chunks, then [DONE]."""
+    """Writes chunks, and at the end [DONE]."""
 
     def __init__(self, turn: Turn, model: str, *, usage: bool) -> None:
         self._head, self._usage = _head(turn, model, "chat.completion.chunk"), usage
@@ -79,9 +79,9 @@ class ChatStream:
 
     def extend(self, partial: Reply) -> bytes:
         """See `Stream.extend`."""
-        written, self._sent = self._sent, partial
+        previous, self._sent = self._sent, partial
         thought, content = (
-            wire.new_text(a, b) for a, b in ((written.reasoning, partial.reasoning), (written[0], partial[0]))
+            wire.new_text(a, b) for a, b in ((previous.reasoning, partial.reasoning), (previous[0], partial[0]))
         )
         chunks = [self._chunk({"reasoning_content": thought})] if thought else []
         return b"".join([*chunks, *([self._chunk({"content": content})] if content else [])])

@@ -10,7 +10,7 @@ from streamppo.rollout.endpoint.reply import Reply
 from streamppo.rollout.endpoint.request import Request, RequestRefused, Turn, malformed
 from streamppo.types import Message
 
-ROLES = {one: one for one in ("user", "assistant", "system")}
+ROLES = {role: role for role in ("user", "assistant", "system")}
 ERRORS = {
     401: "authentication_error",
     404: "not_found_error",
@@ -21,7 +21,7 @@ ERRORS = {
 
 
 class Messages:
-    """The dialect."""
+    """The `Dialect` of Anthropic's messages."""
 
     keep_alive = wire.event({"type": "ping"}, "ping")
 
@@ -38,7 +38,7 @@ class Messages:
             messages=(*first, *(message for item in messages for message in _messages(item))),
             tools=tuple(tools),
             arguments=wire.arguments_of(body),
-            max_tokens=wire.most_tokens(body, "max_tokens"),
+            max_tokens=wire.token_limit(body, "max_tokens"),
             stop=wire.stops(body, "stop_sequences"),
             stream=body.get("stream") is True,
         )
@@ -61,7 +61,7 @@ class Messages:
 
 
 class MessageStream:
-    """Blocks one after another: reasoning, text, tool calls."""
+    """Writes blocks one after another: reasoning, text, tool calls."""
 
     def __init__(self, turn: Turn, model: str) -> None:
         self._turn, self._model = turn, model
@@ -76,11 +76,11 @@ class MessageStream:
 
     def extend(self, partial: Reply) -> bytes:
         """See `Stream.extend`."""
-        written, self._sent = self._sent, partial
+        previous, self._sent = self._sent, partial
         parts: list[bytes] = []
-        if thought := wire.new_text(written.reasoning, partial.reasoning):
+        if thought := wire.new_text(previous.reasoning, partial.reasoning):
             parts += [self._enter("thinking"), self._delta(type="thinking_delta", thinking=thought)]
-        if content := wire.new_text(written.content, partial.content):
+        if content := wire.new_text(previous.content, partial.content):
             parts += [self._enter("text"), self._delta(type="text_delta", text=content)]
         return b"".join(parts)
 
@@ -99,7 +99,7 @@ class MessageStream:
         return b"".join(parts)
 
     def _enter(self, kind: str) -> bytes:
-        """Begin a block, unless one of its kind is open."""
+        """Begin a block of this kind, unless one is open."""
         if self._open == kind:
             return b""
         empty = {"text": {"text": ""}, "thinking": {"thinking": "", "signature": ""}}[kind]

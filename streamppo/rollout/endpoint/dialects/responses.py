@@ -16,7 +16,7 @@ OF_ASSISTANT = ("reasoning", "function_call")
 
 
 class Responses:
-    """The dialect."""
+    """The `Dialect` of OpenAI's responses."""
 
     keep_alive = b": keep-alive\n\n"
 
@@ -41,7 +41,7 @@ class Responses:
             messages=messages,
             tools=tuple(tools),
             arguments=wire.arguments_of(body),
-            max_tokens=wire.most_tokens(body, "max_output_tokens"),
+            max_tokens=wire.token_limit(body, "max_output_tokens"),
             stop=wire.stops(body, "stop"),
             stream=body.get("stream") is True,
             after=str(body.get("previous_response_id") or ""),
@@ -62,7 +62,7 @@ class Responses:
 
 
 class ResponseStream:
-    """Items one after another: reasoning, the message, function calls."""
+    """Writes items one after another: reasoning, the message, function calls."""
 
     def __init__(self, turn: Turn, model: str) -> None:
         self._turn, self._model = turn, model
@@ -75,11 +75,11 @@ class ResponseStream:
 
     def extend(self, partial: Reply) -> bytes:
         """See `Stream.extend`."""
-        written, self._sent = self._sent, partial
+        previous, self._sent = self._sent, partial
         parts: list[bytes] = []
-        if thought := wire.new_text(written.reasoning, partial.reasoning):
+        if thought := wire.new_text(previous.reasoning, partial.reasoning):
             parts += [self._enter("reasoning"), self._delta("reasoning_text", thought)]
-        if content := wire.new_text(written.content, partial.content):
+        if content := wire.new_text(previous.content, partial.content):
             parts += [self._enter("message"), self._delta("output_text", content)]
         return b"".join(parts)
 
@@ -103,7 +103,7 @@ class ResponseStream:
         return b"".join(parts)
 
     def _enter(self, kind: str) -> bytes:
-        """Begin an item, unless one of its kind is open."""
+        """Begin an item of this kind, unless one is open."""
         if self._open == kind:
             return b""
         left = self._leave()

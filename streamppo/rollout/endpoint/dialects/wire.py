@@ -11,7 +11,7 @@ from streamppo.rollout.endpoint.request import Request, RequestRefused, Turn, ma
 from streamppo.tasks.chat import PARTS
 
 MODEL = "policy"
-"""The model's name, where a request has none."""
+"""The model's name if a request has none."""
 SAMPLING = (
     *("temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty", "seed"),
     *("min_tokens", "ignore_eos"),
@@ -21,7 +21,7 @@ FORMATS = (
     *("guided_json", "guided_regex", "guided_choice", "guided_grammar", "structured_outputs"),
     *("response_format", "json_schema", "regex", "ebnf", "output_format"),
 )
-"""Parameters that ask for a grammar. They are also at `FORMATS_IN` of a request."""
+"""Parameters that ask for a grammar. A request may also have one in its objects `FORMATS_IN`."""
 FORMATS_IN = ("text", "output_config")
 FORMAT = (
     "the policy is sampled without a grammar. Ask for the form in the messages and reward it; with "
@@ -44,7 +44,7 @@ ABSENT = {
     **dict.fromkeys(("web_search_options", "mcp_servers", "container"), "tools are the program's: describe them"),
     "prompt": "nothing is stored outside this run: send the messages",
 }
-"""Parameters of any dialect or server that would change the answer, each with the reason of its refusal."""
+"""Parameters of any dialect or server that would change the answer, each with the reason for its refusal."""
 KNOWN = {
     *ABSENT,
     *SAMPLING,
@@ -63,15 +63,15 @@ class Stream(Protocol):
     """Writes the events of one turn."""
 
     def begin(self) -> bytes:
-        """The events before the first text."""
+        """Return the events before the first text."""
         ...
 
     def extend(self, partial: Reply) -> bytes:
-        """The events of an unfinished turn's new text."""
+        """Return the events of an unfinished turn's new text."""
         ...
 
     def end(self, turn: Turn) -> bytes:
-        """The events of the remaining text, and of the end."""
+        """Return the events of the remaining text, and of the end."""
         ...
 
 
@@ -98,25 +98,26 @@ class Dialect(Protocol):
 
 
 def without(body: Body, ignored: Sequence[str]) -> tuple[Body, tuple[str, ...]]:
-    """Take the parameters `ignored` (environment.ignored) out of a request; return the rest, and their names in it."""
-    found = list[str]()
-    rest = dict(body)
+    """Return a request without the parameters `ignored` (environment.ignored), and the names of those that it had."""
+    names = list[str]()
+    request = dict(body)
     if "response_format" in ignored:
-        found += [name for name in FORMATS if rest.pop(name, None)]
+        names += [name for name in FORMATS if request.pop(name, None)]
         for place in FORMATS_IN:
-            if isinstance(rest.get(place), dict) and (form := rest[place].get("format")) not in (None, PLAIN_TEXT):
-                rest[place] = {**rest[place], "format": None}
-                found += [f"{place}.format"] if form else []
+            inner = request.get(place)
+            if isinstance(inner, dict) and (form := inner.get("format")) not in (None, PLAIN_TEXT):
+                request[place] = {**inner, "format": None}
+                names += [f"{place}.format"] if form else []
     if "tool_choice" in ignored and choice(body) not in CHOICES:
-        found.append("tool_choice")
-        del rest["tool_choice"]
-    return rest, tuple(found)
+        names.append("tool_choice")
+        del request["tool_choice"]
+    return request, tuple(names)
 
 
 def choice(body: Body) -> object:
-    """The kind of choice that a request's `tool_choice` asks for, in any dialect."""
-    given = body.get("tool_choice")
-    return given.get("type") if isinstance(given, dict) else given
+    """Return the kind of choice that a request's `tool_choice` asks for, in any dialect."""
+    value = body.get("tool_choice")
+    return value.get("type") if isinstance(value, dict) else value
 
 
 def refuse_absent(body: Body) -> None:
@@ -125,18 +126,18 @@ def refuse_absent(body: Body) -> None:
         refuse(body, name, why, PLAIN_TEXT)
     for place in FORMATS_IN:
         if isinstance(body.get(place), dict):
-            refuse(body[place], "format", FORMAT, PLAIN_TEXT, shown=f"{place}.format")
+            refuse(body[place], "format", FORMAT, PLAIN_TEXT, label=f"{place}.format")
     if choice(body) not in CHOICES:
         raise malformed(f"tool_choice is not possible here: {CHOICE}", "unusable parameter")
     if body.get("modalities") not in (None, [], ["text"]):
         raise malformed("modalities is not possible here: the policy reads and writes text", "unusable parameter")
 
 
-def refuse(body: Body, name: str, why: str, *allowed: object, shown: str = "") -> None:
+def refuse(body: Body, name: str, why: str, *allowed: object, label: str = "") -> None:
     """Raise `RequestRefused` for a request that sets a parameter to a value other than `allowed`, null or a default."""
     value = body.get(name)
     if value not in (None, [], {}, False, *allowed):
-        raise malformed(f"{shown or name} is not possible here: {why}", "unusable parameter")
+        raise malformed(f"{label or name} is not possible here: {why}", "unusable parameter")
 
 
 def sampling_of(body: Body) -> tuple[str, ...]:
@@ -152,8 +153,8 @@ def unknown(body: Body) -> tuple[str, ...]:
 
 def stops(body: Body, name: str) -> tuple[str, ...]:
     """Return the stop strings of a request. Raises `RequestRefused` unless they are texts."""
-    given = body.get(name) or ()
-    strings = (given,) if isinstance(given, str) else given
+    value = body.get(name) or ()
+    strings = (value,) if isinstance(value, str) else value
     if not isinstance(strings, list | tuple) or not all(isinstance(string, str) and string for string in strings):
         raise malformed(f"{name} is a list of strings, none of them empty")
     return tuple(strings)
@@ -208,7 +209,7 @@ def tool(name: object, description: object, parameters: object) -> dict[str, Any
     return {"type": "function", "function": {"name": name, **optional, "parameters": parameters or {}}}
 
 
-def most_tokens(body: Body, *names: str) -> int | None:
+def token_limit(body: Body, *names: str) -> int | None:
     """Return the first of the named bounds that is set. Raises `RequestRefused` unless it is a number above 0."""
     for name in names:
         value = body.get(name)
@@ -234,11 +235,11 @@ def event(value: object, name: str = "") -> bytes:
     return f"{head}data: {json.dumps(value)}\n\n".encode()
 
 
-def new_text(seen: str, whole: str) -> str:
-    """Return the text of `whole` after `seen`."""
-    return whole[len(seen) :] if whole.startswith(seen) else ""
+def new_text(previous: str, current: str) -> str:
+    """Return the text of `current` after `previous`."""
+    return current[len(previous) :] if current.startswith(previous) else ""
 
 
 def now() -> int:
-    """Return the time in the format of answers."""
+    """Return the time in whole seconds, as in answers."""
     return int(time.time())
