@@ -51,8 +51,10 @@ PENDING = 3
 """Number of newest updates whose lines a running or killed driver may not have written yet."""
 NEAR = 1e-5
 """Relative tolerance of equal metrics, because sums over several ranks are rounded in another order."""
-MACHINE_METRICS = ("learner_tokens_per_s", "learner_tflops", "mfu", "peak_memory_mib")
-"""Metrics that a replay does not reproduce, besides those in seconds and MiB."""
+MEASURED = ("_s", "_ms", "_mib")
+"""The ends of the names of metrics in units of time and memory, which a replay does not reproduce."""
+MACHINE_METRICS = ("learner_tflops", "mfu")
+"""Other metrics that a replay does not reproduce."""
 FILES = (configfile.CONFIG, inputs.INPUTS, METRICS, record.SUMMARY)
 """Files that the digest of a run covers in addition to the chain."""
 
@@ -335,5 +337,4 @@ def _is_near(recorded: object, value: float) -> bool:
 
 
 def _is_measured(name: str) -> bool:
-    unit = catalogue.ENTRIES.get(name, "").partition(",")[0]
-    return name in MACHINE_METRICS or unit in ("seconds", "milliseconds", "MiB")
+    return name in MACHINE_METRICS or (name in catalogue.ENTRIES and name.endswith(MEASURED))

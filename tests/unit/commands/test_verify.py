@@ -21,6 +21,7 @@ from streamppo.commands.look import verify
 from streamppo.commands.verification import Verification
 from streamppo.queue.store import archive
 from streamppo.queue.store.journal import Journal
+from streamppo.telemetry import catalogue
 
 DRAWS, SEED = 200, 47
 FILES = ["config.toml", "metrics.jsonl", "journal.sqlite", "journal.tip", "summary.json", "inputs.json"]
@@ -64,6 +65,13 @@ def test_a_run_is_as_recorded_down_to_each_update_and_is_not_changed(exact: Path
         3,
     )
     assert dict(files(exact)) == before
+
+
+def test_what_a_machine_measures_is_not_compared_with_a_replay() -> None:
+    measured = {"fetch_s", "push_mib", "push_ms", "score_s", "train_s", "update_s", "wait_s", "wall_s"}
+    measured |= {"learner_tflops", "learner_tokens_per_s", "mfu", "peak_memory_mib"}
+    assert {name for name in catalogue.ENTRIES if verify._is_measured(name)} == measured
+    assert not verify._is_measured("reward_s"), "a reward of that name"
 
 
 @pytest.mark.slow
