@@ -24,7 +24,7 @@ from streamppo.config.diff import moved_paths
 from streamppo.config.sections import Config, model_path
 from streamppo.driver import threads
 from streamppo.driver.ray.actors import make_ranks
-from streamppo.driver.ray.cluster import command_ray, describe, here, started_ray
+from streamppo.driver.ray.cluster import command_ray, describe, started_ray, this_node
 from streamppo.driver.ray.placement import Placement
 from streamppo.errors import DIVERGENCE_CAUSES, Diverged, JournalError, RunError, StreamppoError
 from streamppo.learner.checkpoint import history, manifest, remote
@@ -158,7 +158,7 @@ def _remake(
     until: Callable[[UpdateReport, Export], bool],
 ) -> tuple[dict[int, str], list[UpdateReport]]:
     first = past.at(int(begin.name) if begin else 0)
-    options = {"num_cpus": 0, "max_concurrency": 100, "scheduling_strategy": here()}
+    options = {"num_cpus": 0, "max_concurrency": 100, "scheduling_strategy": this_node()}
     source = ray.remote(ArchiveSource).options(**options).remote(str(run))
     ranks = make_ranks(first, as_source(source), Placement(first, rollout=False))
     address = ranks[0].rendezvous.remote()

@@ -48,8 +48,8 @@ class Diagnosis:
     @property
     def findings(self) -> dict[str, Sign]:
         """All findings, including those that ended: early ones (bad settings) first, then in the order of `RULES`."""
-        known = [self._findings[rule.name] for rule in RULES if rule.name in self._findings]
-        return {sign.name: sign for sign in sorted(known, key=lambda sign: sign.first > EARLY)}
+        signs = [self._findings[rule.name] for rule in RULES if rule.name in self._findings]
+        return {sign.name: sign for sign in sorted(signs, key=lambda sign: sign.first > EARLY)}
 
     def add(self, line: Line) -> list[Sign]:
         """Add a line of metrics.jsonl. Returns the findings that begin or end with it."""

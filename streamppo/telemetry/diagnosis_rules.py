@@ -131,23 +131,23 @@ def _cuts_without_critic(run: Evidence) -> str | None:
 
 
 def _worse_than_at_start(run: Evidence) -> str | None:
-    known = progress.evaluations_with_score(run.evaluations)
-    if len(known) < 2 or not progress.is_below(known[-1], known[0]):
+    scored = progress.evaluations_with_score(run.evaluations)
+    if len(scored) < 2 or not progress.is_below(scored[-1], scored[0]):
         return None
-    best = max(known, key=lambda evaluation: evaluation.accuracy)
+    best = max(scored, key=lambda evaluation: evaluation.accuracy)
     return (
-        f"held-out accuracy {known[-1].accuracy:.3f}, and {known[0].accuracy:.3f} at first; the best is "
+        f"held-out accuracy {scored[-1].accuracy:.3f}, and {scored[0].accuracy:.3f} at first; the best is "
         f"{best.accuracy:.3f}, of version {best.version}"
     )
 
 
 def _held_out_falls(run: Evidence) -> str | None:
-    known = progress.evaluations_with_score(run.evaluations)
-    if not known or not run.windows:
+    scored = progress.evaluations_with_score(run.evaluations)
+    if not scored or not run.windows:
         return None
-    best = max(known, key=lambda evaluation: (evaluation.accuracy, evaluation.version))
+    best = max(scored, key=lambda evaluation: (evaluation.accuracy, evaluation.version))
     # A single evaluation may be of an unlucky version, so two consecutive evaluations must be below the best.
-    later = [evaluation for evaluation in known if evaluation.version > best.version][-2:]
+    later = [evaluation for evaluation in scored if evaluation.version > best.version][-2:]
     then = run.windows[min(max(best.version - 1, 0) // WINDOW, len(run.windows) - 1)].get("reward")
     reward = run.mean("reward")
     falls = len(later) == 2 and all(progress.is_below(evaluation, best) for evaluation in later)
@@ -218,8 +218,8 @@ def _rewards_fail(run: Evidence) -> str | None:
 
 
 def _nothing_to_learn(run: Evidence) -> str | None:
-    empty, taken = sum(run.series("empty_steps")), sum(run.series("steps"))
-    return f"{empty:g} of {empty + taken:g} steps had no token left" if empty > EMPTY * (empty + taken) else None
+    empty, steps = sum(run.series("empty_steps")), sum(run.series("steps"))
+    return f"{empty:g} of {empty + steps:g} steps had no token left" if empty > EMPTY * (empty + steps) else None
 
 
 # --- the pipeline --------------------------------------------------------------------------------------------

@@ -65,9 +65,9 @@ class Evidence(NamedTuple):
         than about `RISE_WINDOWS` windows old describe another policy and are ignored.
         """
         share = self._share(self.mean("reward"))
-        known = progress.evaluations_with_score(self.evaluations)[-2:]
-        is_new = bool(known) and known[-1].version > WINDOW * (len(self.windows) - RISE_WINDOWS)
-        return min(share, max(evaluation.accuracy for evaluation in known)) if is_new else share
+        scored = progress.evaluations_with_score(self.evaluations)[-2:]
+        is_new = bool(scored) and scored[-1].version > WINDOW * (len(self.windows) - RISE_WINDOWS)
+        return min(share, max(evaluation.accuracy for evaluation in scored)) if is_new else share
 
     @property
     def wrong_left(self) -> float:

@@ -54,8 +54,8 @@ def is_below(candidate: ScoredVersion, baseline: ScoredVersion) -> bool:
 
 def is_worse(evaluations: Sequence[EvaluationLine]) -> bool:
     """Return whether the last evaluation is below the first by more than the noise."""
-    known = evaluations_with_score(evaluations)
-    return len(known) > 1 and is_below(known[-1], known[0])
+    scored = evaluations_with_score(evaluations)
+    return len(scored) > 1 and is_below(scored[-1], scored[0])
 
 
 def verdict(evaluations: Sequence[EvaluationLine]) -> str:

@@ -116,7 +116,7 @@ class Summary(LineTotals, QueueTotals):
 def line_totals(lines: Sequence[Line]) -> LineTotals:
     """Return the numbers of a whole run from its lines."""
     updates = sorted((line for line in lines if "update" in line), key=lambda line: line["update"])
-    known = updates_in_order(lines)
+    all_updates = updates_in_order(lines)
     evaluations = [(line["evaluation"], line["accuracy"]) for line in lines if "evaluation" in line]
     # The order of the lines is the order in which evaluations ended. If a resumed run evaluated a version again, the
     # stable sort leaves the newest result last.
@@ -127,18 +127,18 @@ def line_totals(lines: Sequence[Line]) -> LineTotals:
         "verdict": progress.verdict([line for line in lines if "evaluation" in line]),
         "eval_accuracy": _ends([accuracy for _, accuracy in evaluations if accuracy is not None], 1),
         "evaluations": evaluations,
-        "reward": _ends([line["reward"] for line in known if "reward" in line], WINDOW),
+        "reward": _ends([line["reward"] for line in all_updates if "reward" in line], WINDOW),
         "updates": max(metrics_file.recorded_versions(lines), default=0),
         "redone": sum("redone" in line for line in lines),
         "parts": sum("part" in line for line in lines),
         "restarts": {stage: restarts[stage] for stage in STAGES},
         "wall_s": max((line["wall_s"] for line in lines), default=0.0),
         "first_update_s": updates[0]["wall_s"] if updates else None,
-        "tokens_trained": sum(line["tokens_trained"] for line in known),
-        "lag": _lag([line["lag_histogram"] for line in known]),
-        "trained_lag": _lag([_youngest(line["lag_histogram"], round(line["tokens_too_old"])) for line in known]),
+        "tokens_trained": sum(line["tokens_trained"] for line in all_updates),
+        "lag": _lag([line["lag_histogram"] for line in all_updates]),
+        "trained_lag": _lag([_youngest(line["lag_histogram"], round(line["tokens_too_old"])) for line in all_updates]),
         "learner_idle_share": sum(line["wait_s"] for line in updates) / max(update_s, 1e-9),
-        "pushes": len(known),
+        "pushes": len(all_updates),
         "push_ms": sum(line["push_ms"] for line in updates) / max(len(updates), 1),
         "phases": {line["phases"]: line["spent"] for line in lines if "phases" in line},
     }

@@ -60,8 +60,8 @@ class Message(WireStruct, frozen=True, omit_defaults=True, repr_omit_defaults=Tr
 
     def plain(self) -> dict[str, Any]:
         """Return the message as a dict of its set fields. Chat templates and TRL's rewards expect this form."""
-        known = {"name": self.name, "tool_calls": list(self.tool_calls), "tool_call_id": self.tool_call_id}
-        filled = {key: value for key, value in known.items() if value}
+        optional = {"name": self.name, "tool_calls": list(self.tool_calls), "tool_call_id": self.tool_call_id}
+        filled = {key: value for key, value in optional.items() if value}
         return {"role": self.role, "content": self.content, **self.fields, **filled}
 
 

@@ -83,20 +83,20 @@ class Pusher:
         self,
         version: int,
         filled: Buckets,
-        learned: bytes = b"",
+        record: bytes = b"",
         admitted_lag: int | None = None,
         wait_for_copy: Callable[[], None] = lambda: None,
     ) -> PushedVersion:
         """Start to push the content of `filled` as soon as `wait_for_copy` returns. Returns the previous push.
 
-        The push includes `learned`, the record of the version's batch, and `admitted_lag`. Raises the error of the
-        previous push.
+        The push includes `record`, the `TokenRecord` of the version's batch, and `admitted_lag`. Raises the error of
+        the previous push.
         """
         pushed = self.last.result()
         previous = self._sets[-1] if self._deltas and self._sets and not self._wants_whole else None
         self._sets.append(filled)
         self._described = Future()
-        self.last = self._thread.submit(self._push, version, filled, previous, learned, admitted_lag, wait_for_copy)
+        self.last = self._thread.submit(self._push, version, filled, previous, record, admitted_lag, wait_for_copy)
         return pushed
 
     def republish(self) -> list[Future[PublishReply]]:
@@ -117,7 +117,7 @@ class Pusher:
         version: int,
         filled: Buckets,
         previous: Buckets | None,
-        learned: bytes,
+        record: bytes,
         admitted_lag: int | None,
         wait_for_copy: Callable[[], None],
     ) -> PushedVersion:
@@ -129,8 +129,8 @@ class Pusher:
             self._described.set_result(None)
         encoded = encode(structs.replace(push, admitted_lag=admitted_lag, frozen=self._frozen))
         refs = self._sender.put(version, arrays)
-        self._pushes[version] = encoded, refs, learned
-        published = self._publish(encoded, refs, learned)
+        self._pushes[version] = encoded, refs, record
+        published = self._publish(encoded, refs, record)
         self._pushes = {number: entry for number, entry in self._pushes.items() if number >= published.whole}
         self._sender.drop(published.whole)
         self._wants_whole = published.wants_whole

@@ -62,9 +62,9 @@ class Replica:
 
         Raises `WeightsError` if the deltas are relative to another version than the replica's.
         """
-        held, self.push = self.version, None
-        if push.base_version not in {None, held}:
-            raise WeightsError(f"version {push.version} is a delta to version {push.base_version}, not to {held}")
+        base, self.push = self.version, None
+        if push.base_version not in {None, base}:
+            raise WeightsError(f"version {push.version} is a delta to version {push.base_version}, not to {base}")
         check_whole(push)
         self._pending, self._num_buckets = push, 0
         self._by_bucket = [list[TensorChunk]() for _ in push.bucket_bytes]

@@ -21,11 +21,11 @@ REMEMBERED = 64
 
 
 class RankShare(NamedTuple, Generic[T]):
-    """One rank's share of a version with the references of its buckets. Only rank 0's `learned` is used."""
+    """One rank's share of a version with the references of its buckets. Only rank 0's `record` is used."""
 
     push: Push
     refs: list[T]
-    learned: EncodedRecord
+    record: EncodedRecord
 
 
 class Shares(Generic[T]):
@@ -82,7 +82,7 @@ class ShareCollector(Generic[T, R]):
 
     async def _make(self, shares: Sequence[RankShare[T]]) -> R:
         refs = [ref for share in shares for ref in share.refs]
-        return await self._publish(RankShare(join([share.push for share in shares]), refs, shares[0].learned))
+        return await self._publish(RankShare(join([share.push for share in shares]), refs, shares[0].record))
 
 
 def join(parts: Sequence[Push]) -> Push:

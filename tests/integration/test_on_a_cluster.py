@@ -123,7 +123,7 @@ def test_on_three_nodes_the_queue_is_beside_the_driver_and_every_actor_gets_its_
     )
     assert {tuple(rest) for _, *rest in seen} == {("/models", None, int(hashed.stdout))}
 
-    beside = [actor.options(num_cpus=0, scheduling_strategy=cluster.here()).remote() for _ in range(3)]
+    beside = [actor.options(num_cpus=0, scheduling_strategy=cluster.this_node()).remote() for _ in range(3)]
     own = ray.get_runtime_context().get_node_id()
     assert {node for node, *_ in ray.get([one.look.remote() for one in beside], timeout=120)} == {own}
     assert "scheduling_strategy" in queue_options(config, tmp_path)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import ray
 
 from streamppo.config.sections import Config, model_path
-from streamppo.driver.ray.cluster import here
+from streamppo.driver.ray.cluster import this_node
 from streamppo.driver.ray.placement import Placement
 from streamppo.learner.rank import Rank
 from streamppo.queue.actor import QueueActor
@@ -44,7 +44,7 @@ def make_queue(config: Config, folder: Path) -> "ActorProxy[QueueActor]":
 def _lasting() -> dict[str, Any]:
     """Return Ray options for actors on the driver's node that Ray restarts after death, and whose calls it retries."""
     lasting = {"max_concurrency": MAILBOX_CALLS, "max_restarts": -1, "max_task_retries": -1}
-    return {"num_cpus": 0, "scheduling_strategy": here(), **lasting}
+    return {"num_cpus": 0, "scheduling_strategy": this_node(), **lasting}
 
 
 def make_rollout(

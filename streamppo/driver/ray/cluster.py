@@ -220,7 +220,7 @@ def _readable_start_errors() -> Generator[None]:
             raise RunError(f"Ray's folder has too long a path: set RAY_TMPDIR to a shorter one ({error})") from error
 
 
-def here() -> NodeAffinitySchedulingStrategy:
+def this_node() -> NodeAffinitySchedulingStrategy:
     """Return Ray's option that places an actor on the driver's node, whose local disk has the run's folder."""
     return NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
 

@@ -24,12 +24,12 @@ class MemoryKills:
 
     def __init__(self, cgroups: Path = CGROUPS, membership: Path = MEMBERSHIP) -> None:
         self._levels = _levels(cgroups, durable.read_kernel(membership))
-        self._known = self._count()
+        self._reported = self._count()
 
     def explain(self) -> str:
         """Describe the memory kills since the last call, with the memory limit; "" if there were none."""
-        before, self._known = self._known, self._count()
-        if self._known <= before:
+        before, self._reported = self._reported, self._count()
+        if self._reported <= before:
             return ""
         limits = [limit for level in self._levels if (limit := _limit(level)) is not None]
         limit_text = f": the limit of the cgroup is {min(limits) / 2**30:.2f} GiB" if limits else ""

@@ -69,13 +69,13 @@ class ReportPolling:
         self._queue = queue
         self._calls = calls
         self._record = record
-        self._asked = time.monotonic()
+        self._requested = time.monotonic()
 
     def check(self, handles: Sequence[RolloutHandle]) -> None:
         """Request reports of the queue and the rollout actors `handles` if they are due."""
-        if time.monotonic() - self._asked < self._record.display.reports_s:
+        if time.monotonic() - self._requested < self._record.display.reports_s:
             return
-        self._asked = time.monotonic()
+        self._requested = time.monotonic()
 
         def record_queue(answer: bytes) -> None:
             self._record.queue(decode(answer, QueueReport))

@@ -104,8 +104,8 @@ class RolloutPool:
         self._create_actor()
 
     def _create_actor(self) -> None:
-        taken = {handle.place for handle in self.handles}
-        name, place = next(self._names), next(place for place in count() if place not in taken)
+        occupied = {handle.place for handle in self.handles}
+        name, place = next(self._names), next(place for place in count() if place not in occupied)
         self.handles.append(RolloutHandle(name, place, self._create(name, place)))
         if self.generating:
             self._start(self.handles[-1])

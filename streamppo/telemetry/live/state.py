@@ -171,12 +171,12 @@ class RunState:
     def _add_evaluation(self, line: EvaluationLine) -> None:
         if line["accuracy"] is not None:
             # Evaluations end in any order, and a resumed run repeats some of them.
-            known = dict(self.held_out) | {line["evaluation"]: line["accuracy"]}
-            self.held_out = sorted(known.items())
+            accuracies = dict(self.held_out) | {line["evaluation"]: line["accuracy"]}
+            self.held_out = sorted(accuracies.items())
 
     def _add_engine(self, line: EngineLine) -> None:
-        known = self.engines.get(line["engine"])
-        self.engines[line["engine"]] = EngineLines(line, known.newest if known else None)
+        previous = self.engines.get(line["engine"])
+        self.engines[line["engine"]] = EngineLines(line, previous.newest if previous else None)
         self.sampled = line["sampled"] or self.sampled
 
     def _begin_part(self) -> None:

@@ -226,8 +226,8 @@ def _number(value: object) -> float:
 
 
 def _sentence(metric: str) -> str:
-    known = catalogue.find(metric)
-    return COMPUTED.get(metric) or (known.text if known else "")
+    entry = catalogue.find(metric)
+    return COMPUTED.get(metric) or (entry.text if entry else "")
 
 
 def lags(run_view: View) -> Markup:

@@ -113,10 +113,10 @@ def evaluations(view: View) -> list[EvaluationLine]:
 
 def condition_class(condition: str) -> str:
     """Return the colour class of a run's condition or outcome. Unknown outcomes count as failures."""
-    known = {FINISHED: FINISHED, "running": "running", "killed": "killed", "replayed": "replayed"}
+    texts = {FINISHED: FINISHED, "running": "running", "killed": "killed", "replayed": "replayed"}
     if condition.startswith("Interrupted"):
         return "stopped"
-    return known.get(condition) or ("running" if condition.startswith("running") else "failed")
+    return texts.get(condition) or ("running" if condition.startswith("running") else "failed")
 
 
 def condition_word(condition: str) -> str:
@@ -194,8 +194,8 @@ def ledger(view: View) -> tuple[list[NamedNumber], str]:
     if view.queue is None:
         return [], ""
     tokens, version = view.queue.tokens, view.queue.version
-    known = [line for line in summaries.updates_in_order(view.lines) if _version(line) <= version]
-    missing, in_batches = version - len(known), _in_batches(known)
+    updates = [line for line in summaries.updates_in_order(view.lines) if _version(line) <= version]
+    missing, in_batches = version - len(updates), _in_batches(updates)
     trained, masked, all_tokens = in_batches["tokens_trained"], in_batches["tokens_too_old"], in_batches["tokens"]
     unknown = tokens["consumed"] - all_tokens if missing else 0
     parts = [
@@ -230,10 +230,10 @@ def _version(line: UpdateLine | RemadeLine) -> int:
     return line["update"] if "update" in line else line["remade"]
 
 
-def _in_batches(known: Sequence[UpdateLine | RemadeLine]) -> dict[str, int]:
+def _in_batches(updates: Sequence[UpdateLine | RemadeLine]) -> dict[str, int]:
     """Return the sums of token counts over updates, given one line for each update."""
     names = ("tokens", "tokens_trained", "tokens_too_old")
-    values = {name: [line.get(name, 0) for line in known] for name in names}
+    values = {name: [line.get(name, 0) for line in updates] for name in names}
     return {
         name: round(sum(number for number in numbers if isinstance(number, int | float)))
         for name, numbers in values.items()

@@ -42,6 +42,6 @@ class RayGauges:
 
     def _set(self, metric: str, value: float) -> None:
         if gauge := gauges.gauge(metric):
-            known = self._gauges.get(gauge.name) or Gauge(gauge.name, gauge.text, gauge.labels)
-            self._gauges[gauge.name] = known
-            known.set(value, dict(zip(gauge.labels, (self._run, gauge.of), strict=False)))
+            exported = self._gauges.get(gauge.name) or Gauge(gauge.name, gauge.text, gauge.labels)
+            self._gauges[gauge.name] = exported
+            exported.set(value, dict(zip(gauge.labels, (self._run, gauge.of), strict=False)))

@@ -137,8 +137,8 @@ def _reuse(lines: Sequence[Line]) -> Chart:
 
 
 def _chart(title: str, curves: Sequence[Curve], unit: str, text: str) -> Chart:
-    known = [curve for curve in curves if curve.points]
-    return Chart(title, plot.curves(known, "seconds", unit), [("over the seconds of the run", text)], known)
+    drawn = [curve for curve in curves if curve.points]
+    return Chart(title, plot.curves(drawn, "seconds", unit), [("over the seconds of the run", text)], drawn)
 
 
 def _newest_part(lines: Sequence[Line]) -> Sequence[Line]:

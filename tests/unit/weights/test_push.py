@@ -281,7 +281,7 @@ def test_ranks_wait_for_one_publication_and_a_repeated_call_gets_its_result() ->
         made: list[int] = []
 
         async def publish(whole: RankShare[str]) -> int:
-            assert (whole.refs, whole.learned) == (["first", "second"], b"numbers")
+            assert (whole.refs, whole.record) == (["first", "second"], b"numbers")
             assert (whole.push.rank, whole.push.ranks) == (0, 1)
             made.append(whole.push.version)
             await asyncio.sleep(0)

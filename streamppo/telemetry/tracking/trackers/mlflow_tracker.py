@@ -26,8 +26,8 @@ class MLflow:
             self.id = run.id
             self._client.update_run(self.id, status="RUNNING")
             return
-        known = self._client.get_experiment_by_name(run.project)
-        experiment = known.experiment_id if known else self._client.create_experiment(run.project)
+        existing = self._client.get_experiment_by_name(run.project)
+        experiment = existing.experiment_id if existing else self._client.create_experiment(run.project)
         self.id = self._client.create_run(experiment, run_name=run.name).info.run_id
         self._send_config(run.config)
 
