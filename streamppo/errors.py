@@ -8,7 +8,8 @@ StreamppoError
 │   ├── EnvironmentFailed  an environment raised or took too long: its trajectory is failed
 │   ├── Retryable          raised by a reward: a retry of the same call may succeed
 │   └── TooManyFailures    rewards or engines failed more often than the config allows
-├── ModelError             a model folder that streamppo cannot load or run
+├── ModelError             a model folder that streamppo cannot load or run, or an engine that fails
+│   └── PromptRefused      a prompt that the engine does not take
 ├── UpdateError            a batch that must not be trained on, or gradients that stay non-finite
 ├── WeightsError           a push that does not verify: the engine keeps its version
 ├── CheckpointError        a checkpoint that is missing, damaged or belongs to another run
@@ -79,7 +80,11 @@ class TooManyFailures(TaskError):
 
 
 class ModelError(StreamppoError):
-    """A model folder that cannot be loaded or run."""
+    """A model folder that cannot be loaded or run, or an engine that fails."""
+
+
+class PromptRefused(ModelError):
+    """A prompt that is empty, leaves no room for a completion, or has tokens that the model lacks."""
 
 
 class UpdateError(StreamppoError):

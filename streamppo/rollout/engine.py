@@ -100,7 +100,8 @@ class Cuts(NamedTuple):
     See segment_cuts.py. `take` is called in the engine's event loop with all tokens of the completion so far, `finish`
     "cut". `share` is the number of a batch's segments that one engine makes. `aim` returns the age from which segments
     are cut if there is room; 0: no age. `oldest` is the oldest version of earlier calls' tokens outside segments.
-    The last token is in no segment: the result of `generate` has it.
+    The last token is in no segment: the result of `generate` has it. If `restartable`, a completion may be sampled
+    again from its beginning after a segment was taken.
     """
 
     take: Callable[[Completion], None]
@@ -109,6 +110,7 @@ class Cuts(NamedTuple):
     share: float = 0.0
     aim: Callable[[], int] = int
     oldest: int | None = None
+    restartable: bool = False
 
     def next_by_length(self, handed: int) -> int:
         """The number of tokens at which the segment that begins at token `handed` has its `max_tokens`."""
@@ -163,7 +165,7 @@ class Engine(Sampler, Protocol):
     async def generate(self, prompt: Ints, sampling: Sampling, cuts: Cuts | None = None) -> Completion:
         """Sample one completion of the token ids `prompt` [P], cut into segments by `cuts`.
 
-        Raises `ModelError` if the prompt does not fit the model.
+        Raises `PromptRefused` if the prompt does not fit the model, and `ModelError` if the completion fails.
         """
         ...
 

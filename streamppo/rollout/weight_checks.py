@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from streamppo.errors import ModelError, WeightsError
+from streamppo.errors import ModelError, PromptRefused, WeightsError
 from streamppo.types import Ints
 from streamppo.weights.models.headers import file_header
 from streamppo.weights.models.settings import naming
@@ -99,9 +99,9 @@ def check_fit(expected: Mapping[str, torch.Size], tensors: Mapping[str, Tensor])
 
 
 def check_prompt(prompt: Ints, longest: int, vocabulary: int) -> None:
-    """Raise `ModelError` for a prompt that would crash the engine and all its completions."""
+    """Raise `PromptRefused` for a prompt that would crash the engine and all its completions."""
     if not 1 <= len(prompt) <= longest:
-        raise ModelError(f"a prompt of {len(prompt)} tokens does not fit: it needs 1 to {longest}")
+        raise PromptRefused(f"a prompt of {len(prompt)} tokens does not fit: it needs 1 to {longest}")
     # As unsigned numbers negative ids are large: one comparison finds both mistakes.
     if prompt.view(np.uint32).max() >= vocabulary:
-        raise ModelError(f"a prompt has a token id outside the model's vocabulary of {vocabulary} tokens")
+        raise PromptRefused(f"a prompt has a token id outside the model's vocabulary of {vocabulary} tokens")

@@ -217,6 +217,7 @@ class Streaming(Fake):
         places = range(0 if self.repeats else one.sent, one.counted)
         meta: dict[str, Any] = {
             "completion_tokens": one.counted,
+            "cached_tokens": self.cached,
             "finish_reason": self.finish if at_end else None,
             "output_token_logprobs": [(logprob(n), token(one.name, n), None) for n in places],
         }

@@ -21,7 +21,7 @@ from typing import NamedTuple
 import numpy as np
 
 from streamppo.config.task import AgentEnvironment
-from streamppo.errors import EnvironmentFailed, ModelError, TaskError
+from streamppo.errors import EnvironmentFailed, PromptRefused, TaskError
 from streamppo.rollout import random_numbers
 from streamppo.rollout.endpoint import reply, stop_strings
 from streamppo.rollout.endpoint.request import (
@@ -200,7 +200,7 @@ class Session:
             self._refuse(turn, error)
         except TaskError as error:
             self._refuse(turn, malformed(str(error)))
-        except ModelError as error:
+        except PromptRefused as error:
             self.refused = True
             self._refuse(turn, over_budget(str(error)))
 
@@ -234,7 +234,8 @@ class Session:
             seed = random_numbers.seed_of_turn(self._sampling.seed, self._num_begun)
             self._num_begun += 1
             sampling = self._sampling._replace(max_tokens=tokens, seed=seed)
-            cuts = Cuts(lambda part: self._show_progress(turn, part), max_tokens=STREAMED) if request.stream else None
+            show = partial(self._show_progress, turn)
+            cuts = Cuts(show, max_tokens=STREAMED) if self._is_progress_shown(request) else None
             completion = await self._generate(request, context, sampling, cuts)
             self._policy.contexts.add(len(context) - len(new_tokens), completion.cached)
             self._store(turn, place, new_tokens, context, completion)
@@ -245,9 +246,7 @@ class Session:
     async def _generate(self, request: Request, context: Ints, sampling: Sampling, cuts: Cuts | None) -> Completion:
         generate = partial(self._policy.engine.generate, context, sampling)
         completes = Stop(strings=request.stop).make_check(self._policy.tokenizer.spell)
-        if completes is None:
-            return await generate(cuts)
-        return await stop_strings.until(completes, generate, cuts)
+        return await (generate(cuts) if completes is None else stop_strings.until(completes, generate))
 
     def _store(self, turn: Turn, place: TreePlace, new_tokens: Ints, context: Ints, completion: Completion) -> None:
         """Add a completion to row and tree, after the stored part of its context."""
@@ -282,17 +281,21 @@ class Session:
         self.turns.append(turn)
         turn.number = len(self.turns)
 
+    def _is_progress_shown(self, request: Request) -> bool:
+        """True for a stream; False if strings end its text, or if the tokenizer parses turns, which needs all of it."""
+        strings = self._policy.stop.strings or request.stop
+        return request.stream and not strings and self._policy.tokenizer.response_parser() is None
+
     def _show_progress(self, turn: Turn, part: Completion) -> None:
-        """Record the text so far, unless the tokenizer parses turns, which needs the whole turn."""
-        tokenizer, now = self._policy.tokenizer, time.monotonic()
+        """Record the text so far."""
+        now = time.monotonic()
         if now - turn.shown_s < STREAM_S:
             return
         turn.shown_s = now
-        if tokenizer.response_parser() is None and not self._policy.stop.strings and not turn.request.stop:
-            text = tokenizer.completion(part.tokens)
-            # The last character may be incomplete.
-            turn.partial = reply.read_partial(text.rstrip("\N{REPLACEMENT CHARACTER}"), opened=turn.opened)
-            turn.changed.set()
+        text = self._policy.tokenizer.completion(part.tokens)
+        # The last character may be incomplete.
+        turn.partial = reply.read_partial(text.rstrip("\N{REPLACEMENT CHARACTER}"), opened=turn.opened)
+        turn.changed.set()
 
     async def _wait_for_room(self, request: Request) -> tuple[TreePlace, Ints, int]:
         """Wait until the row has room for the turn; return its place, its new tokens and its token limit.

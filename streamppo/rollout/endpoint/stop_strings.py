@@ -9,6 +9,8 @@ import asyncio
 from collections.abc import Callable, Coroutine
 from typing import Any, TypeAlias
 
+import numpy as np
+
 from streamppo.rollout.engine import Completion, Cuts
 from streamppo.types import Ints
 
@@ -18,29 +20,27 @@ EVERY = 4
 Generate: TypeAlias = Callable[[Cuts], Coroutine[Any, Any, Completion]]
 
 
-async def until(completes: Callable[[Ints], bool], generate: Generate, cuts: Cuts | None) -> Completion:
+async def until(completes: Callable[[Ints], bool], generate: Generate) -> Completion:
     """Await `generate` with cuts of ours, up to the first token for which `completes(tokens up to it)` is true.
 
-    The cuts are passed on to `cuts`. Without a string in it, the completion is the engine's.
+    Without a string in it, the completion is the engine's.
     """
     stopped: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
-    searched = 0
+    searched = np.zeros(0, np.int32)
 
     def look(part: Completion) -> Completion | None:
         nonlocal searched
-        begin, searched = searched, len(part.tokens)
-        ends = (count for count in range(begin + 1, searched + 1) if completes(part.tokens[:count]))
+        # A completion that is sampled again has other tokens.
+        begin = len(searched) if np.array_equal(searched, part.tokens[: len(searched)]) else 0
+        searched = part.tokens
+        ends = (count for count in range(begin + 1, len(searched) + 1) if completes(searched[:count]))
         return _first(part, count) if (count := next(ends, 0)) else None
 
     def take(part: Completion) -> None:
-        if stopped.done():
-            return
-        if (found := look(part)) is not None:
+        if not stopped.done() and (found := look(part)) is not None:
             stopped.set_result(found)
-        elif cuts:
-            cuts.take(part)
 
-    sampling = asyncio.create_task(generate(Cuts(take, max_tokens=EVERY)))
+    sampling = asyncio.create_task(generate(Cuts(take, max_tokens=EVERY, restartable=True)))
     try:
         await asyncio.wait([sampling, stopped], return_when=asyncio.FIRST_COMPLETED)
         if stopped.done():

@@ -278,37 +278,44 @@ class SGLangEngine:
             interval=INTERVAL if cuts else 0,
             routes=self._setup.routes,
         )
-        routed = len(prompt) if self._setup.routes else 0
-        sample = partial(self._generate_in_segments, cuts) if cuts else partial(self._generate_whole, routed)
+        sample = partial(self._generate_in_segments, cuts) if cuts else self._generate_whole
         try:
-            completion = await sample(link, fields, candidates=sampling.excludes_tokens)
+            return await sample(len(prompt), link, fields, candidates=sampling.excludes_tokens)
         except asyncio.CancelledError:
             with suppress(ConnectionError):
                 await link.abort(rid)
             raise
         except ValueError as refused:
             raise ModelError(f"SGLang refuses a prompt of {len(prompt)} tokens: {refused}") from refused
-        self._tokens += len(completion.tokens)
-        self._prompted += len(prompt)
-        self._reused += min(completion.cached, len(prompt))
-        return completion
 
-    async def _generate_whole(self, routed: int, link: Link, fields: Fields, *, candidates: bool) -> Completion:
-        version = self._loaded_version
+    async def _generate_whole(self, prompted: int, link: Link, fields: Fields, *, candidates: bool) -> Completion:
+        version, routed = self._loaded_version, prompted if self._setup.routes else 0
         answer = await self._until_answer(link.call("generate", **fields))
         await self._until_death(self._certain.wait())
-        return wire.completion(answer, version, candidates=candidates, kv=self._setup.kv, routed=routed)
+        completion = wire.completion(answer, version, candidates=candidates, kv=self._setup.kv, routed=routed)
+        self._count_tokens(prompted, completion.cached, len(completion.tokens))
+        return completion
 
-    async def _generate_in_segments(self, cuts: Cuts, link: Link, fields: Fields, *, candidates: bool) -> Completion:
+    async def _generate_in_segments(
+        self, cuts: Cuts, prompted: int, link: Link, fields: Fields, *, candidates: bool
+    ) -> Completion:
         with self._streams.open(cuts, self._loaded_version, candidates=candidates) as stream:
             try:
                 await self._until_answer(stream.read(link.stream(**fields)))
                 await self._until_death(self._certain.wait())
             except SGLangDied as died:
-                if stream.handed:
+                if stream.handed and not cuts.restartable:
                     raise ModelError(f"SGLang died after a segment that was handed over: {died}") from died
                 raise
+            finally:
+                # The rest of a cancelled stream is not known.
+                self._count_tokens(prompted if stream.length else 0, stream.cached, stream.length)
         return stream.completion(self._setup.kv)
+
+    def _count_tokens(self, prompted: int, cached: int, sampled: int) -> None:
+        self._tokens += sampled
+        self._prompted += prompted
+        self._reused += min(cached, prompted)
 
     def _count(self, change: int) -> None:
         """Change the number of requests in flight; add up the time with at least one."""

@@ -34,11 +34,11 @@ steps."""
 class CompletionStream:
     """One running completion, requested at `version`; with `candidates`, top-p or top-k is on.
 
-    `length` tokens have arrived; `handed` of them are in written segments.
+    `length` tokens have arrived; `handed` of them are in written segments. `cached` is as in `Completion`.
     """
 
     def __init__(self, cuts: Cuts, version: int, certain: asyncio.Event, *, candidates: bool) -> None:
-        self.cuts, self.length, self.handed = cuts, 0, 0
+        self.cuts, self.length, self.handed, self.cached = cuts, 0, 0, 0
         self._certain, self._candidates = certain, candidates
         self._arrived: list[SampledPart] = []
         self._version_starts: list[tuple[int, int]] = [(0, version)]
@@ -99,7 +99,7 @@ class CompletionStream:
         self._arrived.append(
             wire.read_sampled(meta, meta["completion_tokens"] - self.length, candidates=self._candidates)
         )
-        self.length = meta["completion_tokens"]
+        self.length, self.cached = meta["completion_tokens"], meta.get("cached_tokens") or 0
         if meta.get("finish_reason"):
             self._last = meta
         self.cut_due()
@@ -113,7 +113,8 @@ class CompletionStream:
         joined, versions = self._concatenate(), self._versions()[:at]
         candidates = None if joined.candidates is None else joined.candidates.first(at)
         self.handed, self._handed_versions = at, versions
-        self.cuts.take(Completion(joined.tokens[:at], joined.logprobs[:at], versions, "cut", candidates=candidates))
+        part = Completion(joined.tokens[:at], joined.logprobs[:at], versions, "cut", candidates=candidates)
+        self.cuts.take(part._replace(cached=self.cached))
 
     def _concatenate(self) -> SampledPart:
         self._arrived = [wire.concatenate(self._arrived)]

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from agent_case import Case, served
 
-from streamppo.errors import EnvironmentFailed, RunError
+from streamppo.errors import EnvironmentFailed, ModelError, RunError
 from streamppo.rollout.endpoint import server, session
 from streamppo.rollout.endpoint.server import Endpoint
 from streamppo.tasks.tokenizer import Tokenizer
@@ -323,16 +323,20 @@ def test_the_end_of_a_run_cuts_off_what_is_under_way(stream: bool, tokenizer: To
     run(tokenizer, test)
 
 
-@pytest.mark.parametrize("stream", [False, True])
-def test_an_engine_that_fails_fails_the_run_with_its_reason(stream: bool, tokenizer: Tokenizer) -> None:
+@pytest.mark.parametrize("kind", [RuntimeError, ModelError])
+@pytest.mark.parametrize("more", [{}, {"stream": True}, {"stop": ["x"]}])
+def test_an_engine_that_fails_fails_the_run_with_its_reason(
+    more: dict[str, Any], kind: type[Exception], tokenizer: Tokenizer
+) -> None:
     def fail(_: str) -> str:
-        raise RuntimeError("out of memory")
+        raise kind("out of memory")
 
     async def test(case: Case, client: httpx.AsyncClient) -> None:
-        answer = await client.post(CHAT, json={**ASKED, "stream": stream})
-        assert "the engine failed: RuntimeError: out of memory" in answer.text
+        answer = await client.post(CHAT, json={**ASKED, **more})
+        assert f"the engine failed: {kind.__name__}: out of memory" in answer.text
         with pytest.raises(EnvironmentFailed, match="out of memory"):
             case.session.received_turns()
+        assert not case.session.refused
 
     run(tokenizer, test, say=fail)
 

@@ -3,6 +3,7 @@
 import asyncio
 import random
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,7 @@ from fake_sglang import Fake, Streaming, candidates, logprob, opened, pushed, ru
 from streamppo.config import file as configfile
 from streamppo.config.sections import Config
 from streamppo.errors import ModelError, WeightsError
+from streamppo.rollout.endpoint import stop_strings
 from streamppo.rollout.engine import Completion, Cuts, Sampling
 from streamppo.rollout.episode import Columns
 from streamppo.rollout.segment_writer import SegmentWriter
@@ -249,6 +251,42 @@ def test_a_death_before_the_first_cut_samples_again_and_one_behind_it_is_the_end
         whole = await fake.ended(first)
         assert (fake.lives, nothing, [len(part.tokens) for part in handed]) == ([0, 1], [], [20])
         check(fake, 2, nothing, whole)
+        await engine.stop()
+
+    run(case())
+
+
+@pytest.mark.parametrize("steps", [1, 4, 5, 12, 26])
+@pytest.mark.parametrize("dies", [False, True])
+def test_a_turn_ends_at_its_stop_string_over_a_swap_and_over_a_death(dies: bool, steps: int) -> None:
+    """Its tokens have their versions and count as sampled, its context as reused, and the rest is aborted."""
+
+    async def case() -> None:
+        fake = Streaming()
+        fake.cached = 1
+        engine = await opened(fake)
+        turn = asyncio.ensure_future(
+            stop_strings.until(
+                lambda tokens: tokens[-1] in (29, 1002), partial(engine.generate, PROMPT, Sampling(100, top_k=3))
+            )
+        )
+        await fake.step(steps)
+        await swapped(fake, engine, 6)
+        if dies:
+            fake.dead = "killed by a test"
+            while len(fake.lives) < 2 or fake.dead:
+                await asyncio.sleep(0.001)
+        completion, again, count = await fake.ended(turn), int(dies), 3 if dies else 30
+        assert completion.tokens.tolist() == [token(again, place) for place in range(count)]
+        assert (completion.finish, completion.cached) == ("stop", 1)
+        truth = fake.all[again].truth
+        assert (completion.versions <= truth[:count]).all() and completion.versions[-1] == truth[
+            max(0, count - 1 - INTERVAL)
+        ]
+        assert completion.candidates is not None and len(completion.candidates.counts) == count
+        assert len(fake.aborted) == 1 and not fake.requests
+        usage, sent = engine.usage(), [one.sent for one in fake.all if one.sent]
+        assert (usage.tokens, usage.prompted, usage.reused) == (sum(sent), 2 * len(sent), len(sent))
         await engine.stop()
 
     run(case())
