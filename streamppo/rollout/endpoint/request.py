@@ -1,7 +1,7 @@
 """A request to the endpoint, and its outcome: a turn of the policy, or a refusal."""
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
@@ -22,6 +22,8 @@ class Request(NamedTuple):
     stop: tuple[str, ...] = ()
     stream: bool = False
     after: str = ""
+    answers: int = 1
+    logprobs: bool = False
 
     @property
     def setting(self) -> dict[str, object]:
@@ -31,7 +33,7 @@ class Request(NamedTuple):
     def key(self) -> tuple[object, ...]:
         """The identity of a request; equal requests may differ in `stream`."""
         setting = digest(Message(role="", content="", fields=self.setting))
-        return (*map(digest, self.messages), setting, self.max_tokens, self.stop)
+        return (*map(digest, self.messages), setting, self.max_tokens, self.stop, self.logprobs)
 
 
 @dataclass(eq=False)
@@ -69,6 +71,8 @@ class Turn:
     spelled: Message | None = None
     """The answer including that string, as some programs send it back."""
     new: tuple[Message, ...] = ()
+    logprobs: Sequence[tuple[str, float]] = ()
+    """The text and log-prob of each token, if the request asks for them."""
 
     @property
     def message_id(self) -> str:

@@ -204,7 +204,7 @@ class Endpoint:
             self._note_parameters(wire.unknown(body), "unknown parameters left out", "the endpoint does not know it")
             # The clients of OpenAI and Anthropic send this header.
             again = request.headers.get("x-stainless-retry-count", "0") != "0"
-            return _TurnResponse(dialect, session, session.begin(parsed, again=again), body)
+            return _TurnResponse(dialect, session, session.begin_all(parsed, again=again), body)
 
         return answer
 
@@ -218,30 +218,31 @@ class Endpoint:
 
 
 class _TurnResponse(Response):
-    """Sends a turn as a stream or at its end, and records its delivery."""
+    """Sends the turns of a request at their end, or its only turn as a stream, and records the delivery."""
 
-    def __init__(self, dialect: Dialect, session: Session, turn: Turn, body: Body) -> None:
+    def __init__(self, dialect: Dialect, session: Session, turns: Sequence[Turn], body: Body) -> None:
         super().__init__()
-        self._dialect, self._session, self._turn, self._body = dialect, session, turn, body
+        self._dialect, self._session, self._turns, self._body = dialect, session, turns, body
         self._model = str(body.get("model") or wire.MODEL)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one request."""
         hangup, delivered = asyncio.create_task(_wait_for_hangup(receive)), False
         try:
-            delivered = await (self._stream if self._body.get("stream") is True else self._send_ended)(
-                scope, send, hangup
-            )
+            sender = self._stream if self._body.get("stream") is True else self._send_ended
+            delivered = await sender(scope, send, hangup)
         except OSError:
             # The connection broke during a write.
             pass
         finally:
             hangup.cancel()
-            self._session.leave(self._turn, delivered=delivered)
+            for turn in self._turns:
+                self._session.leave(turn, delivered=delivered)
 
     async def _send_ended(self, scope: Scope, send: Send, hangup: "asyncio.Task[None]") -> bool:
-        assert self._turn.task is not None
-        await asyncio.wait([self._turn.task, hangup], return_when=asyncio.FIRST_COMPLETED)
+        running = {turn.task for turn in self._turns if turn.task}
+        while running and not hangup.done():
+            running &= (await asyncio.wait({*running, hangup}, return_when=asyncio.FIRST_COMPLETED))[1]
         # After one round of the event loop, `hangup` knows whether the connection has ended meanwhile.
         await asyncio.sleep(0)
         if hangup.done():
@@ -249,16 +250,16 @@ class _TurnResponse(Response):
         return await self._send_at_once(scope, send, hangup)
 
     async def _send_at_once(self, scope: Scope, send: Send, hangup: "asyncio.Task[None]") -> bool:
-        if self._turn.error is not None:
-            error = _refusal_of(self._turn.error)
+        if fault := next((turn.error for turn in self._turns if turn.error is not None), None):
+            error = _refusal_of(fault)
             response = JSONResponse(self._dialect.error(error), status_code=error.status)
         else:
-            response = JSONResponse(self._dialect.complete(self._turn, self._model))
+            response = JSONResponse(self._dialect.complete(self._turns, self._model))
         await response(scope, _read_nothing, send)
-        return self._turn.error is None
+        return fault is None
 
     async def _stream(self, scope: Scope, send: Send, hangup: "asyncio.Task[None]") -> bool:
-        turn = self._turn
+        (turn,) = self._turns
         await asyncio.wait([turn.admitted, hangup], return_when=asyncio.FIRST_COMPLETED)
         if hangup.done():
             return False

@@ -129,6 +129,18 @@ class Session:
         turn.task.add_done_callback(partial(self._end_turn, turn))
         return turn
 
+    def begin_all(self, request: Request, *, again: bool = False) -> list[Turn]:
+        """Begin the turns of a request, one for each of its answers, as by `begin`. Raises `RequestRefused`."""
+        turns = list[Turn]()
+        try:
+            for _ in range(request.answers):
+                turns.append(self.begin(request, again=again))
+        except RequestRefused:
+            for turn in turns:
+                self.leave(turn, delivered=False)
+            raise
+        return turns
+
     def leave(self, turn: Turn, *, delivered: bool) -> None:
         """Stop listening to a turn; `delivered`: all of it was received."""
         turn.listeners -= 1
@@ -180,7 +192,7 @@ class Session:
     def _abandoned_turn(self, request: Request, *, again: bool) -> Turn | None:
         """The turn of an equal request, without listeners and undelivered; of one sent `again` also the last one."""
         waiting = [turn for turn in (*self._under_way, *self.turns) if not turn.listeners and not turn.delivered]
-        written = [turn for turn in reversed(self.turns) if turn.delivered] if again else []
+        written = [turn for turn in reversed(self.turns) if turn.delivered and not turn.listeners] if again else []
         if not waiting and not written:
             return None
         key = request.key()
@@ -269,6 +281,9 @@ class Session:
         """Parse the turn, and list it."""
         assert completion.finish != "cut"
         tokenizer = self._policy.tokenizer
+        if turn.request.logprobs:
+            texts = [tokenizer.spell([token]) for token in completion.tokens.tolist()]
+            turn.logprobs = list(zip(texts, completion.logprobs.tolist(), strict=True))
         turn.finish, turn.tokens, turn.cached = completion.finish, len(completion.tokens), completion.cached
         ends, parse = self._policy.stop, tokenizer.response_parser(context.tolist(), turn.request.tools)
         turn.text = ends.text(completion.tokens, completion.finish, tokenizer.completion)

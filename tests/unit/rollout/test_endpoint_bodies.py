@@ -161,7 +161,7 @@ def test_whatever_stands_in_a_body_is_answered_or_refused_and_fails_no_run(path:
                 assert not session.failure, (body, session.failure)
                 found["refused" if turn.error else "answered"] += 1
                 if turn.error is None:
-                    json.dumps(dialect.complete(turn, "m"))
+                    json.dumps(dialect.complete([turn], "m"))
         return found
 
     found = asyncio.run(main())

@@ -277,6 +277,64 @@ def test_equal_requests_beside_each_other_are_siblings(tokenizer: Tokenizer) -> 
     asyncio.run(main())
 
 
+def test_openai_gets_several_answers_to_one_request_each_a_branch_of_its_own(tokenizer: Tokenizer) -> None:
+    async def main() -> None:
+        said = iter(["one", "two", "three", "four"])
+        async with served(tokenizer, lambda _: next(said), max_tokens=4096, max_turns=5) as case:
+            client = openai_of(case)
+            answer = await client.chat.completions.create(model="m", messages=[user("a")], n=3)
+            assert [choice.index for choice in answer.choices] == [0, 1, 2]
+            assert [choice.message.content for choice in answer.choices] == ["one", "two", "three"]
+            assert answer.usage is not None and answer.usage.completion_tokens == len("one two three") - 2 + 3
+            assert answer.usage.prompt_tokens == len(case.engine.asked[0])
+            assert len(case.session.row.columns([]).branches) == 2 and case.session.undelivered == 0
+            chosen = {"role": "assistant", "content": "two"}
+            more = await client.chat.completions.create(model="m", messages=[user("a"), chosen, user("b")], n=1)
+            assert more.choices[0].message.content == "four"
+            assert case.engine.text(case.engine.asked[3]).startswith("[user]a<eos>[assistant]two<eos>[user]b")
+            for refused, sentence in (({"n": 2}, "environment.max_turns"), ({"n": 0}, "n is a number of answers")):
+                with pytest.raises(Exception, match=sentence):
+                    await client.chat.completions.create(model="m", messages=[user("c")], **refused)
+
+    asyncio.run(main())
+
+
+def test_several_answers_that_a_client_asks_for_again_are_the_ones_under_way(tokenizer: Tokenizer) -> None:
+    async def main() -> None:
+        async with served(tokenizer, max_tokens=4096) as case:
+            case.engine.gate.clear()
+            client = openai_of(case, timeout=0.3, max_retries=3)
+            asking = asyncio.create_task(client.chat.completions.create(model="m", messages=[user("a")], n=2))
+            while case.counts.get("joined", 0) < 2:
+                await asyncio.sleep(0.01)
+            case.engine.gate.set()
+            assert [choice.message.content for choice in (await asking).choices] == ["hi", "hi"]
+            assert len(case.engine.asked) == 2 and case.session.undelivered == 0
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_openai_gets_the_log_probs_that_the_tokens_were_sampled_with(tokenizer: Tokenizer, stream: bool) -> None:
+    async def main() -> None:
+        async with served(tokenizer, lambda _: "hi you") as case:
+            client = openai_of(case)
+            asked: Any = {"model": "m", "messages": [user("a")], "logprobs": True}
+            if stream:
+                chunks = [chunk async for chunk in await client.chat.completions.create(**asked, stream=True)]
+                (given,) = [chunk.choices[0].logprobs for chunk in chunks if chunk.choices[0].logprobs]
+            else:
+                given = (await client.chat.completions.create(**asked)).choices[0].logprobs
+            assert given is not None and given.content is not None
+            assert [one.token for one in given.content] == [*"hi you", "<eos>"]
+            assert {one.logprob for one in given.content} == {-0.5}
+            assert bytes(given.content[0].bytes or ()) == b"h" and given.content[0].top_logprobs == []
+            plain = await client.chat.completions.create(model="m", messages=[user("b")])
+            assert plain.choices[0].logprobs is None
+
+    asyncio.run(main())
+
+
 LITELLM = """
 import json, sys
 import litellm

@@ -122,9 +122,10 @@ def test_a_request_for_a_response_that_cannot_be_answered_is_refused(
 @pytest.mark.parametrize(
     "parameter",
     [
-        {"n": 2},
+        {"best_of": 2},
+        {"n": 2, "stream": True},
+        {"top_logprobs": 2},
         {"logit_bias": {"5": 100}},
-        {"logprobs": True},
         {"response_format": {"type": "json_schema"}},
         {"tool_choice": {"type": "function", "function": {"name": "f"}}},
     ],

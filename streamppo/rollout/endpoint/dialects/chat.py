@@ -1,5 +1,6 @@
 """OpenAI's chat completions: POST /v1/chat/completions."""
 
+from collections.abc import Sequence
 from typing import Any
 
 from streamppo.rollout.endpoint import reply
@@ -19,9 +20,14 @@ class Chat:
 
     def read(self, body: Body) -> Request:
         """See `Dialect.read`."""
-        wire.refuse_absent(body)
-        for name in ("n", "best_of"):
-            wire.refuse(body, name, "send one request for each answer", 1)
+        # Only this dialect writes log-probs.
+        wire.refuse_absent({**body, "logprobs": None})
+        wire.refuse(body, "best_of", "ask for n answers", 1)
+        answers = wire.count(body, "n")
+        if answers > 1 and body.get("stream") is True:
+            raise malformed(
+                "n is not possible here with stream: send one request for each answer", "unusable parameter"
+            )
         messages = wire.object_list(body.get("messages"), "messages")
         if not messages:
             raise malformed("messages is empty")
@@ -33,10 +39,16 @@ class Chat:
             max_tokens=wire.token_limit(body, "max_completion_tokens", "max_tokens"),
             stop=wire.stops(body, "stop"),
             stream=body.get("stream") is True,
+            answers=answers,
+            logprobs=body.get("logprobs") is True,
         )
 
-    def complete(self, turn: Turn, model: str) -> Body:
+    def complete(self, turns: Sequence[Turn], model: str) -> Body:
         """See `Dialect.complete`."""
+        choices = [{"index": number, **self._choice(turn)} for number, turn in enumerate(turns)]
+        return {**_head(turns[0], model, "chat.completion"), "choices": choices, "usage": _usage(turns)}
+
+    def _choice(self, turn: Turn) -> Body:
         assert turn.reply is not None
         message: dict[str, Any] = {"role": "assistant", "content": turn.reply.content or None, "refusal": None}
         if not turn.reply.calls:
@@ -45,8 +57,7 @@ class Chat:
             message["reasoning_content"] = turn.reply.reasoning
         if turn.reply.calls:
             message["tool_calls"] = [_call(call) for call in turn.reply.calls]
-        choice = {"index": 0, "message": message, "finish_reason": _finish(turn), "logprobs": None}
-        return {**_head(turn, model, "chat.completion"), "choices": [choice], "usage": _usage(turn)}
+        return {"message": message, "finish_reason": _finish(turn), "logprobs": _logprobs(turn)}
 
     def stream(self, turn: Turn, model: str, body: Body) -> "ChatStream":
         """See `Dialect.stream`."""
@@ -92,13 +103,14 @@ class ChatStream:
         chunks = [self.extend(turn.reply)]
         for number, call in enumerate(turn.reply.calls):
             chunks.append(self._chunk({"tool_calls": [{"index": number, **_call(call)}]}))
-        chunks.append(self._chunk({}, _finish(turn)))
+        more = {"logprobs": logprobs} if (logprobs := _logprobs(turn)) else {}
+        chunks.append(self._chunk({}, _finish(turn), **more))
         if self._usage:
-            chunks.append(wire.event({**self._head, "choices": [], "usage": _usage(turn)}))
+            chunks.append(wire.event({**self._head, "choices": [], "usage": _usage([turn])}))
         return b"".join([*chunks, b"data: [DONE]\n\n"])
 
-    def _chunk(self, delta: Body, finish: str | None = None) -> bytes:
-        return wire.event({**self._head, "choices": [{"index": 0, "delta": delta, "finish_reason": finish}]})
+    def _chunk(self, delta: Body, finish: str | None = None, **more: Body) -> bytes:
+        return wire.event({**self._head, "choices": [{"index": 0, "delta": delta, "finish_reason": finish, **more}]})
 
 
 def _message(item: Body) -> Message:
@@ -138,12 +150,26 @@ def _finish(turn: Turn) -> str:
     return "tool_calls" if turn.reply and turn.reply.calls else turn.finish
 
 
-def _usage(turn: Turn) -> Body:
+def _logprobs(turn: Turn) -> Body | None:
+    """The log-probs of the sampled tokens; no other token's are known."""
+    if not turn.request.logprobs:
+        return None
     return {
-        "prompt_tokens": turn.context,
-        "prompt_tokens_details": {"cached_tokens": turn.cached},
-        "completion_tokens": turn.tokens,
-        "total_tokens": turn.context + turn.tokens,
+        "content": [
+            {"token": text, "logprob": logprob, "bytes": list(text.encode()), "top_logprobs": []}
+            for text, logprob in turn.logprobs
+        ],
+        "refusal": None,
+    }
+
+
+def _usage(turns: Sequence[Turn]) -> Body:
+    context, tokens = turns[0].context, sum(turn.tokens for turn in turns)
+    return {
+        "prompt_tokens": context,
+        "prompt_tokens_details": {"cached_tokens": turns[0].cached},
+        "completion_tokens": tokens,
+        "total_tokens": context + tokens,
     }
 
 

@@ -1,6 +1,6 @@
 """Anthropic's messages: POST /v1/messages and /v1/messages/count_tokens."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from streamppo.rollout.endpoint import json_values, reply
@@ -43,8 +43,9 @@ class Messages:
             stream=body.get("stream") is True,
         )
 
-    def complete(self, turn: Turn, model: str) -> Body:
+    def complete(self, turns: Sequence[Turn], model: str) -> Body:
         """See `Dialect.complete`."""
+        (turn,) = turns
         assert turn.reply is not None
         usage = {"input_tokens": turn.context, "output_tokens": turn.tokens}
         head = {**_head(turn, model), "content": _blocks(turn.reply)}

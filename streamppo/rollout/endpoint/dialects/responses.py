@@ -47,8 +47,9 @@ class Responses:
             after=str(body.get("previous_response_id") or ""),
         )
 
-    def complete(self, turn: Turn, model: str) -> Body:
+    def complete(self, turns: Sequence[Turn], model: str) -> Body:
         """See `Dialect.complete`."""
+        (turn,) = turns
         assert turn.reply is not None
         return _response(turn, model, _items(turn, turn.reply))
 

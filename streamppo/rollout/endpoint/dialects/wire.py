@@ -84,8 +84,8 @@ class Dialect(Protocol):
         """Read a request. Raises `RequestRefused`."""
         ...
 
-    def complete(self, turn: Turn, model: str) -> Body:
-        """Write an ended turn."""
+    def complete(self, turns: Sequence[Turn], model: str) -> Body:
+        """Write the ended turns of one request: `Request.answers` of them."""
         ...
 
     def stream(self, turn: Turn, model: str, body: Body) -> Stream:
@@ -158,6 +158,16 @@ def stops(body: Body, name: str) -> tuple[str, ...]:
     if not isinstance(strings, list | tuple) or not all(isinstance(string, str) and string for string in strings):
         raise malformed(f"{name} is a list of strings, none of them empty")
     return tuple(strings)
+
+
+def count(body: Body, name: str) -> int:
+    """Return a number of answers, 1 if the request has none. Raises `RequestRefused` for anything but a number."""
+    value = body.get(name)
+    if value is None:
+        return 1
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise malformed(f"{name} is a number of answers above 0")
+    return value
 
 
 def role(item: Body, known: Mapping[str, str]) -> str:
