@@ -141,7 +141,8 @@ def train(stages: Stages, record: RunRecord) -> Reports:
             record.begin(start)
             rebuild_metrics.write_lost_lines(record, stages.folder)
             pending: deque[PendingUpdate] = deque()
-            for version in range(start + 1, config.updates + 1):
+            # A resume may ask for fewer updates than the run has made. Engines take weights only of the newest version.
+            for version in range(start + 1, max(config.updates, newest) + 1):
                 pending.append(PendingUpdate(version, [rank.update.remote() for rank in stages.ranks]))
                 _checkpoint(stages, version)
                 _record(stages, record, pending, num_left=AHEAD - 1)

@@ -134,6 +134,19 @@ def test_a_run_that_has_all_its_updates_is_finished_once_more(looped: Any) -> No
     assert made.events == ["start 4", *END], "and evaluated once"
 
 
+@pytest.mark.parametrize(("recorded", "begin"), [(0, 0), (3, 2), (5, 4), (7, 6)])
+def test_a_resume_for_fewer_updates_than_were_made_ends_with_the_newest_version(
+    looped: Any, monkeypatch: pytest.MonkeyPatch, recorded: int, begin: int
+) -> None:
+    """A kill may come many updates after the last checkpoint; the run is then told to end at an earlier update."""
+    run, made = looped()
+    run.record.version = recorded
+    monkeypatch.setattr(run.stages, "begin", lambda version: 7)
+    loop.train(run.stages, run.record)
+    assert made.events[0] == f"start {begin}" and made.events.count("update") == 7 - begin
+    assert made.events[-1] == "eval 7", "engines hold no older version, and would be waited for without end"
+
+
 @pytest.mark.parametrize(("updates", "evaluations"), [(6, ["eval 6"]), (4, [])])
 def test_a_version_that_was_evaluated_is_not_evaluated_again_by_a_resume(
     looped: Any, updates: int, evaluations: list[str]
