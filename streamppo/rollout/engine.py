@@ -13,8 +13,8 @@ from streamppo.types import Floats, Ints, Routes
 class Sampling(NamedTuple):
     """Sampling parameters of one completion. `temperature = 0` is greedy; `top_k = 0` and `top_p = 1` are off.
 
-    Completions of one `seed` (random_numbers.py) have the same random numbers; without a seed the engine takes its own
-    next one.
+    Completions with the same `seed` have the same random numbers (random_numbers.py). Without a seed, the engine
+    chooses one.
     """
 
     max_tokens: int
@@ -44,7 +44,7 @@ class TokenCandidates(NamedTuple):
         return TokenCandidates(self.tokens[: self.counts[:count].sum()], self.counts[:count])
 
     def drop_first(self, count: int) -> "TokenCandidates":
-        """Return the candidates of all but the first `count` tokens."""
+        """Return the candidates of all tokens except the first `count`."""
         return TokenCandidates(self.tokens[self.counts[:count].sum() :], self.counts[count:])
 
     @classmethod
@@ -54,13 +54,13 @@ class TokenCandidates(NamedTuple):
 
 
 class Completion(NamedTuple):
-    """One completion of T >= 1 tokens, the end-of-sequence token included when `finish` is "stop".
+    """One completion of T >= 1 tokens, including the end-of-sequence token if `finish` is "stop".
 
-    `logprobs[t]` is under the sampling distribution of token t (after temperature, top-k and top-p);
-    greedy tokens have their log-prob at temperature 1. `versions[t]` is the weight version that sampled token t, or
-    the oldest possible one if `versions_known` is false. `candidates` is set exactly if the sampling parameters cut
-    the distribution. `routes_SE` are the experts of the S tokens of prompt and completion, without the last; None if
-    the engine does not record them. `cached` is the number of prompt tokens found in the engine's cache.
+    `logprobs[t]` is under the sampling distribution of token t (after temperature, top-k and top-p); greedy tokens have
+    their log-prob at temperature 1. `versions[t]` is the weight version that sampled token t, or the oldest possible
+    one if `versions_known` is false. `candidates` is set if top-p or top-k may exclude tokens. `routes_SE` are the
+    experts of the S tokens of prompt and completion, without the last; None if the engine does not record them.
+    `cached` is the number of prompt tokens found in the engine's cache.
     """
 
     tokens: Ints
@@ -74,9 +74,9 @@ class Completion(NamedTuple):
 
 
 class ContextReuse:
-    """Counts the context `tokens` that earlier turns of an episode had computed, and the `reused` ones of these.
+    """Counts the context `tokens` that earlier turns of an episode had computed, and how many of them were `reused`.
 
-    Contexts of fewer than `LEAST` tokens are left out: engines do not keep them.
+    Contexts of fewer than `LEAST` tokens are left out, because engines do not keep them.
     """
 
     LEAST = 64
@@ -95,13 +95,13 @@ NEVER = 2**62
 
 
 class Cuts(NamedTuple):
-    """When one completion is cut into segments: every `max_tokens` tokens, and by age up to `max_age`; 0 is never.
+    """When one completion is cut into segments: every `max_tokens` tokens, and by age up to `max_age`; 0 means never.
 
-    See segment_cuts.py. `take` is called in the engine's event loop with all tokens of the completion so far, `finish`
-    "cut". `share` is the number of a batch's segments that one engine makes. `aim` returns the age from which segments
-    are cut if there is room; 0: no age. `oldest` is the oldest version of earlier calls' tokens outside segments.
-    The last token is in no segment: the result of `generate` has it. If `restartable`, a completion may be sampled
-    again from its beginning after a segment was taken.
+    See segment_cuts.py. `take` is called in the engine's event loop with all tokens of the completion so far and
+    `finish` "cut". `share` is the number of a batch's segments that one engine makes. `aim` returns the age from which
+    segments are cut if a batch has room (0: never). `oldest` is the oldest version of tokens outside segments from
+    earlier calls. The last token is in no segment: the result of `generate` has it. If `restartable`, a completion may
+    be sampled again from its beginning after a segment was taken.
     """
 
     take: Callable[[Completion], None]
@@ -113,11 +113,11 @@ class Cuts(NamedTuple):
     restartable: bool = False
 
     def next_by_length(self, handed: int) -> int:
-        """The number of tokens at which the segment that begins at token `handed` has its `max_tokens`."""
+        """Return the number of tokens at which the segment that begins at token `handed` has its `max_tokens`."""
         return handed + self.max_tokens if self.max_tokens else NEVER
 
     def oldest_after(self, handed: int, version: int) -> int:
-        """The oldest version after the first `handed` tokens of this call; token `handed` is of `version`."""
+        """Return the oldest version of the tokens after the first `handed` ones; token `handed` has `version`."""
         return version if handed or self.oldest is None else self.oldest
 
 
@@ -149,7 +149,7 @@ class Sampler(Protocol):
 
 
 class Engine(Sampler, Protocol):
-    """Generates without end; swaps weights between two tokens of running completions.
+    """Generates in an endless loop; swaps weights between two tokens of running completions.
 
     consumes     requests by `generate`, weights by `update_weights`
     produces     completions, in the order in which they finish
@@ -159,7 +159,7 @@ class Engine(Sampler, Protocol):
 
     @property
     def version(self) -> int:
-        """The version of the weights that sample the next token. All segments due at it are handed over."""
+        """The version of the weights that sample the next token. All segments due at it have been handed over."""
         ...
 
     async def generate(self, prompt: Ints, sampling: Sampling, cuts: Cuts | None = None) -> Completion:
@@ -180,7 +180,7 @@ class Engine(Sampler, Protocol):
         ...
 
     def usage(self) -> Usage:
-        """Counters since the engine started."""
+        """Return the counters since the engine started."""
         ...
 
     async def stop(self) -> None:

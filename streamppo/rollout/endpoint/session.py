@@ -8,7 +8,8 @@ unblocks     the listeners of a turn
     request -> equal to an undelivered one without listeners? -> join it
             -> else a turn: room -> match -> render what is new -> generate -> add to tree and row -> read -> deliver
 
-A turn continues without its client, because the program asks again. At the end, unreceived turns are masked.
+A turn continues if its client disconnects, because the program sends the request again. At the end, turns that were not
+received are masked.
 """
 
 import asyncio
@@ -43,7 +44,7 @@ from streamppo.types import Ints, Message, Prompt, Template
 STREAMED, STREAM_S = 4, 0.2
 """Tokens, and seconds, between two pieces of a stream; each piece is parsed from the turn's beginning."""
 MOST_UNDER_WAY = 256
-"""Requests of one run under way at once."""
+"""Maximum number of requests of one run that are under way at once."""
 TAIL = 16
 """The number of a context's last tokens, in which its template may open the reasoning."""
 
@@ -58,7 +59,7 @@ class SampledPolicy(NamedTuple):
 
 
 class Session:
-    """One run with the bounds of `limits`. `counts` are the endpoint's; `refused`: a bound refused a request."""
+    """One run with the bounds of `limits`. `counts` are the endpoint's. `refused`: a bound refused a request."""
 
     def __init__(
         self,
@@ -85,7 +86,7 @@ class Session:
 
     @property
     def ignored(self) -> Sequence[str]:
-        """The parameters that requests set in vain."""
+        """The parameters of requests that the run ignores."""
         return self._limits.ignored
 
     @property
@@ -103,7 +104,7 @@ class Session:
     def begin(self, request: Request, *, again: bool = False) -> Turn:
         """Begin the turn of a request, or join an equal one without listeners. Raises `RequestRefused`.
 
-        `again`: the client says that it has sent the request before. Then it joins an ended turn, too, which was
+        `again`: the client says that it has sent the request before. Then it may also join an ended turn that was
         written to a connection that the client no longer read. The caller is a listener until it calls `leave`.
         """
         if self.ended:
@@ -190,14 +191,14 @@ class Session:
         return request._replace(messages=(*before, recorded, *messages))
 
     def _abandoned_turn(self, request: Request, *, again: bool) -> Turn | None:
-        """The turn of an equal request, without listeners and undelivered; of one sent `again` also the last one."""
+        """Return an undelivered turn of an equal request without listeners; with `again`, also a delivered one."""
         waiting = [turn for turn in (*self._under_way, *self.turns) if not turn.listeners and not turn.delivered]
         written = [turn for turn in reversed(self.turns) if turn.delivered and not turn.listeners] if again else []
         if not waiting and not written:
             return None
         key = request.key()
         if self._turned_away[key] and again:
-            # It was refused before, so none of the turns is its own.
+            # The request was refused before, so no delivered turn belongs to it.
             self._turned_away[key] -= 1
             written = []
         return next((turn for turn in (*waiting, *written) if turn.error is None and turn.request.key() == key), None)
@@ -217,7 +218,7 @@ class Session:
             self._refuse(turn, over_budget(str(error)))
 
     def _end_turn(self, turn: Turn, task: asyncio.Task[None]) -> None:
-        """Wake the listeners of a turn. An error of the engine, or of ours, fails the run."""
+        """Wake the listeners of a turn. An error of the engine or of the endpoint fails the run."""
         self._under_way.remove(turn)
         if task.cancelled():
             turn.error = run_ended()
@@ -278,7 +279,7 @@ class Session:
         self._tree.add(request.messages, turn.reply.message, setting, after=place, opened=opened, ended=ended, **forms)
 
     def _finish(self, turn: Turn, completion: Completion, context: Ints) -> None:
-        """Parse the turn, and list it."""
+        """Parse the turn, and add it to `turns`."""
         assert completion.finish != "cut"
         tokenizer = self._policy.tokenizer
         if turn.request.logprobs:
@@ -287,17 +288,17 @@ class Session:
         turn.finish, turn.tokens, turn.cached = completion.finish, len(completion.tokens), completion.cached
         ends, parse = self._policy.stop, tokenizer.response_parser(context.tolist(), turn.request.tools)
         turn.text = ends.text(completion.tokens, completion.finish, tokenizer.completion)
-        if completion.finish == "stop" and (whole := turn.text) and turn.request.stop:
-            turn.text = Stop(strings=turn.request.stop).text(completion.tokens, "stop", lambda _: whole)
-            turn.stop_string = next((one for one in turn.request.stop if one in whole), "")
-            turn.spelled = reply.read(whole, opened=turn.opened, parse=parse).message
+        if completion.finish == "stop" and (text := turn.text) and turn.request.stop:
+            turn.text = Stop(strings=turn.request.stop).text(completion.tokens, "stop", lambda _: text)
+            turn.stop_string = next((string for string in turn.request.stop if string in text), "")
+            turn.spelled = reply.read(text, opened=turn.opened, parse=parse).message
         turn.reply = reply.read(turn.text, opened=turn.opened, parse=parse)
         turn.names = (turn.message_id, *(call.id for call in turn.reply.calls))
         self.turns.append(turn)
         turn.number = len(self.turns)
 
     def _is_progress_shown(self, request: Request) -> bool:
-        """True for a stream; False if strings end its text, or if the tokenizer parses turns, which needs all of it."""
+        """True for a stream, unless stop strings end its text, or the tokenizer parses only whole turns."""
         strings = self._policy.stop.strings or request.stop
         return request.stream and not strings and self._policy.tokenizer.response_parser() is None
 
@@ -315,17 +316,17 @@ class Session:
     async def _wait_for_room(self, request: Request) -> tuple[TreePlace, Ints, int]:
         """Wait until the row has room for the turn; return its place, its new tokens and its token limit.
 
-        Raises `RequestRefused` if there will be none.
+        Raises `RequestRefused` if there will be no room.
         """
         limits = self._limits
-        most = min(self._sampling.max_tokens, request.max_tokens or self._sampling.max_tokens)
+        limit = min(self._sampling.max_tokens, request.max_tokens or self._sampling.max_tokens)
         while True:
             place = self._tree.match(request.messages, request.setting)
             new_tokens = self._render(place, request)
             # The first context is the prompt, which does not count.
             new = max(1, len(new_tokens)) if len(self.row) or self._reserved else 0
             room = limits.max_tokens - self.row.length - self._reserved - new
-            if room >= most or not self._reserved:
+            if room >= limit or not self._reserved:
                 break
             self._freed.clear()
             await self._freed.wait()
@@ -333,12 +334,12 @@ class Session:
             self.refused = True
             raise over_budget(
                 f"the run's {limits.max_tokens} tokens (environment.max_tokens) leave no room for this request: it "
-                f"brings {new} new ones to {self.row.length}"
+                f"adds {new} tokens to {self.row.length}"
             )
-        return place, new_tokens, min(room, most)
+        return place, new_tokens, min(room, limit)
 
     def _render(self, place: TreePlace, request: Request) -> Ints:
-        """The tokens of a context's new messages. Raises `TaskError` for messages that the template refuses."""
+        """Return the tokens of a context's new messages. Raises `TaskError` for messages that the template refuses."""
         if not place.new_messages:
             return np.zeros(0, np.int32)
         template = Template(
@@ -374,7 +375,7 @@ class Session:
     # --- the end ---------------------------------------------------------------------------------------------
 
     def received_turns(self) -> list[Turn]:
-        """The received turns, in the order of their ends. Raises `EnvironmentFailed` if there is none."""
+        """Return the received turns, in the order of their ends. Raises `EnvironmentFailed` if there is none."""
         delivered = [turn for turn in self.turns if turn.delivered]
         if self.failure:
             raise EnvironmentFailed(self.failure, self.sampled)

@@ -308,7 +308,7 @@ class SGLangEngine:
                     raise ModelError(f"SGLang died after a segment that was handed over: {died}") from died
                 raise
             finally:
-                # The rest of a cancelled stream is not known.
+                # The tokens of a cancelled stream that have not arrived are unknown.
                 self._count_tokens(prompted if stream.length else 0, stream.cached, stream.length)
         return stream.completion(self._setup.kv)
 
