@@ -1,5 +1,6 @@
 """Folders in which results are prepared: those of killed commands do not stay, and nobody else's is touched."""
 
+import errno
 import multiprocessing
 import os
 import shutil
@@ -13,7 +14,7 @@ import learner_case
 import pytest
 import replay_case
 
-from streamppo import durable
+from streamppo import cli, durable
 from streamppo.commands import versions
 
 
@@ -94,3 +95,36 @@ def test_a_command_that_was_killed_is_given_again_and_leaves_its_result_alone(
     done = replay_case.command(*command)
     assert done.returncode == 0, done.stderr
     assert {path.name for path in tmp_path.iterdir()} - {f"{result}.consent"} == {"elsewhere", result}
+
+
+@pytest.mark.parametrize("given", ["demo", "new/demo", "demo/"])
+@pytest.mark.parametrize("written", range(5))
+def test_a_project_is_there_whole_or_not_at_all(
+    given: str, written: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A disk that is full after some of its files leaves nothing, so that the same command succeeds later."""
+    monkeypatch.chdir(tmp_path)
+    write_text, count = Path.write_text, 0
+
+    def write(path: Path, *arguments: Any, **named: Any) -> int:
+        nonlocal count
+        count += 1
+        if count > written:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return write_text(path, *arguments, **named)
+
+    with monkeypatch.context() as full:
+        full.setattr(Path, "write_text", write)
+        assert cli.main(["init", given]) == 1
+    assert "No space left on device" in capsys.readouterr().err
+    assert not Path(given).exists()
+    assert cli.main(["init", given]) == 0
+    assert len(list(Path(given).rglob("*"))) == 6
+    assert [path for path in Path(given).resolve().parent.iterdir() if path.name.endswith(".tmp")] == []
+
+
+def test_a_project_may_be_made_in_the_current_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "demo").mkdir()
+    monkeypatch.chdir(tmp_path / "demo")
+    assert cli.main(["init", "."]) == 0
+    assert len(list(Path.cwd().iterdir())) == 4, "the folder is the same one"

@@ -45,16 +45,28 @@ def init(folder: Path) -> int:
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ConfigError(f"{folder}: already exists; name a new folder")
     with durable.naming(folder, RunError):
-        (folder / "data").mkdir(parents=True, exist_ok=True)
-        for file in FILES:
-            template = (resources.files("streamppo.commands.start") / "project" / file).read_text()
-            (folder / file).write_text(template.replace("NAME", name))
-        problems = _problems()
-        _write(folder / "data" / "held_out.jsonl", problems[:HELD_OUT])
-        _write(folder / "data" / "train.jsonl", problems[HELD_OUT:])
+        if folder.exists():
+            # It may be the current folder, or its parent may be read-only.
+            _fill(folder, name)
+        else:
+            folder.parent.mkdir(parents=True, exist_ok=True)
+            with durable.scratch_folder(folder.absolute()) as scratch:
+                _fill(scratch, name)
+                durable.rename(scratch, folder.absolute())
     echo(f"{folder}: {', '.join(FILES)} and data/ are written")
     echo(f"begin with: cd {shlex.quote(str(folder))} && streamppo run run.toml")
     return 0
+
+
+def _fill(folder: Path, name: str) -> None:
+    """Write the files of the project `name` to `folder`."""
+    for file in FILES:
+        template = (resources.files("streamppo.commands.start") / "project" / file).read_text()
+        (folder / file).write_text(template.replace("NAME", name))
+    problems = _problems()
+    (folder / "data").mkdir()
+    _write(folder / "data" / "held_out.jsonl", problems[:HELD_OUT])
+    _write(folder / "data" / "train.jsonl", problems[HELD_OUT:])
 
 
 def _problems() -> list[dict[str, str]]:
