@@ -75,7 +75,7 @@ def run(config: Config, folder: Path, *, started: float, interrupts: Interrupts,
     `accept_changes`. summary.json is written in every other outcome. `started` is the command's start (perf_counter).
     """
     process.log_to_stdout()
-    run_folder.refuse_network(folder)
+    run_folder.refuse_place(folder)
     config = threads.with_chosen(inputs.with_clock(config, folder), folder)
     preflight.verify(config, folder, accept_changes=accept_changes)
     with durable.naming(folder, RunError):
@@ -221,7 +221,7 @@ def new_folder(config: Config, runs: Path) -> Path:
 
     Raises `RunError` if the folder cannot be created, or would lie on a network file system.
     """
-    run_folder.refuse_network(runs)
+    run_folder.refuse_place(runs)
     folder, number = runs / config.name, 1
     with durable.naming(folder, RunError):
         runs.mkdir(parents=True, exist_ok=True)

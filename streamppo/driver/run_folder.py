@@ -45,8 +45,8 @@ POLL_S = 0.1
 FINAL_CONFIG = Path("final/config.json")
 
 
-def refuse_network(folder: Path) -> None:
-    """Raise `RunError` with the remedy if `folder` is, or would be, on a network file system."""
+def refuse_place(folder: Path) -> None:
+    """Raise `RunError` with the remedy if `folder` is, or would be, on a network file system, or as `refuse_bytes`."""
     kind = file_system(folder, durable.read_kernel(MOUNTS))
     if kind in NETWORK or (kind.startswith(FUSE) and kind not in LOCAL_FUSE):
         raise RunError(
@@ -54,6 +54,15 @@ def refuse_network(folder: Path) -> None:
             "damaged there: keep runs on a disk of the driver's machine (`--runs FOLDER`); on a cluster export that "
             "disk to the other nodes under the same path"
         )
+    refuse_bytes(folder)
+
+
+def refuse_bytes(folder: Path) -> None:
+    """Raise `RunError` for a path that is not UTF-8: neither the journal nor JSON or TOML can have it."""
+    try:
+        str(folder).encode()
+    except UnicodeEncodeError as error:
+        raise RunError(f"{folder}: a run's folder needs a path in UTF-8: rename it") from error
 
 
 def file_system(folder: Path, mounts: str) -> str:

@@ -141,7 +141,7 @@ def places(runs: Path) -> Findings:
     """Check that the disk for runs is local and writable, has space, and uses this machine's time."""
     folder = next(folder for folder in (runs.resolve(), *runs.resolve().parents) if folder.is_dir())
     try:
-        run_folder.refuse_network(folder)
+        run_folder.refuse_place(folder)
     except RunError as error:
         yield Finding("runs", "error", str(error))
     try:

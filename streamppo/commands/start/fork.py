@@ -110,7 +110,8 @@ def _refuse(past: Past, config: Config, runs: Path, name: str) -> None:
             f"nothing is left to do: updates = {config.updates}, and the fork begins at version {past.version}: "
             f"--set updates={past.version + 50}"
         )
-    run_folder.refuse_network(runs)
+    run_folder.refuse_bytes(past.run)
+    run_folder.refuse_place(runs)
     if name and (runs / name).exists():
         raise ConfigError(f"{runs / name}: already exists; choose another --name")
 

@@ -230,7 +230,7 @@ def test_a_run_on_a_network_file_system_is_refused_with_the_remedy(
     monkeypatch.setattr(run_folder, "MOUNTS", tmp_path / "mountinfo")
     run_folder.MOUNTS.write_bytes(os.fsencode(MOUNTS))
     with pytest.raises(RunError, match=rf"^{folder}: is on a network file system \({kind}\).*`--runs FOLDER`"):
-        run_folder.refuse_network(Path(folder))
+        run_folder.refuse_place(Path(folder))
 
 
 @pytest.mark.parametrize(
@@ -241,7 +241,7 @@ def test_a_disk_of_this_machine_is_accepted_also_inside_a_network_file_system(
 ) -> None:
     monkeypatch.setattr(run_folder, "MOUNTS", tmp_path / "mountinfo")
     run_folder.MOUNTS.write_bytes(os.fsencode(MOUNTS))
-    run_folder.refuse_network(Path(folder))
+    run_folder.refuse_place(Path(folder))
 
 
 # --- memory --------------------------------------------------------------------------------------------------
