@@ -133,7 +133,7 @@ class _Child:
         self._forward()
 
     def outcome(self) -> Path:
-        """Return the folder of the run if all updates are made. Otherwise raise its error, as `drive` describes."""
+        """Return the run's folder if all updates are made. Otherwise raise the run's error, as `drive` describes."""
         code, folder = self._process.returncode, self._folder()
         if self._is_interrupted:
             raise KeyboardInterrupt

@@ -211,7 +211,8 @@ def try_versions(
 ) -> "Trial":
     """Let `versions` of the run in `folder` continue a completion of `prompt`, a number or a text, `n` times each.
 
-    They begin at token `at` of the archived `sample`, by default the first. Raises the command's `StreamppoError`.
+    The continuations begin at token `at` of the archived `sample`, by default the first. Raises the command's
+    `StreamppoError`.
     """
     from streamppo.commands.trial import Trial
 

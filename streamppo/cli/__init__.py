@@ -200,7 +200,7 @@ def scale(
     *,
     rollouts: Annotated[Positive, Parameter(help="The number of rollout actors, at least 1.")],
 ) -> int:
-    """Change the number of rollout actors of a running run. A resumed run keeps the number."""
+    """Change the number of rollout actors of a run in progress. A resumed run keeps the number."""
     folder = configfile.existing(folder)
     path = folder / configfile.CONFIG
     before = configfile.load(path).rollout.actors

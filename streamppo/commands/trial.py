@@ -67,7 +67,8 @@ class VersionTrial(msgspec.Struct, frozen=True):
 
     `mean` is the mean of the rewards, and `error` its standard error. `value` is the critic's value of the version at
     the token. `is_same` is True if the version samples the archived completion again with the run's random numbers, and
-    `differs` is the first different token. `is_same` is None if other versions sampled a part of it.
+    `differs` is the first different token. `is_same` is None if other versions sampled a
+    part of the archived completion.
     """
 
     version: int

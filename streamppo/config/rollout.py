@@ -28,7 +28,7 @@ class EngineKind(Kind, frozen=True):
 
 
 class EmbeddedEngine(EngineKind, frozen=True, tag="embedded"):
-    """streamppo's engine in torch, on any device. It is fastest for the models in `FAMILIES`."""
+    """streamppo's engine in torch, on any device. The engine is fastest for the models in `FAMILIES`."""
 
     @property
     def spare_weights(self) -> int:

@@ -153,7 +153,7 @@ def _example(prompt: Prompt, tokenizer: Tokenizer) -> Finding:
 def _gold_completion(prompt: Prompt, tokenizer: Tokenizer) -> ScoredText:
     """Return the row's answer as a completion, decoded from its tokens.
 
-    Other answers than texts and numbers are empty.
+    The completion is empty if the answer is neither a text nor a number.
     """
     completion, has_end = gold.completion(prompt.columns.get("answer")), tokenizer.eos_id is not None
     tokens = tokenizer.encode_turn(completion, "stop") if completion or has_end else None
