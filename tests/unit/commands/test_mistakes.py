@@ -19,7 +19,7 @@ MISTAKES = {
     "inspect run --prompt 1": "run/journal.sqlite: missing",
     "replay run": "run/journal.sqlite: missing",
     "reward-test math.toml model.path=../models/nope": "the tokenizer of '../models/nope' cannot be loaded",
-    f"reward-test math.toml {NUMBERS}": "builtin:tiny learns from answers that are texts",
+    f"reward-test math.toml {NUMBERS}": "builtin:tiny learns only from answers that are texts",
 }
 
 
