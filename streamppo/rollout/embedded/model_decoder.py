@@ -72,11 +72,11 @@ class ModelDecoder:
         if head_dtype == self._dtype:
             return parameters
         embedding = self._model.get_input_embeddings().weight
+        names = {id(parameter): name for name, (parameter,) in parameters.items()}
         for kind, before in list(head.named_parameters(recurse=False)):
             after = torch.nn.Parameter(torch.empty_like(before, dtype=head_dtype), requires_grad=False)
             setattr(head, kind, after)
-            name = next(name for name, (parameter,) in parameters.items() if parameter is before)
-            parameters[name] = [before, after] if before is embedding else [after]
+            parameters[names[id(before)]] = [before, after] if before is embedding else [after]
         return parameters
 
     @property
