@@ -110,7 +110,11 @@ def without_ray() -> None:
     # Coroutines wait for answers and objects, as for Ray's references.
     Future.__await__ = lambda self: asyncio.wrap_future(self).__await__()  # pyright: ignore[reportAttributeAccessIssue]
     placement = SimpleNamespace(rank=lambda _: {})
-    stand_ins = {"started_ray": lambda *_: nullcontext(), "here": _nothing, "Placement": lambda *_, **__: placement}
+    stand_ins = {
+        "started_ray": lambda *_: nullcontext(),
+        "this_node": _nothing,
+        "Placement": lambda *_, **__: placement,
+    }
     for name, function in stand_ins.items():
         setattr(command, name, function)
 
