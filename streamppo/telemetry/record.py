@@ -127,8 +127,9 @@ class RunRecord:
         """
         if self.version > newest:
             with durable.naming(self.folder / metrics_file.METRICS, RunError):
-                self._file.close()
+                # If the disk refuses, the end of the run is still written to the open file.
                 metrics_file.drop_after(self.folder, newest)
+                self._file.close()
                 self._file = self._open()
             self.version = newest
 

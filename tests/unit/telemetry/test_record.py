@@ -1,6 +1,8 @@
 """What is said of a whole run: over any number of parts, however each of them ended."""
 
+import errno
 import json
+import os
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -9,8 +11,10 @@ from typing import Any
 import pytest
 from msgspec import structs
 
+from streamppo import durable
 from streamppo.commands import replay as rerun
 from streamppo.config.sections import Config
+from streamppo.errors import RunError
 from streamppo.process import PhaseTime
 from streamppo.telemetry import metrics_file as lines
 from streamppo.telemetry import record as record_module
@@ -144,6 +148,21 @@ def test_the_line_of_an_update_that_was_not_published_is_replaced(newest: int, t
     entropies = {line["update"]: line["entropy"] for line in lines.read(tmp_path) if "update" in line}  # pyright: ignore
     assert entropies == {1: 1.0, 2: 1.0, 3: 7.0 if newest < 3 else 1.0}
     assert sum("part" in line for line in lines.read(tmp_path)) == 2
+
+
+def test_a_disk_that_refuses_to_drop_a_line_is_named_and_the_end_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    record = part(tmp_path)
+    record.update(report(1))
+    with monkeypatch.context() as full, pytest.raises(RunError, match=r"metrics\.jsonl: cannot be written: .*No space"):
+        full.setattr(durable, "write", refuse)
+        record.drop_unpublished(0)
+    record.close("RunError: a full disk", None, ())
+    assert lines.read(tmp_path)[-1]["end"] == "RunError: a full disk"  # pyright: ignore
 
 
 def test_every_kind_of_line_is_in_the_catalogue(tmp_path: Path) -> None:
