@@ -26,7 +26,7 @@ class Fake:
     cached tokens.
     """
 
-    version, ranks, longest = (0, 5, 21), 1, 1 << 20
+    version, ranks, longest, is_ordered = (0, 5, 21), 1, 1 << 20, True
 
     def __init__(self, capacity: int = 4) -> None:
         self.capacity = capacity
@@ -121,7 +121,7 @@ class Streaming(Fake):
 
     As in SGLang with overlap scheduling, a token is counted, and may be sent, when the next step has begun: a pause
     leaves one token uncounted, which SGLang attributes to the next version. With `repeats`, each message has all tokens
-    so far, as from a server without incremental output.
+    so far, as from a server without incremental output. With `lags`, messages arrive when the weights are verified.
     """
 
     def __init__(self, capacity: int = 64, *, repeats: bool = False) -> None:
@@ -131,7 +131,8 @@ class Streaming(Fake):
         self.all: list[Running] = []
         self.steps = 0
         self.paused = False
-        self.break_off = False
+        self.break_off = self.lags = False
+        self._late: list[tuple[Running, Any]] = []
         self.finish: dict[str, str] = {"type": "length"}
 
     async def start(self, life: int) -> Fake:
@@ -147,6 +148,10 @@ class Streaming(Fake):
                     self._count(one)
         if name == "continue_generation":
             self.paused = False
+        if name == "generate" and "rid" not in fields:
+            self.lags, late, self._late = False, self._late, []
+            for one, answer in late:
+                one.answers.put_nowait(answer)
         return await super().call(name, **fields)
 
     async def carry(self, version: int, *, flush: bool) -> None:
@@ -207,7 +212,11 @@ class Streaming(Fake):
         one.counted = len(one.truth) - under_way
         at_end = one.counted == one.limit
         if one.counted > one.sent and (at_end or one.interval == 1 or one.counted % one.interval == 1):
-            one.answers.put_nowait(self._answer(one, at_end=at_end))
+            answer = self._answer(one, at_end=at_end)
+            if self.lags:
+                self._late.append((one, answer))
+            else:
+                one.answers.put_nowait(answer)
             one.sent = one.counted
             if at_end or self.break_off:
                 one.answers.put_nowait(None)

@@ -144,6 +144,8 @@ class SGLangEngine:
                 await self._until_death(self._session.carrier.stage(saved))
                 self._certain.clear()
                 await self._until_death(self._session.swap(version, saved, self._streams.note_version))
+                if not self._session.link.is_ordered:
+                    self._streams.note_version(version, late=True)
             except SGLangDied as died:
                 raise WeightsError(f"SGLang died while it loaded version {version} ({died})") from None
             except (ValueError, WeightsError) as refused:

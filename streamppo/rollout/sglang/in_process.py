@@ -91,6 +91,8 @@ class ProcessLink:
         self.version = settings.version
         self.capacity, self.ranks = settings.capacity, settings.ranks
         self.longest = checks.longest(engine._scheduler_init_result.scheduler_infos[0])
+        # With a tokenizer, tokens pass through the detokenizer's process, and answers to calls do not.
+        self.is_ordered = bool(settings.arguments.get("skip_tokenizer_init"))
         self._thread, self._engine, self._output = thread, engine, output
         self._processes = thread.processes()
 

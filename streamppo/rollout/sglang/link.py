@@ -31,6 +31,11 @@ class Link(Protocol):
         ...
 
     @property
+    def is_ordered(self) -> bool:
+        """True if all tokens sampled before a pause arrive before its answer."""
+        ...
+
+    @property
     def longest(self) -> int:
         """Number of tokens in the longest row (prompt and completion) that its context and its cache hold."""
         ...

@@ -34,7 +34,7 @@ class ServerLink:
         room = sum(state.get("effective_max_running_requests_per_dp") or slots for state in states)
         self.version = wire.parse_supported_version(info["version"], f"the SGLang server at {url}")
         self.capacity, self.ranks = min(slots, room), int(info.get("tp_size", 1))
-        self.longest = checks.longest(info)
+        self.longest, self.is_ordered = checks.longest(info), False
         self._client, self._url = client, url
 
     async def call(self, name: str, /, **fields: object) -> Answer:

@@ -9,6 +9,9 @@ the end of the completion. Until then:
     end        the versions of written segments are compared with SGLang's own versions
 
 A cut thus changes nothing in SGLang, and the completion continues with the same cache.
+
+If SGLang's detokenizer or a server passes tokens on, the answer to a pause may overtake them. Their versions are then
+recorded once the loaded weights are verified, so that some more tokens count as of the version before.
 """
 
 import asyncio
@@ -54,9 +57,13 @@ class CompletionStream:
         if self._last is None:
             raise ModelError("SGLang gave up a completion: its stream broke off")
 
-    def note_version(self, version: int) -> None:
-        """Record the first token that is certainly sampled with `version`, which the paused SGLang holds."""
-        self._version_starts.append((self.length + INTERVAL if self.length else 1, version))
+    def note_version(self, version: int, *, late: bool = False) -> None:
+        """Record the first token that is certainly sampled with `version`, which the paused SGLang holds.
+
+        `late` replaces the record made at the pause, when earlier tokens may not have arrived.
+        """
+        earlier = [start for start in self._version_starts if start[1] != version]
+        self._version_starts = [*earlier, (self.length + INTERVAL if self.length or late else 1, version)]
 
     def oldest(self) -> int | None:
         """Return the oldest version of tokens outside written segments; None if there are none, or after the end."""
@@ -150,10 +157,10 @@ class CompletionStreams:
             del self._open[stream]
             stream.close()
 
-    def note_version(self, version: int) -> None:
-        """Tell all streams that SGLang is paused and holds `version`."""
+    def note_version(self, version: int, *, late: bool = False) -> None:
+        """Tell all streams that SGLang is paused and holds `version`; `late` as in `CompletionStream`."""
         for stream in self._open:
-            stream.note_version(version)
+            stream.note_version(version, late=late)
 
     async def cut(self, version: int) -> None:
         """Cut the segments due at `version`, which SGLang certainly holds; return when all are written."""

@@ -130,6 +130,24 @@ def test_a_swap_ends_when_all_tokens_that_older_weights_can_have_sampled_were_ha
     run(case())
 
 
+@pytest.mark.parametrize("arrived", [0, 1, 10])
+@pytest.mark.parametrize("late", [1, 8, 9, 30])
+def test_tokens_that_a_pause_overtakes_are_of_the_version_before(late: int, arrived: int) -> None:
+    async def case() -> None:
+        fake = Streaming()
+        fake.is_ordered = False
+        engine = await opened(fake)
+        task, handed = begun(engine, Sampling(100), max_tokens=5)
+        await fake.step(arrived)
+        fake.lags = True
+        await fake.step(late)
+        await swapped(fake, engine, 6)
+        check(fake, 0, handed, await fake.ended(task))
+        await engine.stop()
+
+    run(case())
+
+
 def test_behind_a_cut_all_tokens_are_of_the_new_version() -> None:
     async def case() -> None:
         fake = Streaming()
