@@ -86,10 +86,10 @@ class ObjectStore(Kind, frozen=True, tag="object_store"):
 
 
 class Folder(Kind, frozen=True, tag="folder"):
-    """Files in a folder that all nodes see."""
+    """Files in a folder that all nodes share."""
 
     path: str = ""
-    """A folder that every node sees, with room for three versions; empty is a folder in the run's."""
+    """A folder that all nodes share, with room for three versions; if empty, a subfolder of the run's folder."""
 
     def refuses_disks(self, *, own_disks: bool) -> Iterator[str]:
         """Yield a sentence if nodes have `own_disks` but the transport needs a common one."""

@@ -40,7 +40,7 @@ LOCK_S = 1.0
 SCALE = "scale.json"
 ACCEPTED = "scale.taken"
 WAIT_S = 60.0
-"""Time limit of `scale` for the driver's answer. After its learner has loaded, the driver looks every half second."""
+"""Time limit of `scale` for the driver's answer. Once its learner has loaded, it looks for a request twice a second."""
 POLL_S = 0.1
 FINAL_CONFIG = Path("final/config.json")
 

@@ -1,4 +1,4 @@
-"""The rows that an update passes, and their division into minibatches and each rank's micro-batches.
+"""The rows that an update passes through the model, divided into minibatches and each rank's micro-batches.
 
 A minibatch is the rows of one step. The division depends on the seed, the version, the epoch, the rows' lengths and
 branches, and the idle rows. So a rank can find its rows before it fetches their tokens. B trajectories of the batch.
@@ -61,7 +61,8 @@ def active_rows(config: Config, batch: PaddedBatch) -> ActiveRows:
     Denominators, baselines and whitening are over the whole batch. The result depends only on the configuration and on
     columns other than the tokens: every rank finds the same rows before it has the tokens.
     """
-    # With other filters truncated completions are passed too, because the metrics are shares of all completions.
+    # Other filters and rejections report their shares of all completions. So with them no filter is applied here, and
+    # truncated completions are passed too.
     only_truncated = _filters_only_truncated(config.algorithm)
     algorithm = config.algorithm if only_truncated else structs.replace(config.algorithm, filters=())
     trained_B = trained_tokens(algorithm, batch).any(-1).cpu()

@@ -21,7 +21,8 @@ from streamppo.types import Identity
 class Transaction(NamedTuple):
     """Changes, the `versions` that were published with them, and the trajectories that these versions consumed.
 
-    `horizon` is read when the changes are taken. Later changes are not in the journal, and a crash may lose them.
+    Trajectories of prompts before `horizon` are no longer needed. `horizon` is computed when the changes are taken: a
+    later value could depend on changes that are not in the journal, which a crash may lose.
     """
 
     changes: Changes

@@ -1,4 +1,4 @@
-"""The Ray actor of rollout: a mailbox around one `Worker`."""
+"""The Ray actor of rollout, which passes calls to one `Worker`."""
 
 import asyncio
 from collections.abc import Mapping
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class RolloutActor:
-    """A mailbox: `start` makes the worker, and every other call waits for the worker. All calls share one event loop.
+    """Passes calls to a worker. `start` makes the worker, and every other call waits for it. All share one event loop.
 
     The constructor imports torch and the other libraries of `start` while the learner loads or makes the model. The
     driver imports only this module, so it starts seconds earlier.

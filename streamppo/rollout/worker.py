@@ -174,7 +174,7 @@ class Worker:
         while True:
             sampling = await self._queue.beat.remote(self._name)
             if self._config.queue.segments:
-                # The actors share a batch: added actors count, and configured ones that have not started.
+                # A batch is divided between the actors, including added ones and configured ones not yet started.
                 self._num_sharing = max(sampling, self._config.rollout.actors)
                 # A restarted queue needs the version up to which segments were cut.
                 self._delivery_due.set()

@@ -111,8 +111,8 @@ class SampleLine(TypedDict):
 class EngineLine(TypedDict):
     """Counters of a rollout actor since its start, and its newest completion.
 
-    `prefix_reused` is absent before the actor's first prompt. The other numbers of context_reuse.py and `agents`
-    (requests by outcome) are absent while their counts are 0.
+    `prefix_reused` is absent before the actor's first prompt. `context_reused`, `kv_age` and `kv_ages` are absent while
+    there are no tokens to compute them from. `agents` (requests by outcome) is absent while there are no requests.
     """
 
     engine: str

@@ -23,10 +23,10 @@ class PerUpdate(NamedTuple):
 
 
 def per_update(lines: Sequence[Line]) -> dict[str, dict[str, PerUpdate]]:
-    """Return the time of each phase, and `ELSEWHERE`, between the first and the newest line of each process.
+    """Return the time per update of each process, for each phase and for `ELSEWHERE`.
 
-    The time before a process's first line is excluded, unless it is the only line. A process without an update in its
-    interval is left out.
+    A process's interval is from its first line to its newest line; if it has only one line, from its start to that
+    line. A process without an update in its interval is left out.
     """
     timed = [line for line in lines if "phases" in line]
     made_at = [line["wall_s"] for line in lines if "update" in line]

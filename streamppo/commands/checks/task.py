@@ -54,7 +54,7 @@ def load(config: Config, tokenizer: Measure | None, *, limit: int | None = None)
     except StreamppoError as error:
         return LoadedTask(None, [Finding("task", "error", str(error))])
     findings = [Finding("task", "ok", _prompts(task, measure))]
-    # Notes about only the first rows may be wrong for all rows.
+    # With a limit no notes are reported: a note about the first rows may be wrong for the whole data.
     findings += [Finding("task", "note", note) for note in task.notes() if limit is None]
     if unreadable is None:
         return LoadedTask(task, findings, lesson)

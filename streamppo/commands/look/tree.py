@@ -33,11 +33,11 @@ UNKNOWN = -1
 
 
 class TreeNode(NamedTuple):
-    """Tokens `start` to `end` - 1 of a row. `number` is the turn's, `context` the length of the path before the node.
+    """Tokens `start` to `end` - 1 of a row. `context` is the number of tokens on the path before the node.
 
-    `parent` is the token that the node follows if this is not the previous token (-1: it follows no token). A node of
-    kind "again" repeats the last token of a context that is answered once more. `versions` are (tokens, version) of a
-    turn. `too_old` is the number of its tokens beyond max_lag.
+    If the node does not follow the previous token of the row, `parent` is the token that it follows (-1: none). A node
+    of kind "again" repeats the last token of a context, because the context gets another answer. A turn has a `number`.
+    `versions` are its pairs (number of tokens, version). `too_old` is the number of its tokens beyond max_lag.
     """
 
     kind: Kind

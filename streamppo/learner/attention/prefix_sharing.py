@@ -40,9 +40,10 @@ class SharingPlan(NamedTuple):
 
 
 def can_share(transformers: "Sequence[PreTrainedModel]") -> bool:
-    """True if packing the samples of a prompt into one row changes no output of any of `transformers`. A collective.
+    """True if packing the samples of a prompt into one row changes no output of any of `transformers`.
 
-    `transformers` are unsharded, on the CPU, with plain torch attention, on rank 0; empty on other ranks.
+    All ranks call this. Rank 0 passes unsharded `transformers` on the CPU with plain torch attention; the other ranks
+    pass an empty sequence.
     """
     return from_first_rank(all(_can_share(transformer) for transformer in transformers))
 

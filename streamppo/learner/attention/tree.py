@@ -80,9 +80,9 @@ def _is_masked(tree: Size, hidden: int | None) -> bool:
 
 
 def lay_out(host: Host, layout: Layout, hidden: int | None, device: torch.device = CPU) -> RowLayout:
-    """Lay out the rows of `host`, which has branches. A tree may be masked if `hidden`, the model's width, is not None.
+    """Lay out the rows of `host`, which has branches. `hidden` is the model's width; if it is None, no tree is masked.
 
-    Single paths use `layout`, which must be `padded` if trees may be masked.
+    If no tree is masked, `layout` lays out the lines. It must be `padded` if `hidden` is not None.
     """
     assert host.branches is not None
     lines, masked = _lines(host.branches, (host.start_B + host.length_B).tolist(), hidden)

@@ -226,7 +226,10 @@ def _with_parts(module: nn.Module, forward: Callable[..., Tensor], *arguments: T
 
 
 def _row_parallel_output(module: Any, group: dist.ProcessGroup, units: Tensor) -> Tensor:
-    """This rank's slice of the product with all columns, summed over ranks. The bias is added after the sum."""
+    """The layer's output for this rank's slice of the tokens, from the partial products of all ranks.
+
+    Each rank multiplies by its own columns of the weight. The bias is added after the sum over ranks.
+    """
     with _parts(module):
         partial_sum = nn.functional.linear(units, module.weight)
     summed: Tensor = _Collective.apply(partial_sum, group, _reduce_slices, _gather_slices)  # pyright: ignore[reportAssignmentType]

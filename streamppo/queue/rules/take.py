@@ -24,7 +24,7 @@ is MiniMax's share. L = 1 leaves room for either a flow lag or a window; the flo
     S       1        2         5         12
     W - 1   P        2 P       3 P       4 P
 
-Segments: S = max(1, L - 1) if they are cut just in time, else L. Update u trains from version u.
+With `queue.segments`, S = max(1, L - 1) if segments are cut just in time, else S = L. Update u starts from version u.
 
     a cut       an engine that swaps to version v delivers every segment whose oldest token is of v - S or before, and
                 some segments earlier, so that not too many are due together (rollout/segment_cuts.py)

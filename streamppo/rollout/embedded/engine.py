@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 ADMIT_SHARE = 8
 """Steps stop for a prefill when 1 / `ADMIT_SHARE` of the rows are free: even a prefill of few prompts is expensive."""
 MOST_HELD = 8
-"""Maximum number of boundaries at which requests wait until more rows are free."""
+"""While few rows are free, requests wait for more free rows, for at most this many boundaries."""
 BURST_S = 0.01
 """Steps stop after this time, so that ended completions are returned soon."""
 R = TypeVar("R")

@@ -74,9 +74,9 @@ class AttentionRule(NamedTuple):
 class AttentionPass:
     """One forward pass: where its tokens are written, and which tokens each of them attends to.
 
-    `at_BP` are the tokens' positions. Row `first` + b of the cache gets the tokens of sequence b. In a prefill,
-    `copies` are `rows_N` and `prompts_N`: each of these rows gets the tokens of its prompt. Without `spans`, as in a
-    prefill, tokens attend only to tokens of this pass.
+    `at_BP` are the tokens' positions. The tokens of sequence b are written to row `first` + b of the cache. A prefill
+    instead has `copies`, the pair (`rows_N`, `prompts_N`): the tokens of sequence `prompts_N[n]` are written to row
+    `rows_N[n]`. Without `spans`, as in a prefill, tokens attend only to tokens of this pass.
     """
 
     def __init__(

@@ -359,7 +359,7 @@ class DecodingRows:
         del self.requests[num_left:]
 
     def _copy(self, sources: np.ndarray, targets: np.ndarray) -> None:
-        """Copy running rows `sources` to `targets`; rows in both are exchanged."""
+        """Copy rows `sources` to rows `targets`. All are read before any is written, so two rows can be exchanged."""
         self._copy_cache(sources, targets, int(self._cached[sources].max()))
         for column in (
             self._cached,

@@ -33,9 +33,9 @@ THOUGHTS = ("reasoning_content", "reasoning")
 
 
 class TreePlace(NamedTuple):
-    """The stored beginning of a request: `at` is its last token, and `new_messages` are not stored.
+    """The stored prefix of a request: `node` is its last message, and `at` is its last token.
 
-    `node` is its last message. Without `new_messages` the opening of the next turn is stored, too.
+    `new_messages` are the messages after it. If there are none, the opening of the next turn is stored, too.
     """
 
     node: int
@@ -50,7 +50,7 @@ class _Node(NamedTuple):
 
 
 class Tree:
-    """Grows by a turn at a time. A `setting` is everything else that a context depends on, such as tools."""
+    """The tree of messages; `add` adds a turn. A `setting` is what else a context depends on, such as tools."""
 
     def __init__(self) -> None:
         self._nodes: list[_Node] = []
@@ -60,7 +60,7 @@ class Tree:
         self._ended: dict[int, int] = {}
 
     def match(self, messages: Sequence[Message], setting: object = ()) -> TreePlace:
-        """Find the longest stored beginning of a request, the newest of several."""
+        """Find the longest stored prefix of a request's messages; if several are equally long, the newest."""
         best, frontier = TreePlace(ROOT, NO_PLACE, messages), [ROOT]
         for count, message in enumerate(messages, 1):
             frontier = self._matches(frontier, message, _hash(setting) if count == 1 else b"")

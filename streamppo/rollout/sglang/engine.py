@@ -75,7 +75,10 @@ async def start(
 
 
 class ServedModel(NamedTuple):
-    """The architecture, the memory of its versions, and the served tensors, named as in the model's files."""
+    """A model's architecture, the memory for copies of its versions, and the served tensors by name.
+
+    The names are those of the model's files.
+    """
 
     architecture: Architecture
     copies: VersionCopies

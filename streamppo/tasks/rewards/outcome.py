@@ -1,4 +1,4 @@
-"""The result of a scorer's call: a reward, no opinion, or a failure with its reason. A failure never scores 0."""
+"""The result of a scorer's call: a reward, no score, or a failure with its reason. A failure never scores 0."""
 
 import math
 from collections.abc import Iterable, Mapping
@@ -18,7 +18,7 @@ LARGEST = 1e16
 
 
 class Outcome(WireStruct, frozen=True):
-    """A `reward`, or a failure's `reason`. Without either, the scorer has no opinion on the trajectory."""
+    """A `reward`, or a failure's `reason`. Without either, the scorer does not score the trajectory."""
 
     reward: Reward | None = None
     reason: str = ""
@@ -53,7 +53,7 @@ def check(value: object, text: ScoredText) -> Outcome:
 
 
 def check_batch(values: object, texts: tuple[ScoredText, ...]) -> tuple[Outcome, ...]:
-    """Convert a list with one value for each text to outcomes; None means no opinion."""
+    """Convert a list with one value for each text to outcomes; None means that the text is not scored."""
     if isinstance(values, str | bytes | Mapping) or not isinstance(values, Iterable):
         return (_refusal(values, f"not a list of {len(texts)} numbers"),) * len(texts)
     items = list(values)

@@ -27,7 +27,7 @@ QUOTED = 300
 
 Test: TypeAlias = str | dict[str, str]
 Operations: TypeAlias = str
-"""A JSON list that only checker and program decode, because it may contain the program's values of any depth."""
+"""A JSON list. The scorer does not decode it, because the program's values in it may be nested to any depth."""
 
 
 class Verdict(TypedDict, total=False):

@@ -11,7 +11,7 @@ Answers = asyncio.Future[tuple[Outcome, ...]]
 
 
 class CallLost(Exception):
-    """The process ended, or was abandoned, during this call. `innocent`: another call is known to be the cause."""
+    """The process ended, or was abandoned, during this call. `innocent` is true if another call is the known cause."""
 
     def __init__(self, *, innocent: bool) -> None:
         super().__init__()
@@ -41,7 +41,8 @@ class Process:
     async def ask(self, call: Call, *, grace_s: float) -> tuple[Outcome, ...] | None:
         """Send a call and wait for its answer; None if there is none `grace_s` after the call's time limit.
 
-        Without an answer the process counts as held, unless it ran steps meanwhile.
+        Without an answer, `held` becomes true if no step began or ended during `grace_s` and no other call's step is
+        running.
 
         Raises `CallLost` and `Orphaned`, and one of `UNSENDABLE`.
         """
@@ -77,7 +78,7 @@ class Process:
             return
 
     def leave_to(self, culprit: int) -> None:
-        """Fail every call except `culprit` with an innocent `CallLost`."""
+        """Give this process no other calls, and fail all except `culprit` with `CallLost(innocent=True)`."""
         self.held = True
         for number, waiting in self.calls.items():
             if number != culprit and not waiting.done():
