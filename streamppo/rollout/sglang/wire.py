@@ -205,7 +205,10 @@ def request(
             "top_k": sampling.top_k or -1,
             **NEUTRAL,
             "stop_token_ids": list(eos_ids),
-            "stop": list(strings),
+            # SGLang holds back messages of a stream while the text ends as a string begins, but not as a pattern does:
+            # more than `interval` tokens could be on their way at a pause.
+            "stop": [] if interval else list(strings),
+            **({"stop_regex": [re.escape(string) for string in strings]} if interval and strings else {}),
             **({"logit_bias": biases} if biases else {}),
             # SGLang reads it only with enable_deterministic_inference, as int64.
             **({"sampling_seed": sampling.seed >> 1} if sampling.seed is not None else {}),

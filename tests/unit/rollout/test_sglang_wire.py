@@ -1,6 +1,7 @@
 """What is said to SGLang and how its answers are read, without SGLang."""
 
 import base64
+import re
 from importlib import metadata
 from typing import Any
 
@@ -80,6 +81,15 @@ def test_a_request_leaves_nothing_to_what_a_server_or_a_model_prefers() -> None:
     asked: dict[str, Any] = {"strings": ["\n\n"], "biases": wire.biases([7, 9])}
     told: Any = wire.request(PROMPT, Sampling(9), room=5, eos_ids=[4], rid="r", key="k", **asked)["sampling_params"]
     assert told["stop"] == ["\n\n"] and told["logit_bias"] == {"7": wire.UNSAMPLED, "9": wire.UNSAMPLED}
+
+
+@pytest.mark.parametrize("string", ["\n\nQ:", "1+", "[a-z]*", "\\d", "7"])
+def test_the_strings_of_a_stream_are_patterns_of_themselves(string: str) -> None:
+    """SGLang holds back no message for a pattern, so that it sends tokens at the interval that versions rely on."""
+    asked: dict[str, Any] = {"rid": "r", "key": "k", "strings": [string], "interval": 8}
+    told: Any = wire.request(PROMPT, Sampling(9), room=5, eos_ids=[4], **asked)["sampling_params"]
+    (pattern,) = told["stop_regex"]
+    assert told["stop"] == [] and re.fullmatch(pattern, string) and not re.search(pattern, "abcd8")
 
 
 def test_more_unknown_tokens_than_sglang_can_be_told_of_are_refused() -> None:
