@@ -14,6 +14,7 @@ from conftest import REPOSITORY
 
 from benchmarks.lib import lengths
 from streamppo.rollout.engine import Completion, Cuts, Sampling
+from streamppo.tasks.tokenizer import character_tokenizer
 from streamppo.telemetry import metrics_file as lines
 
 pytest_plugins = ["sglang_case"]
@@ -93,6 +94,30 @@ def test_segments_of_a_length_follow_each_other_over_swaps_with_their_candidates
             assert part.candidates.counts.tolist() == one.whole.candidates.counts[: len(part.tokens)].tolist()
             tokens = one.whole.candidates.tokens[: len(part.candidates.tokens)]
             assert part.candidates.tokens.tolist() == tokens.tolist()
+
+
+def test_segments_are_cut_in_time_while_texts_end_as_stop_strings_begin(tmp_path: Path) -> None:
+    made, after = case.model(), case.model(seed=34)
+    made.save_pretrained(tmp_path)
+    letters = "abcdefghijklmnopqrstuvwx"
+    tokenizer = character_tokenizer(letters)
+    tokenizer.eos_token = None
+    tokenizer.save_pretrained(tmp_path)
+    strings = [f"{letter}abcdefgh" for letter in letters]
+
+    async def sample() -> list[Sampled]:
+        engine = await case.engine(str(tmp_path), case.tensors(made), f"rollout.stop={strings}")
+        # The first tokens of an engine take longer than the time before the swap.
+        await engine.generate(case.prompts(1)[0], Sampling(4))
+        done = await sampled(engine, [after], {"max_age": 1, "share": 1.0}, Sampling(LENGTH))
+        await engine.stop()
+        return done
+
+    for one in asyncio.run(sample()):
+        check_parts(one)
+        (segment,) = one.handed
+        assert set(segment.versions) == {0} and len(segment.tokens) < LENGTH
+        assert (one.whole.versions[len(segment.tokens) :] == 1).all()
 
 
 @pytest.mark.timeout(900)
