@@ -35,7 +35,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "GPTNeoX": {},
     "Gemma2": {"head_dim": 8, "final_logit_softcapping": 2.0, "attn_logit_softcapping": 1.0},
     "Gemma3Text": {"head_dim": 8, "final_logit_softcapping": 2.0},
-    "Gemma3nText": {**SHARED, "laurel_rank": 4},
+    "Gemma3nText": {**SHARED, "laurel_rank": 4, "layer_types": ["sliding_attention"]},
     "Gemma4Text": {**SHARED, "global_head_dim": 8, "layer_types": ["full_attention", "sliding_attention"]},
     "Glm4": {"head_dim": 8},
     "GptOss": {"head_dim": 8, **MOE},

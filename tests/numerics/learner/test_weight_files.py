@@ -18,7 +18,7 @@ from streamppo.learner.model.policy import Policy
 from streamppo.learner.model.weight_files import ParameterSource, TensorFiles
 
 LAYERS = 5
-BY_RANK_0 = {"FalconH1", "Nemotron"}
+BY_RANK_0 = {"DeepseekV3", "FalconH1", "Gemma3nText", "Gemma4Text", "Nemotron"}
 """Families whose layers have buffers, or that are cut otherwise: rank 0 reads all of them."""
 RANKS = 3
 
