@@ -96,7 +96,7 @@ def scratch_folder(path: Path) -> Generator[Path]:
             # Some file systems have no locks.
             with suppress(OSError):
                 fcntl.flock(opened, fcntl.LOCK_EX)
-            if not _is_at(scratch, opened):
+            if not is_at(scratch, os.fstat(opened)):
                 # Another process has deleted it before it was locked.
                 continue
             try:
@@ -156,15 +156,15 @@ def _temporary_file(path: Path) -> Generator[BufferedWriter]:
             # Some file systems have no locks.
             with suppress(OSError):
                 fcntl.flock(file, fcntl.LOCK_EX)
-            if _is_at(aside(path), file.fileno()):
+            if is_at(aside(path), os.fstat(file.fileno())):
                 yield file
                 return
 
 
-def _is_at(path: Path, file: int) -> bool:
-    """Return whether `path` still names the open file. Another writer may have renamed it meanwhile."""
+def is_at(path: Path, opened: os.stat_result) -> bool:
+    """Return whether `path` still names an open file or folder. Another process may have renamed it meanwhile."""
     try:
-        return os.path.samestat(os.fstat(file), path.stat())
+        return os.path.samestat(path.stat(), opened)
     except FileNotFoundError:
         return False
 

@@ -4,7 +4,6 @@ SQLite checks only the structure of a file, so every row also has a checksum. Th
 """
 
 import logging
-import os
 import sqlite3
 import time
 from collections.abc import Generator
@@ -16,6 +15,7 @@ from zlib import crc32
 
 import msgspec
 
+from streamppo import durable
 from streamppo.errors import UNREADABLE, JournalError
 from streamppo.types import decode
 
@@ -117,7 +117,7 @@ class Database:
 
         All content remains in the moved file, in the file if only its log is lost, or else in a copy beside the path.
         """
-        lost = next((place for place, opened in self._places.items() if not _is_at(place, opened)), None)
+        lost = next((place for place, opened in self._places.items() if not durable.is_at(place, opened)), None)
         if lost is None:
             return
         if not self.path.parent.is_dir():
@@ -217,13 +217,6 @@ def _read_only_address(path: Path) -> str:
 
 def _log(path: Path) -> Path:
     return path.with_name(f"{path.name}{LOG}")
-
-
-def _is_at(path: Path, opened: os.stat_result) -> bool:
-    try:
-        return os.path.samestat(path.stat(), opened)
-    except FileNotFoundError:
-        return False
 
 
 def _holder(path: Path, locks: Path = Path("/proc/locks")) -> str:
