@@ -23,7 +23,7 @@ class Chat:
         # Only this dialect writes log-probs.
         wire.refuse_absent({**body, "logprobs": None})
         wire.refuse(body, "best_of", "ask for n answers", 1)
-        answers = wire.count(body, "n")
+        answers = wire.num_answers(body, "n")
         if answers > 1 and body.get("stream") is True:
             raise malformed(
                 "n is not possible here with stream: send one request for each answer", "unusable parameter"

@@ -160,16 +160,6 @@ def stops(body: Body, name: str) -> tuple[str, ...]:
     return tuple(strings)
 
 
-def count(body: Body, name: str) -> int:
-    """Return a number of answers, 1 if the request has none. Raises `RequestRefused` for anything but a number."""
-    value = body.get(name)
-    if value is None:
-        return 1
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise malformed(f"{name} is a number of answers above 0")
-    return value
-
-
 def role(item: Body, known: Mapping[str, str]) -> str:
     """Return the role of a message, as templates call it. Raises `RequestRefused` for an unknown one."""
     value = item.get("role")
@@ -221,14 +211,19 @@ def tool(name: object, description: object, parameters: object) -> dict[str, Any
 
 def token_limit(body: Body, *names: str) -> int | None:
     """Return the first of the named bounds that is set. Raises `RequestRefused` unless it is a number above 0."""
-    for name in names:
-        value = body.get(name)
-        if value is None:
-            continue
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise malformed(f"{name} is a number of tokens above 0, not {value!r}")
-        return value
-    return None
+    return next((limit for name in names if (limit := _positive(body, name, "tokens")) is not None), None)
+
+
+def num_answers(body: Body, name: str) -> int:
+    """Return the number of answers that a request asks for, by default 1. Raises `RequestRefused`."""
+    return _positive(body, name, "answers") or 1
+
+
+def _positive(body: Body, name: str, unit: str) -> int | None:
+    value = body.get(name)
+    if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+        raise malformed(f"{name} is a number of {unit} above 0, not {value!r}")
+    return value
 
 
 def arguments_of(body: Body) -> Body:
