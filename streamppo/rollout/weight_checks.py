@@ -105,3 +105,11 @@ def check_prompt(prompt: Ints, longest: int, vocabulary: int) -> None:
     # As unsigned numbers negative ids are large: one comparison finds both mistakes.
     if prompt.view(np.uint32).max() >= vocabulary:
         raise PromptRefused(f"a prompt has a token id outside the model's vocabulary of {vocabulary} tokens")
+
+
+def cache_error(rows: int, room: int, token_bytes: int) -> ModelError:
+    """Make the error of a cache of `rows` rows of `room` tokens that does not fit into memory."""
+    return ModelError(
+        f"not enough memory for a cache of {rows} completions of {room} tokens, "
+        f"{rows * room * token_bytes / 2**30:.1f} GiB: lower rollout.slots, rollout.max_tokens or max_prompt_tokens"
+    )

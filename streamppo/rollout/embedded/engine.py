@@ -79,7 +79,6 @@ class EmbeddedEngine:
         self._rows = DecodingRows(self._decoder, ends, max_total_tokens)
         self._boundaries_held = 0
         self._seed, self._unseeded = seed, itertools.count(1)
-        self._vocabulary = self._decoder.vocabulary
         self._checked_prompt: Ints | None = None
         self._version = version
         self._slots = slots
@@ -116,7 +115,7 @@ class EmbeddedEngine:
         """See `Engine.generate`."""
         if prompt is not self._checked_prompt:
             # Successive samples of a prompt have the same array, which is checked once.
-            check_prompt(prompt, self._max_total_tokens - 1, self._vocabulary)
+            check_prompt(prompt, self._max_total_tokens - 1, self._decoder.vocabulary)
             self._checked_prompt = prompt
         limit = min(sampling.max_tokens, self._max_total_tokens - len(prompt))
         if sampling.seed is None:

@@ -19,12 +19,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from streamppo.config.rollout import FAMILIES
-from streamppo.errors import ModelError
 from streamppo.process import phase
 from streamppo.rollout.embedded import parameters
 from streamppo.rollout.embedded.parameters import Layer, Parameters
-from streamppo.rollout.embedded.spans import Span, width
-from streamppo.rollout.weight_checks import Architecture, check_fit
+from streamppo.rollout.embedded.spans import LEAST_ROWS, Span, width
+from streamppo.rollout.weight_checks import Architecture, cache_error, check_fit
 from streamppo.weights.content import compare, hash_tensor, write
 
 if TYPE_CHECKING:
@@ -34,8 +33,6 @@ SILU = ("silu", "swish")
 """transformers' names of the activation between the products of the MLP."""
 ROPE_TYPES = ("default", "linear", "llama3", "yarn", "dynamic", "longrope")
 """Rotary embeddings whose angles depend only on the position, in rows of up to `positions.longest` tokens."""
-LEAST_ROWS = 16
-"""From this number of rows on, one thread of MKL computes all rows of a float32 product by the same kernel."""
 
 
 class _Prefill(NamedTuple):
@@ -109,11 +106,8 @@ class FusedDecoder:
         try:
             cache = torch.zeros(shape, dtype=self.dtype, device=self.device)
         except RuntimeError as error:
-            size = math.prod(shape) * self.dtype.itemsize / 2**30
-            raise ModelError(
-                f"not enough memory for a cache of {rows} completions of {room} tokens, {size:.1f} GiB: "
-                "lower rollout.slots, rollout.max_tokens or max_prompt_tokens"
-            ) from error
+            token_bytes = math.prod(shape) // (rows * room) * self.dtype.itemsize
+            raise cache_error(rows, room, token_bytes) from error
         if before:
             cache[:, :, :before] = self.cache
         self.cache = cache

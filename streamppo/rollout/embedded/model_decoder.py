@@ -17,8 +17,8 @@ from streamppo.process import phase
 from streamppo.rollout import positions
 from streamppo.rollout.embedded import row_attention
 from streamppo.rollout.embedded.row_attention import AttentionPass, RowCache
-from streamppo.rollout.embedded.spans import Span, width
-from streamppo.rollout.weight_checks import check_fit
+from streamppo.rollout.embedded.spans import LEAST_ROWS, Span, width
+from streamppo.rollout.weight_checks import cache_error, check_fit
 from streamppo.weights.content import compare, hash_tensor, write
 from streamppo.weights.models import fit
 from streamppo.weights.models.settings import causal_class, naming
@@ -26,8 +26,6 @@ from streamppo.weights.models.settings import causal_class, naming
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
-LEAST_TOKENS = 16
-"""From this number of tokens on, one thread of MKL computes all tokens of a dense layer by the same kernel."""
 PROBED = (4, 2, 1)
 """Numbers of tokens in the passes that compare a new decoder with the model: a prefill, an extension, a step."""
 
@@ -97,11 +95,7 @@ class ModelDecoder:
         try:
             self._cache.enlarge(room)
         except RuntimeError as error:
-            raise ModelError(
-                f"not enough memory for a cache of {self.rows} completions of {room} tokens, "
-                f"{self.rows * room * self._cache.token_bytes / 2**30:.1f} GiB: lower rollout.slots, "
-                "rollout.max_tokens or max_prompt_tokens"
-            ) from error
+            raise cache_error(self.rows, room, self._cache.token_bytes) from error
 
     # --- weights ---------------------------------------------------------------------------------------------
 
@@ -165,7 +159,7 @@ class ModelDecoder:
     def _logits(self, tokens_BP: Tensor, at_BP: Tensor, last_B: Tensor, attention_pass: AttentionPass | None) -> Tensor:
         """Return the logits [B, V] after token `last_B` of each row; without `attention_pass` by eager attention."""
         B, P = tokens_BP.shape
-        padding = max(0, math.ceil(LEAST_TOKENS / P) - B)
+        padding = max(0, math.ceil(LEAST_ROWS / P) - B)
         tokens, at = F.pad(tokens_BP, (0, 0, 0, padding)), F.pad(at_BP, (0, 0, 0, padding))
         self._last_B = F.pad(last_B, (0, padding))
         arguments = {} if attention_pass is None else {"attention_pass": attention_pass}

@@ -41,10 +41,11 @@ class RowCache:
     def layer(self, number: int, key_BPKD: Tensor, value_BPKD: Tensor) -> tuple[Tensor, Tensor]:
         """Return the cached keys and values of a layer, with entries like those of `key_BPKD` and `value_BPKD`."""
         if number not in self._layers:
-            new = (tensor.new_zeros(self.rows, self.room, *tensor.shape[2:]) for tensor in (key_BPKD, value_BPKD))
-            keys, values = new
-            self._layers[number] = keys, values
+            self._layers[number] = self._zeros(key_BPKD), self._zeros(value_BPKD)
         return self._layers[number]
+
+    def _zeros(self, entries_BPKD: Tensor) -> Tensor:
+        return entries_BPKD.new_zeros(self.rows, self.room, *entries_BPKD.shape[2:])
 
     def enlarge(self, room: int) -> None:
         """Enlarge each row to `room` tokens, and keep its content."""
@@ -89,6 +90,7 @@ class AttentionPass:
         copies: tuple[Tensor, Tensor] | None = None,
     ) -> None:
         self._cache, self._at_BP, self._first = cache, at_BP, first
+        self._rows_B1 = torch.arange(first, first + len(at_BP), device=at_BP.device)[:, None]
         self._spans, self._copies = spans, copies
         self._masks: dict[tuple[int, int | None], Tensor | None] = {}
 
@@ -115,13 +117,11 @@ class AttentionPass:
         return F.pad(joined_BPHD, (0, 0, 0, 0, 0, 0, 0, len(query_BHPD) - B)).contiguous()
 
     def _write(self, cached: Tensor, new_BPKD: Tensor) -> None:
-        B, P = self._at_BP.shape
         if self._copies is None:
-            rows_B1 = torch.arange(self._first, self._first + B, device=cached.device)[:, None]
-            cached[rows_B1, self._at_BP] = new_BPKD
+            cached[self._rows_B1, self._at_BP] = new_BPKD
         else:
             rows_N, prompts_N = self._copies
-            cached[:, :P].index_copy_(0, rows_N, new_BPKD.index_select(0, prompts_N))
+            cached[:, : new_BPKD.shape[1]].index_copy_(0, rows_N, new_BPKD.index_select(0, prompts_N))
 
     def _read(self, tensor: Tensor, span: Span) -> Tensor:
         return tensor[self._first + span.first : self._first + span.end, : span.longest]

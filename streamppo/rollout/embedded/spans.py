@@ -11,6 +11,8 @@ import numpy as np
 
 ROUND = 16
 """Positions of a span are rounded up to a multiple of this, so that shapes repeat."""
+LEAST_ROWS = 16
+"""From this number of rows on, one thread of MKL computes all rows of a float32 product by the same kernel."""
 SHORT = 2 * ROUND
 """If no row is longer than this, there is one span, because two would save nothing."""
 MOST_SHARE = 0.75
