@@ -243,7 +243,7 @@ def test_a_run_and_its_fork_are_compared_prompt_by_prompt_from_where_they_part(
     assert thread_run.train(fork).returncode == 0
     assert cli.main(["report", str(exact), str(fork), "--to", str(tmp_path / "page.html")]) == 0
     said = capsys.readouterr().out
-    assert "math-at-2 less math since version 2: reward " in said and "(2 standard errors, 16 prompts in pairs" in said
+    assert "math-at-2 minus math since version 2: reward " in said and "(2 standard errors, 16 prompts in pairs" in said
     page = (tmp_path / "page.html").read_text()
     assert "updates 3 to 6" in page and "updates 6 to 6" in page
     assert cli.main(["report", str(exact), str(fork), "--json"]) == 0
