@@ -1,7 +1,7 @@
 """The rows that an update passes through the model, divided into minibatches and each rank's micro-batches.
 
 A minibatch is the rows of one step. The division depends on the seed, the version, the epoch, the rows' lengths and
-branches, and the idle rows. So a rank can find its rows before it fetches their tokens. B trajectories of the batch.
+branches, and the idle rows, so a rank finds its rows before it fetches their tokens. B trajectories of the batch.
 """
 
 from collections.abc import Callable, Sequence
@@ -36,9 +36,10 @@ COMPARING = (choices.Grpo, choices.DrGrpo, choices.Rloo, choices.MaxRl)
 
 
 class ActiveRows(NamedTuple):
-    """The rows that are passed, [B] on the CPU: `trained_B` in the steps, `scored_B` before the first step.
+    """The rows that pass through the model: `trained_B` in the steps, `scored_B` before the first step; [B] on the CPU.
 
-    `idle_B` are rows whose tokens are in the loss and have no gradient: a minibatch of idle rows still makes a step.
+    `idle_B` are rows with tokens in the loss but no gradient, which are not passed. A minibatch of idle rows makes a
+    step.
     """
 
     trained_B: Tensor
@@ -46,12 +47,14 @@ class ActiveRows(NamedTuple):
     idle_B: Tensor
 
     def select(self, rows: Tensor) -> Tensor:
-        """Return those of `rows` that are passed in the steps."""
+        """Return the rows among `rows` that are passed in the steps."""
         return rows[self.trained_B[rows]]
 
 
 def active_rows(config: Config, batch: PaddedBatch) -> ActiveRows:
-    """Find the rows of `batch` to pass: those with a gradient or, for the metrics, all if no row has one.
+    """Find the rows of `batch` to pass: all rows with a gradient or, for the metrics, every row if none has a gradient.
+
+    Rows have no gradient for two reasons:
 
         no token in the loss    all are too old, all rewards of the group are equal (zero_variance = "mask"), or the
                                 completion is filtered
@@ -61,8 +64,8 @@ def active_rows(config: Config, batch: PaddedBatch) -> ActiveRows:
     Denominators, baselines and whitening are over the whole batch. The result depends only on the configuration and on
     columns other than the tokens: every rank finds the same rows before it has the tokens.
     """
-    # Other filters and rejections report their shares of all completions. So with them no filter is applied here, and
-    # truncated completions are passed too.
+    # Other filters and rejections report their shares of all completions. If there are any, no filter is applied here,
+    # and truncated completions are passed too.
     only_truncated = _filters_only_truncated(config.algorithm)
     algorithm = config.algorithm if only_truncated else structs.replace(config.algorithm, filters=())
     trained_B = trained_tokens(algorithm, batch).any(-1).cpu()
@@ -113,10 +116,10 @@ def _filters_only_truncated(config: choices.Algorithm) -> bool:
 
 
 class PassCosts(NamedTuple):
-    """The fixed cost of a pass, as a number of tokens whose matrix products in the layers cost as much.
+    """The fixed costs of a pass, in units of the layers' matrix products for one token.
 
-    `gradients`: the cost of adding a pass's weight gradients to those of earlier passes. `launches`: the cost of the
-    launches of the pass's operations, times the squared width of the model.
+    `gradients`: the cost of adding a pass's weight gradients to those of earlier passes. `launches`: the cost of
+    launching the pass's operations, multiplied by the squared width of the model.
     """
 
     gradients: float
@@ -124,7 +127,7 @@ class PassCosts(NamedTuple):
 
 
 PADDING_SHARE = 1 / 16
-"""By default, padding of this share of a micro-batch's budget counts as costly as another micro-batch."""
+"""By default, another micro-batch counts as costly as padding of this share of the budget of tokens."""
 ON_CPU, ON_GPU = PassCosts(25, 5e5), PassCosts(250, 5e9)
 """Measured on a CPU at widths of 64, 256 and 512. For a GPU, computed from an H100 at 40 % of its peak, the speed of
 its memory, and 10 microseconds a launch.
@@ -143,7 +146,7 @@ class Division(NamedTuple):
 
     @property
     def overhead(self) -> float | None:
-        """The tokens of padding that cost as much as another micro-batch; None, the default, on several ranks."""
+        """The padding, in tokens, that costs as much as another micro-batch; None on several ranks: the default."""
         return None if self.ranks > 1 else self.costs.gradients + self.costs.launches / self.hidden**2
 
     def minibatches(self, num_rows: int, version: int, epoch: Epoch) -> tuple[Tensor, ...]:
@@ -153,7 +156,7 @@ class Division(NamedTuple):
         return row_order(num_rows, self.config.seed, version, epoch.number).chunk(epoch.minibatches)
 
     def micro_batches(self, sizes: RowSizes, rows: Tensor) -> list[Tensor]:
-        """This rank's micro-batches of `rows`. Every rank has equally many; some may be empty."""
+        """This rank's micro-batches of `rows`. Every rank has equally many micro-batches; some may be empty."""
         budget = self.config.learner.micro_batch_tokens
         tokens_B, prompts, lines_B = sizes
         by_rank = micro_batches(
@@ -170,9 +173,9 @@ class Division(NamedTuple):
         return by_rank[self.rank]
 
     def are_one_pass(self, sizes: RowSizes, pieces: Sequence[Tensor]) -> bool:
-        """True if `pieces`, micro-batches of this rank, fit into one; on several ranks, if there is only one piece.
+        """True if this rank's micro-batches `pieces` fit into a single one; on several ranks, True for one piece only.
 
-        Rows of very different lengths can be in several micro-batches although one could hold them.
+        Rows of very different lengths can be in several micro-batches although one micro-batch could hold them.
         """
         if len(pieces) <= 1 or self.ranks > 1:
             return len(pieces) == 1
@@ -192,7 +195,7 @@ class Division(NamedTuple):
 
 
 STAND_IN = torch.tensor([0])
-"""The row that is passed, without use of its result, for an empty micro-batch, because every pass is a collective."""
+"""For an empty micro-batch this row is passed and its result ignored, because every pass is a collective."""
 
 
 # --- micro-batches -----------------------------------------------------------------------------------------------
@@ -212,18 +215,18 @@ def micro_batches(
 ) -> list[list[Tensor]]:
     """Split `rows` into micro-batches of at most `budget` tokens; entry r is for rank r.
 
-    If rows are `padded`, each counts as long as the longest row of its micro-batch. `work` maps a row's number of
-    tokens to its cost, by default the same number. A row may have several lines, `lines_B`, each of at most `tokens_B`
-    tokens.
+    If rows are `padded`, each row counts as long as the longest row of its micro-batch. `work` maps a row's number of
+    tokens to the row's cost; by default the cost is the number of tokens. A row may have several lines, `lines_B`, each
+    of at most `tokens_B` tokens.
 
-    Every micro-batch is a collective, so every rank gets equally many; some are empty if rows run out. Rows are dealt
-    longest first, each to the rank with the least work so far, so that padding is short and loads differ by at most
-    one row. A row longer than the budget is alone in its micro-batch.
+    Every micro-batch is a collective, so every rank gets equally many micro-batches; some are empty if rows run out.
+    Rows are dealt longest first, each to the rank with the least work so far, so that padding is short and loads differ
+    by at most one row. A row longer than the budget is alone in its micro-batch.
 
     Padded rows of different lengths get separate micro-batches if that saves more padding than `overhead`, the tokens
-    that another micro-batch costs. They stay together if it is less work to lay out each prompt of `prompts` as one row
-    with all its samples. Without padding, the samples of a prompt are in as few micro-batches as possible, and each
-    micro-batch computes the shared tokens of `prompts` once.
+    that another micro-batch costs. Rows of different lengths stay together if one row for each prompt of `prompts`,
+    with all its samples, is less work. Without padding, the samples of a prompt are in as few micro-batches as
+    possible, and each micro-batch computes the shared tokens of `prompts` once.
     """
     by_length = rows[torch.argsort(tokens_B[rows], descending=True, stable=True)]
     lines_B = torch.ones_like(tokens_B) if lines_B is None else lines_B
@@ -240,7 +243,7 @@ def micro_batches(
 def _deal(
     by_length: Tensor, tokens_B: Tensor, lines_B: Tensor, ranks: int, work: Callable[[int], float]
 ) -> list[Tensor]:
-    """The rows of each rank: row by row, the rank with the least work so far gets the next one."""
+    """The rows of each rank: the rank with the least work so far gets the next row."""
     by_rank: list[list[int]] = [[] for _ in range(ranks)]
     loads = [0.0] * ranks
     rows = zip(by_length.tolist(), tokens_B[by_length].tolist(), lines_B[by_length].tolist(), strict=True)
@@ -280,7 +283,7 @@ def _split_padded(
 def _split_by_length(
     rows: Tensor, tokens_B: Tensor, lines_B: Tensor, prompts: SharedPrompts | None, costs: PaddingCosts
 ) -> list[Tensor]:
-    """Split one micro-batch by length, unless one row for each prompt with all its samples is less work."""
+    """Split one micro-batch by length, unless it is less work to have one row per prompt, with all its samples."""
     tokens, lines = tokens_B[rows].numpy(), lines_B[rows].numpy()
     pieces = _spans_of_similar(tokens, lines, costs.overhead)
     if len(pieces) > 1 and prompts is not None:

@@ -77,12 +77,12 @@ def to_device(tensor: Tensor, device: torch.device) -> Tensor:
 def join(device: torch.device, address: tuple[str, int], rank: int, ranks: int, *, offload: bool = False) -> None:
     """Make the process group of all ranks: NCCL between GPUs, gloo between CPUs. A collective.
 
-    With `offload`, ranks on GPUs have both, because their shards are in CPU memory. Collectives have the timeout `LOAD`
-    until `expect` is called.
+    With `offload`, ranks on GPUs use NCCL and gloo, because their shards are in CPU memory. Collectives have the
+    timeout `LOAD` until `expect` is called.
 
     Gloo is set to the interface from which a rank reaches rank 0. By default gloo would use the address of the host
-    name, often loopback, which other nodes cannot reach. NCCL finds its interface itself. It is set to loopback only if
-    rank 0 is at loopback, so that ranks listen only there.
+    name, often loopback, which other nodes cannot reach. NCCL finds its interface itself, except if rank 0 is at
+    loopback: NCCL is then set to loopback, so that ranks listen only there.
     """
     host, port = address
     if interface := interface_to(host, port):
@@ -176,7 +176,7 @@ def add_up(
 
 
 def expect(timeout: timedelta, mesh: DeviceMesh, *groups: dist.ProcessGroup) -> None:
-    """Set the timeout of collectives, also in `groups`: `LOAD` before models are loaded, `UPDATE` after it."""
+    """Set the timeout of all collectives: `LOAD` before models are loaded, `UPDATE` afterwards."""
     for group in (everybody(), *mesh.get_all_groups(), *groups):
         group.set_timeout(timeout)
 

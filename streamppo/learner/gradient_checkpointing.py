@@ -25,7 +25,7 @@ def checkpointing_for(config: Config, model: memory.ModelSizes, longest: int, fr
     off     on a CPU; on a GPU if a rank that keeps all activations fits in `FITS` of the free memory
     full    otherwise
 
-    If ranks share a GPU, each counts the fraction of the GPU that it requests. Results do not depend on the choice.
+    If ranks share a GPU, each rank gets its requested share of the free memory. Results do not depend on the choice.
     """
     room = FITS * min(1.0, config.learner.gpus) * free
     return "full" if config.learner.gpus and memory.rank(config, model, longest).total > room else "off"
@@ -67,7 +67,7 @@ def _checkpointing_and_reason(config: Config, path: str, free: int) -> tuple[Lit
 
 
 def _free(device: str) -> int:
-    """The free bytes of the device that has the least, of all ranks. A collective."""
+    """The smallest number of free bytes on the devices of all ranks. A collective."""
     free = torch.tensor(torch.cuda.mem_get_info()[0], device=device)
     dist.all_reduce(free, dist.ReduceOp.MIN)
     return int(free)

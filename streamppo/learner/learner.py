@@ -1,4 +1,4 @@
-"""All training state of one rank, made by `build`; of its parts, only the pusher uses Ray."""
+"""The training state of one rank, made by `build`. Of its parts, only the pusher uses Ray."""
 
 import logging
 from collections.abc import Callable, Iterable, Mapping
@@ -82,7 +82,7 @@ class Learner:
         return self.updater.rank_rows if self.updater.ranks > 1 else None
 
     def follow_schedule(self, tokens_by_lag: Mapping[int, int]) -> float:
-        """Set the learning rates for a batch with `tokens_by_lag`; return the policy's scheduled rate."""
+        """Set the learning rates for a batch with `tokens_by_lag`; return the policy's rate by schedule alone."""
         optimizer.follow_schedule(self.optimizer, self.config, self.version)
         scheduled = self.optimizer.param_groups[0]["lr"]
         if self.lag is not None:

@@ -30,7 +30,7 @@ LOGITS = 3
 BATCH = 160
 """Bytes that a rank holds between passes for each token of the batch: numbers, metrics and diagnostics."""
 BYTE = 256
-"""Up to this many experts, an expert's number takes one byte in a token's routes; with more, two."""
+"""Up to this many experts, an expert's number takes one byte in a token's routes; with more experts, two bytes."""
 PROBED, LONG_ROW = 64, 256
 """Activations are measured with `PROBED` rows of one token, or with one row of `LONG_ROW` tokens."""
 
@@ -38,10 +38,10 @@ PROBED, LONG_ROW = 64, 256
 class ModelSizes(NamedTuple):
     """The sizes of a model: numbers of parameters, and bytes per token in the compute type.
 
-    `trained` parameters are not frozen. `layer` counts one transformer layer; tensor and expert parallelism split
-    `by_tensor` and `by_expert` of it. `rest` counts everything outside of the layers: embeddings, norm, head. `widest`
-    is the largest activation in a layer. `routes` are the bytes of a token's experts over all layers. `active` is the
-    number of parameters that one token uses.
+    `trained` is the number of parameters that are not frozen. `layer` counts the parameters of one transformer layer,
+    of which tensor and expert parallelism split `by_tensor` and `by_expert`. `rest` counts the parameters outside of
+    the layers: embeddings, norm, head. `widest` is the largest activation in a layer. `routes` are the bytes of a
+    token's experts over all layers. `active` is the number of parameters that one token uses.
     """
 
     parameters: int
@@ -72,7 +72,7 @@ class ModelSizes(NamedTuple):
 
 
 class RankMemory(NamedTuple):
-    """Bytes of one rank. `head` and `layer` never exist together: a backward pass begins with the head."""
+    """Bytes of one rank. Memory for `head` is freed before `layer` is needed: a backward pass begins with the head."""
 
     state: int
     gathered: int
@@ -148,7 +148,7 @@ def _count(module: torch.nn.Module) -> int:
 
 
 def _activations(body: Any, name: str) -> tuple[int, int]:
-    """The bytes per token that a layer keeps for the backward pass: of all tensors, and of the largest one.
+    """The bytes per token that a layer keeps for the backward pass: of all tensors, and of the largest tensor.
 
     `name` is the attribute of `body` that holds its layers. The bytes of one layer are the difference between a model
     of two layers and a model of one layer.
@@ -206,12 +206,12 @@ def _pass(body: torch.nn.Module, rows: int, width: int) -> None:
 
 
 class FusedAttentionMode(TorchFunctionMode):
-    """Counts attention as fused kernels keep it; on the meta device torch would use the unfused formula."""
+    """Counts the tensors that fused attention keeps; on the meta device torch would use the unfused formula."""
 
     def __torch_function__(
         self, func: Callable[..., Any], types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> object:
-        """Run `func`, or `_FusedAttention` instead of SDPA."""
+        """Run `func`; if it is SDPA, run `_FusedAttention` instead."""
         if func is torch.nn.functional.scaled_dot_product_attention:
             return _FusedAttention.apply(*args[:3])
         return func(*args, **(kwargs or {}))
@@ -294,7 +294,7 @@ def routes(config: Config, model: ModelSizes, longest: int) -> int:
 
 
 def _tree_mask(config: Config, model: ModelSizes, tokens: int, longest: int) -> int:
-    """The bytes of the mask of tree rows, which agents produce, if SDPA computes them."""
+    """The bytes of the attention mask of rows that are trees, which agents produce; 0 if attention is not SDPA."""
     is_sdpa = config.model.attention in ("sdpa", "auto") and not _is_joined(config, model)
     if not isinstance(config.environment, AgentEnvironment) or not is_sdpa:
         return 0
@@ -325,7 +325,7 @@ def _is_joined(config: Config, model: ModelSizes) -> bool:
 
 
 def _head(config: Config, model: ModelSizes, tokens: int) -> int:
-    """On a CPU, a chunk's logits and the head in float32; on a GPU, where the head has kernels, a piece's logits."""
+    """The head's bytes, with the logits of a chunk on a CPU, or of a piece on a GPU, where the head has kernels."""
     if not config.learner.gpus:
         copies = 2 * config.model.float32_head
         return model.vocabulary * 4 * (min(HEAD_CHUNK, tokens) * LOGITS + model.hidden * copies)

@@ -169,7 +169,7 @@ class Rank:
         return digest
 
     def _load(self, model_path: str, mesh: "DeviceMesh", resume_from: str | None) -> "Learner":
-        """Build the learner, which may be of an older version than `resume_from`, with its version's configuration.
+        """Build the learner with the configuration of its version, which may be older than that of `resume_from`.
 
         If a checkpoint is damaged, the previous one is loaded, or else the first model, whose critic is then pretrained
         again.
@@ -213,7 +213,7 @@ class Rank:
         return self._built
 
     def _publish(self, push: bytes, refs: "list[BucketRef]", token_record: bytes) -> PublishReply:
-        # With shards, the queue holds only records and passes a reference to them on to its shards.
+        # With shards, the queue passes a reference to the record on to the shards, which fetch the record.
         record = [ray.put(token_record)] if token_record and self._config.queue.shards > 1 else token_record
         return decode(ray.get(self._queue.publish.remote(push, refs, record, self._epoch)), PublishReply)
 

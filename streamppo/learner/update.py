@@ -1,8 +1,8 @@
 """Updates the policy on a batch, by the same code on one CPU rank and on many GPU ranks.
 
 B trajectories of the batch, b rows of a micro-batch, T completion tokens (padded). Forward and backward passes are
-split over ranks and micro-batches. Everything between them (advantages, whitening, corrections, diagnostics) is
-computed on every rank from the whole gathered [B, T] batch, so functions of `algorithms` do not depend on ranks.
+split over ranks and micro-batches. Every rank computes everything between these passes (advantages, whitening,
+corrections, diagnostics) from the whole gathered [B, T] batch, so functions of `algorithms` do not depend on ranks.
 """
 
 import logging
@@ -48,7 +48,7 @@ from streamppo.process import phase
 from streamppo.types import TokenRecord
 
 STEPS = 8
-"""Layers are compiled for this many numbers of tokens; rows end to end are padded to one of these numbers."""
+"""Layers are compiled for this many different numbers of tokens; rows end to end are padded to one of these."""
 
 log = logging.getLogger(__name__)
 
@@ -189,8 +189,8 @@ class Updater:
     def pretrain(self, batch: PaddedBatch) -> float:
         """Train only the critic on the returns of `batch`, which may be from another run.
 
-        Returns the share of the returns' variance that the critic explained before. A collective. Raises `UpdateError`
-        like `update`.
+        Returns the share of the returns' variance that the critic explained before this training. A collective. Raises
+        `UpdateError` like `update`.
         """
         # Lag 0 means that the learner's own weights sampled a token, which is false for a batch of another run.
         batch = batch._replace(lag_BT=batch.lag_BT + 1)
@@ -202,9 +202,9 @@ class Updater:
     def prepare(
         self, objective: Objective, batch: PaddedBatch, active: ActiveRows
     ) -> tuple[Targets, list[PolicyOutput]]:
-        """The targets of `batch`, and the scores with their graphs if its only step reuses them, else an empty list.
+        """The targets of `batch`, and the scores with their graphs if the batch's only step reuses the graphs.
 
-        Raises `UpdateError` for data that must not be trained on.
+        If the graphs are not reused, no scores are returned. Raises `UpdateError` for data that must not be trained on.
         """
         sizes = self.policy.sizes(batch.on_host)
         micro_batches = self.division.micro_batches(sizes, active.scored_B.nonzero()[:, 0])
@@ -230,7 +230,7 @@ class Updater:
     def _score_batch(
         self, part: Part | None, batch: PaddedBatch, micro_batches: Sequence[Tensor], *, keeps_graphs: bool
     ) -> tuple[PolicyOutput, list[PolicyOutput]]:
-        """The scores of the whole batch, and those of this rank's passes with their graphs if they are to be kept."""
+        """The scores of the whole batch and, if `keeps_graphs`, the scores of this rank's passes with their graphs."""
         if part is None:
             return empty_output(batch), []
         keeps_graphs &= part != "critic"
@@ -241,7 +241,7 @@ class Updater:
     def _frozen_logprobs(
         self, model: Policy | NoReferenceWeights | None, batch: PaddedBatch, micro_batches: Sequence[Tensor]
     ) -> Tensor | None:
-        """[B, T] log-probs by `model`, the reference or the teacher, with its own routes; None without a model."""
+        """[B, T] log-probs by a frozen `model`, whose own routers choose the experts; None without a model."""
         if model is None:
             return None
         with torch.no_grad():
@@ -277,7 +277,7 @@ class Updater:
         return counts._replace(right_tokens=float(correct_answer_mask(batch, self.config)[rows].sum()))
 
     def _micro_batches(self, batch: PaddedBatch, rows: Tensor, active: ActiveRows) -> list[Tensor]:
-        """This rank's micro-batches of a minibatch; one empty micro-batch for idle rows alone."""
+        """This rank's micro-batches of a minibatch; if all its rows are idle, one empty micro-batch."""
         micro_batches = self.division.micro_batches(self.policy.sizes(batch.on_host), active.select(rows))
         return micro_batches or [rows[:0]] * bool(active.idle_B[rows].any())
 
@@ -335,7 +335,8 @@ class Updater:
     def _optimize(self, epoch: Epoch, *, frozen: bool) -> float | None:
         """Clip the gradient and make a step. Returns the gradient's norm, or None if no step is due.
 
-        If the gradient is not finite, the step is counted and skipped. Raises `UpdateError` after too many in a row.
+        If the gradient is not finite, the step is counted and skipped. Raises `UpdateError` after too many skipped
+        steps in a row.
         """
         if epoch.part == "critic" or frozen:
             # Set gradients to None: with zero gradients AdamW would still change the policy and its moments.
@@ -353,7 +354,7 @@ class Updater:
     def _skip_step(self, part: Part, number: float) -> float:
         """Count a step that is skipped because `number`, a gradient norm or a KL, is not finite; return `number`.
 
-        Raises `UpdateError` after `learner.max_bad_steps` in a row.
+        Raises `UpdateError` after `learner.max_bad_steps` skipped steps in a row.
         """
         in_a_row = 1 + (self.critic_bad_steps if part == "critic" else self.bad_steps)
         self._count_bad(part, in_a_row)

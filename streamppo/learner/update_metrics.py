@@ -24,7 +24,7 @@ MIB = 2**20
 def update_metrics(updater: Updater, updated: UpdateResult) -> dict[str, float]:
     """The metrics of the update `updated` by `updater`; ranks differ only in times. A collective.
 
-    Call it before `Updater.adapt`, because it reports the coefficients that the update used.
+    Call this function before `Updater.adapt`, because it reports the coefficients that the update used.
     """
     batch, targets, minibatches = updated.batch, updated.targets, updated.minibatches
     scored, passed_B = targets.scored, updated.active.scored_B.to(updater.device)
@@ -33,7 +33,7 @@ def update_metrics(updater: Updater, updated: UpdateResult) -> dict[str, float]:
         scored = scored._replace(logprobs_BT=first_BT)
     steps = step_metrics(minibatches, targets.trained_BT, updater.group)
     if all(minibatch.part == "critic" for minibatch in minibatches):
-        # In warm-up, only the critic makes steps; the policy is passed once, before them.
+        # In warm-up, only the critic makes steps; the policy is passed once, before these steps.
         steps["entropy"] = targets.scored.entropy_BT[targets.trained_BT].double().sum().item()
         steps["entropy"] /= max(1, int(targets.trained_BT.sum()))
     metrics = {
@@ -83,8 +83,8 @@ def forward_flops(size: ModelSize, width_B: Tensor) -> float:
 
         2 * multiplied * width + 2 * layers * hidden * width^2        summed over rows
 
-    The second term is causal attention, with width / 2 keys and values per token on average. This is half of the term
-    in PaLM's appendix B, https://arxiv.org/abs/2204.02311, which counts the full square.
+    The second term is causal attention, with width / 2 keys and values per token on average. PaLM's appendix B,
+    https://arxiv.org/abs/2204.02311, counts twice as much, the full square.
     """
     width_B = width_B.double()
     return float((2 * size.multiplied * width_B + 2 * size.layers * size.hidden * width_B.square()).sum())
@@ -93,7 +93,7 @@ def forward_flops(size: ModelSize, width_B: Tensor) -> float:
 def policy_flops(size: ModelSize, updated: UpdateResult) -> float:
     """The operations of the policy's passes, without recomputation; a backward pass costs up to two forward passes.
 
-    Half of a backward pass computes gradients of weights, and only for trained weights.
+    Half of a backward pass computes gradients of weights, which only trained weights need.
     """
     width_B = updated.batch.on_host.start_B + updated.batch.on_host.length_B
     scored = updated.active.scored_B.nonzero()[:, 0]

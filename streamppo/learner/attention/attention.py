@@ -36,9 +36,9 @@ RUNS_ON = {"flash_attention_4": (9, 10, 11), "flash_attention_3": (9,), "flash_a
 PROBED = (5, 7)
 """The lengths of the two rows that `leak` passes together and alone; both are longer than a convolution's window."""
 LEAK = 1e-3
-"""The largest difference between the two passes that counts as rounding, relative to the largest entry, in float32."""
+"""A difference between two passes of up to this share of the largest hidden state counts as float32 rounding."""
 NAMES = {"sdpa": "SDPA", "eager": "eager attention", varlen.NAME: varlen.KERNEL}
-"""The words for implementations in messages, by transformers' names."""
+"""The name of an implementation in messages, by transformers' name for it."""
 
 
 class ContextPass(NamedTuple):
@@ -49,7 +49,7 @@ class ContextPass(NamedTuple):
 
 
 class RowLayout(NamedTuple):
-    """The layout of rows for a transformer: its arguments, and each token's index in its flattened output.
+    """A layout of rows: the transformer's arguments, and each token's index in the transformer's flattened output.
 
     `arguments` are on the transformer's device, `index_BL` is in host memory. Indices beyond the end of a row are
     undefined; -1 marks a token of another rank (context_parallel.py). If there is a `context`, it is computed first,
@@ -78,8 +78,8 @@ def padded(inputs_BL: Tensor, width_B: Tensor, device: torch.device = CPU) -> Ro
 def joined(inputs_BL: Tensor, width_B: Tensor, device: torch.device = CPU, *, step: int = 1) -> RowLayout:
     """Lay out all rows as one sequence without padding; positions restart at every row.
 
-    A last row of zeros fills the sequence up to a multiple of `step` tokens. flash-attn gets the rows' bounds. Every
-    other implementation finds the rows in the positions and makes a mask of N * N entries: correct but wasteful.
+    A last row of zeros fills the sequence up to a multiple of `step` tokens. flash-attn gets the rows' bounds. Any
+    other implementation finds the rows by their positions and makes a mask of N * N entries, which is wasteful.
     """
     index_BL = torch.arange(inputs_BL.shape[1]).expand(inputs_BL.shape)
     inside_BL = index_BL < width_B[:, None]
@@ -126,7 +126,7 @@ def layout(implementation: str) -> Layout:
 
 
 def choose(config: Model, device: str) -> str:
-    """Return transformers' name of the attention: the configured one, or the newest flash-attn that runs here.
+    """Return transformers' name of the attention: the configured attention, or the newest flash-attn that runs here.
 
     On a GPU without flash-attn the attention is torch's flash attention ("varlen") or else, with a warning, SDPA. In
     float32 and on a CPU the attention is SDPA.
@@ -159,10 +159,10 @@ def agree_on(implementation: str) -> str:
 def leak_free_attention(
     implementation: str, config: Model, path: str | Path, transformers: "Sequence[PreTrainedModel]"
 ) -> str:
-    """Return `implementation`, or SDPA if it joins rows and a transformer leaks state between rows. A collective.
+    """Return `implementation`, or SDPA if `implementation` joins rows and a transformer leaks state between them.
 
-    `transformers` are unsharded, on the CPU, with plain torch attention, on rank 0; empty on other ranks. Raises
-    `ModelError` instead of choosing SDPA if the configuration names the attention.
+    All ranks call this. Rank 0 passes unsharded `transformers` on the CPU with plain torch attention; the other ranks
+    pass an empty sequence. Raises `ModelError` instead of choosing SDPA if the configuration names the attention.
     """
     if layout(implementation) is padded:
         return implementation
@@ -180,10 +180,9 @@ def leak_free_attention(
 
 
 def fall_back(implementation: str, config: Model, configs: "Iterable[PretrainedConfig]") -> str:
-    """Return `implementation`, or the next of flash, varlen, SDPA and eager that computes models of `configs`
-    completely.
+    """Return `implementation`, or the next of flash, varlen, SDPA and eager that computes all of the models' attention.
 
-    Raises `ModelError` if the configuration names an implementation that leaves out a part.
+    Raises `ModelError` if the configuration names an implementation that leaves out a part of the attention.
     """
     model_configs = list(configs)
     after_flash = varlen.NAME if varlen.is_available() else "sdpa"
@@ -209,7 +208,7 @@ def _flash_refusal(name: str, config: "PretrainedConfig") -> str:
     model = varlen.model_class(text)
     if not getattr(model, "_supports_flash_attn", True):
         return f"transformers has no flash-attn for {text.model_type} models"
-    # Transformers would load the first of these and not `name`.
+    # For a `name` that is not compatible, transformers would load the first compatible implementation.
     compatible = getattr(model, "_compatible_flash_implementations", None)
     if compatible is not None and name not in compatible:
         return f"{text.model_type} models are computed by {' or '.join(compatible)}, not by {name}"
@@ -233,7 +232,7 @@ def has_sdpa(text: "PretrainedConfig") -> bool:
 
 
 def _leak_sentence(transformer: "PreTrainedModel") -> str:
-    """The evidence that `transformer` leaks state between rows end to end; "" if it leaks nothing."""
+    """A sentence on the state that `transformer` leaks between rows end to end; "" if it leaks nothing."""
     try:
         largest = leak(transformer)
     except ValueError as error:
@@ -244,10 +243,11 @@ def _leak_sentence(transformer: "PreTrainedModel") -> str:
 
 @torch.no_grad()
 def leak(transformer: "PreTrainedModel", together: Layout = joined) -> float:
-    """Pass two rows `together` and alone; return the largest difference, relative to the largest hidden state.
+    """Pass two rows in the layout `together` and each alone; return the largest difference between hidden states.
 
-    The rows begin with the same token. Attention respects the bounds of rows. The state of convolutions and recurrent
-    layers in hybrid models may carry over from one row to the next.
+    The difference is relative to the largest hidden state. Both rows begin with the same token. Attention respects the
+    bounds of rows. The state of convolutions and recurrent layers in hybrid models may carry over from one row to the
+    next.
     """
     width_B = torch.tensor(PROBED)
     inputs_BL = torch.arange(len(PROBED) * max(PROBED)).view(len(PROBED), -1) % transformer.config.vocab_size
@@ -263,7 +263,7 @@ def leak(transformer: "PreTrainedModel", together: Layout = joined) -> float:
 def has_full_attention(config: "PretrainedConfig", families: Sequence[str] = FAMILIES) -> bool:
     """True for a model of `families` without a sliding window, which would count the tokens of other rows.
 
-    The only state of such a model is keys and values, and only masks hide them.
+    Such a model has no state except keys and values, and a mask can hide any of them.
     """
     return config.model_type in families and not getattr(config, "use_sliding_window", False)
 
@@ -278,6 +278,6 @@ def is_flash_installed(name: str) -> bool:
 
 @cache
 def _warn(text: str) -> None:
-    """Warn once, on rank 0: policy, critic and reference make the same choice on every rank."""
+    """Warn once, on rank 0: every rank makes the same choice, for policy, critic and reference."""
     if dist.get_rank() == 0:
         log.warning("%s", text)

@@ -16,11 +16,11 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 Checkpointing: TypeAlias = Literal["off", "full", "offloaded"]
-"""Layers keep all activations, only their input, or only their input in CPU memory."""
+"""What a layer keeps for the backward pass: all activations, only its input, or its input in CPU memory."""
 SIZES = 64
 """The maximum of compiled variants of a layer: one for each number of tokens, with and without gradient."""
 PLACES = ("layers", "h", "language_model.layers", "decoder.layers", "blocks")
-"""Attributes that may hold the layers: in most models, GPT-2 and similar, text parts of vision models, OPT, MPT."""
+"""Attributes that may hold the layers of: most models; GPT-2 and similar; text parts of vision models; OPT; MPT."""
 CACHE_NAMES = ("cache", "past_key_values")
 """The name of an attention module's argument for a cache, in newer and in older versions of transformers."""
 
@@ -58,7 +58,7 @@ def checkpoint_activations(transformer: "PreTrainedModel", kind: Checkpointing) 
     """
     if kind == "off":
         return
-    # Only newer versions of transformers have the first method, and they warn when the second is called.
+    # Newer versions of transformers have `activation_checkpointing_enable` and warn of the older method.
     enable: Any = getattr(transformer, "activation_checkpointing_enable", transformer.gradient_checkpointing_enable)
     enable({"use_reentrant": False})
     for layer in layers_of(transformer):
@@ -75,14 +75,14 @@ def offloading(kind: Checkpointing, device: torch.device) -> AbstractContextMana
 def compile_layers(transformer: "PreTrainedModel") -> None:
     """Compile each layer's forward; hooks and checkpointing stay outside of the compiled code.
 
-    Padded rows are compiled for any width. Rows end to end are compiled for each number of tokens: code for any number
-    would depend on the first rows of a process, which differ in a resumed run. Where torch computes deterministically,
-    the compiler makes no choice by measuring times.
+    For padded rows a layer is compiled once, for any width. For rows end to end it is compiled for each number of
+    tokens: code for any number of tokens would depend on the first rows of a process, which differ in a resumed run. If
+    torch computes deterministically, the compiler does not choose code by measured times.
     """
     from torch._inductor import config as compiler
 
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, SIZES)
-    # The oldest supported torch has no such option.
+    # The oldest supported torch has no option `deterministic`.
     exact = torch.are_deterministic_algorithms_enabled() and hasattr(compiler, "deterministic")
     options: Any = {"deterministic": True} if exact else {}
     from transformers.modeling_layers import GradientCheckpointingLayer

@@ -3,15 +3,15 @@
 B trajectories, L prompt + completion tokens (padded), C tokens of a context (padded), G different contexts, S tokens
 with gradient (padded), N tokens of all rows end to end.
 
-A row's context is all tokens before its completion, except the last one. The last one predicts the completion's first
-token, so it is computed with the completion, with gradient. Let f be the log-prob or value of a completion's token, and
-k_c and v_c the keys and values of context token c in a layer:
+A row's context is all tokens before its completion, except the token right before it. That token predicts the
+completion's first token, so it is computed with the completion, with gradient. Let f be the log-prob or value of a
+completion's token, and k_c and v_c the keys and values of context token c in a layer:
 
     attached    df/dw along all paths: the true gradient
     detached    df/dw with all k_c and v_c constant: without the paths through the context's hidden states
 
 Attached and detached contexts give the same f. A detached context token costs only a forward pass, about a third of
-forward and backward. Only its keys and values are kept for the backward pass.
+forward and backward. Only the keys and values of detached tokens are kept for the backward pass.
 """
 
 from collections.abc import Callable, Iterable
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 NAME = "context"
-"""The name of the argument that brings the keys and values to a transformer and so to its attention modules."""
+"""The name of the argument by which a context's keys and values reach a transformer's attention modules."""
 
 
 class PrefixCache:
@@ -56,7 +56,7 @@ class ContextJoin:
         self._join = join
 
     def update(self, keys: Tensor, values: Tensor, layer: int, *_: object, **__: object) -> tuple[Tensor, Tensor]:
-        """Return the keys and values for a layer's attention. A layer's recomputation may call it again."""
+        """Return the keys and values for a layer's attention. A layer's recomputation may call this method again."""
         context_keys, context_values = self._cache.layers[layer]
         return self._join(context_keys, keys), self._join(context_values, values)
 

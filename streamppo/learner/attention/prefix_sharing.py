@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 WORTH = 0.9
-"""Prompts are shared if their work is at most this share of the work of the padded layout."""
+"""Samples of a prompt share a row if the shared layout needs at most this share of the padded layout's work."""
 
 
 class SharingPlan(NamedTuple):
@@ -131,7 +131,7 @@ def shared(
 
 
 def _probe(inputs_BL: Tensor, width_B: Tensor, device: torch.device, *, dtype: torch.dtype) -> RowLayout:
-    """Lay out rows that share their first token, with an additive mask for any plain attention: -inf hides a token."""
+    """Lay out rows that share their first token, with an additive mask: the dtype's lowest number hides a token."""
     start_B = torch.ones_like(width_B)
     row_layout = shared(inputs_BL, start_B, width_B, plan(inputs_BL, start_B, width_B), device)
     sees = row_layout.arguments["attention_mask"]

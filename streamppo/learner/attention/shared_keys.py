@@ -1,4 +1,4 @@
-"""Rows end to end in which each prompt occurs once; attention repeats its keys for each completion.
+"""Rows end to end in which each prompt occurs once; attention repeats the prompt's keys for each completion.
 
 B trajectories, L prompt + completion tokens (padded), N tokens with each prompt once, K keys of all rows of attention,
 P tokens that are keys of several rows, H heads of width D.
@@ -27,10 +27,10 @@ from streamppo.learner.device import to_device
 
 
 class SharedKeys(NamedTuple):
-    """The token of each key, `token_K`, and, for gradients, the keys of each token.
+    """The indices that repeat keys for the rows of attention and add up the gradients of repeated keys.
 
-    `first_N`: the first key of each token. `repeated_P`: the tokens with several keys. `places_PR`: all keys of these
-    tokens, padded with K.
+    `token_K` is the token of each key, `first_N` the first key of each token. `repeated_P` are the tokens with several
+    keys, and `places_PR` has all keys of each such token, padded with K.
     """
 
     token_K: Tensor

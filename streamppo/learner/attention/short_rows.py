@@ -3,9 +3,9 @@
 G rows of W tokens, H heads of width D for queries and K for keys and values, C = D / 2 complex numbers of a head.
 
 torch's attention for CPUs is tuned for long rows, and transformers' rotary positions read and write each head several
-times. This operation keeps all scores as one tensor. With 8 heads of width 8, it takes 0.59 of torch's time for rows of
-22 tokens, and as much time as torch for rows of 48. With wider heads the operation is faster than torch for rows of 48
-too (benchmarks/cost/short_rows.py).
+times. This operation keeps all scores as one tensor. With 8 heads of width 8, this operation takes 0.59 of torch's time
+for rows of 22 tokens, and as much time as torch for rows of 48. With wider heads the operation is faster than torch for
+rows of 48 too (benchmarks/cost/short_rows.py).
 """
 
 from collections.abc import Callable
@@ -25,7 +25,7 @@ LONGEST = 48
 
 
 def prepare(transformer: "PreTrainedModel") -> None:
-    """Replace the attention of `transformer` for short rows; models of other families stay unchanged."""
+    """Replace the attention for short rows, if the `transformer` is of `FAMILIES` and has no sliding window."""
     if not attention.has_full_attention(transformer.config):
         return
     for layer in layers.layers_of(transformer):
@@ -41,7 +41,7 @@ def attend(
     attention_mask: Tensor | None,
     **others: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    """Attend as llama, qwen2 and qwen3 do; for long rows, caches and other dtypes call `otherwise`, the original."""
+    """Attend to short float32 rows without a cache as llama, qwen2 and qwen3 do; call `otherwise` for other rows."""
     rows, width = hidden_states.shape[:2]
     has_cache = any(others.get(name) is not None for name in layers.CACHE_NAMES)
     if width > LONGEST or has_cache or hidden_states.dtype is not torch.float32:

@@ -11,9 +11,10 @@ B trajectories, L prompt + completion tokens (padded), G lines, W tokens of a li
              0  1  2  5  6  7
              8
 
-SDPA masks a tree if that costs less than its paths: many short paths may have fewer pairs of tokens than W * W. Other
-attention, sliding windows, and models with other state than keys and values compute paths. Masks and paths give the
-same scores and gradients. The result of a token is taken from its first line; in other lines it is only context.
+With SDPA a tree is one masked line if that costs less than a line for each path: many short paths may have fewer pairs
+of tokens than W * W. With any other attention, with a sliding window, and for models that have state other than keys
+and values, each path is a line. Masked lines and paths give the same scores and gradients. The result of a token is
+taken from its first line; in other lines it is only context.
 """
 
 from itertools import groupby
@@ -32,9 +33,9 @@ from streamppo.types.branches import Size
 
 
 class RowSizes(NamedTuple):
-    """The tokens of each row's longest line, each row's number of lines, and `prompts` that samples share, if any.
+    """The sizes of rows: each has `lines_B` lines of at most `tokens_B` tokens, or one line without `lines_B`.
 
-    Without `lines_B` every row is one line.
+    `prompts` tells which rows share the computation of a prompt; None if no rows do.
     """
 
     tokens_B: Tensor
@@ -82,7 +83,7 @@ def _is_masked(tree: Size, hidden: int | None) -> bool:
 def lay_out(host: Host, layout: Layout, hidden: int | None, device: torch.device = CPU) -> RowLayout:
     """Lay out the rows of `host`, which has branches. `hidden` is the model's width; if it is None, no tree is masked.
 
-    If no tree is masked, `layout` lays out the lines. It must be `padded` if `hidden` is not None.
+    If no tree is masked, `layout` lays out the lines. `layout` must be `padded` if `hidden` is not None.
     """
     assert host.branches is not None
     lines, masked = _lines(host.branches, (host.start_B + host.length_B).tolist(), hidden)

@@ -21,7 +21,7 @@ KERNEL = f'torch\'s flash attention (model.attention = "{NAME}")'
 CAP = "attn_logit_softcapping"
 """transformers' field for a bound on attention scores, which only flash-attn and eager attention apply."""
 BOUNDS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
-"""transformers' arguments that describe the rows."""
+"""transformers' names of the arguments with the bounds and greatest lengths of rows."""
 WIDEST = 256
 """The widest head that the kernels can compute."""
 WIDTHS = ("head_dim", "qk_head_dim", "v_head_dim", "global_head_dim")
@@ -46,8 +46,8 @@ def register() -> str:
     """Register the kernel with transformers, which makes no mask for it; return its name.
 
     A second call changes nothing, because context parallelism may have wrapped the kernel meanwhile
-    (context_parallel.py). cuDNN is turned off: torch 2.15 would choose its kernels for some rows, even in deterministic
-    mode.
+    (context_parallel.py). cuDNN is turned off: torch 2.15 would choose cuDNN's kernels for some rows, even in
+    deterministic mode.
     """
     from torch.nn.attention.varlen import varlen_attn
     from transformers import AttentionInterface
@@ -56,7 +56,7 @@ def register() -> str:
         return NAME
     _registered[NAME] = varlen_attn
     torch.backends.cuda.enable_cudnn_sdp(False)
-    # Since torch 2.12, keys that several query heads share must be enabled.
+    # Since torch 2.12, a flag must allow several query heads to share keys.
     has_flag = "enable_gqa" in inspect.signature(varlen_attn).parameters
     kernel = partial(varlen_attn, enable_gqa=True) if has_flag else varlen_attn
     AttentionInterface.register(NAME, partial(attend, kernel))
@@ -104,7 +104,7 @@ def attend(
     sliding_window: int | None = None,
     **named: Any,
 ) -> tuple[Tensor, None]:
-    """Causal attention, aligned at the end of each row: [1, N, H, D]. Raises `ModelError` for sinks and a cap."""
+    """Causal attention, aligned at the end of each row: [1, N, H, D]. Raises `ModelError` for sinks or a score cap."""
     if any(named.get(name) is not None for name in ("softcap", "s_aux")):
         raise ModelError(f"{type(module).__name__} caps its scores or has sinks, and {KERNEL} leaves both out")
     query, key, value = (tensor[0].transpose(0, 1) for tensor in (query_1HND, key_1HKD, value_1HKD))

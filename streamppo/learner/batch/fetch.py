@@ -1,6 +1,7 @@
 """Prefetch of batches: each batch is fetched and padded in a thread during the previous update.
 
-With several ranks, each rank fetches the outline of a batch, finds its rows, and fetches only the tokens of these rows.
+With several ranks, each rank fetches the outline of a batch (all columns except tokens), finds the rows that it needs,
+and fetches only the tokens of these rows.
 """
 
 import time
@@ -76,7 +77,7 @@ class Fetcher:
             try:
                 return self._fetch_whole(version) if rank_rows is None else self._fetch_rank_rows(version, rank_rows)
             except ObjectLostError:
-                # The queue's process died with the object; the restarted queue has the same batch.
+                # The object was lost with the queue's process; the restarted queue has the same batch.
                 time.sleep(RETRY_S)
 
     def _fetch_whole(self, version: int) -> Batch | None:

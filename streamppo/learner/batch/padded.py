@@ -24,7 +24,7 @@ from streamppo.types import Batch, Trajectory, flags, floats, ints
 
 @dataclass(frozen=True)
 class Host:
-    """The columns that determine the layout of passes, in host memory: reading them does not wait for a GPU.
+    """The columns that determine the layout of passes, in host memory: the host reads them without waiting for a GPU.
 
     The class is no tuple, because FSDP would move a tuple's tensors to the GPU with a pass's other arguments.
 
@@ -60,15 +60,15 @@ class Host:
 class PaddedBatch(NamedTuple):
     """One batch as tensors; rows are padded on the right to the longest.
 
-    `mask_BT` is True for tokens that the policy sampled, `fresh_BT` for those of them that are within max_lag. `lag_BT`
-    is the batch's version minus the token's version. `rewards_BT` sums to `reward_B` over a row. `components_B` are the
+    `mask_BT` is True for tokens that the policy sampled, `fresh_BT` for sampled tokens within max_lag. `lag_BT` is the
+    batch's version minus the token's version. `rewards_BT` sums to `reward_B` over a row. `components_B` are the
     reward's components by name, float64; NaN for a trajectory without the component. `start_B` and `length_B` are the
     lengths of prompt and completion in tokens. `truncated_B` is True for truncated completions, `cut_B` for segments
     after which another segment follows. `prefix_B` is the number of tokens in earlier segments, which count as part of
     the prompt. `candidates` [B, T] is None unless tokens were sampled with top-p or top-k. `teacher_logprobs_BT` is
     None without a teacher's server, and NaN for a trajectory without them. `routes` are the engine's experts for the
-    tokens of this rank's rows. `branches` describe each row's tokens as a tree; None without trees. `host` is set for a
-    batch on a GPU.
+    tokens of this rank's rows. `branches` describe each row's tokens as a tree; None without trees. For a batch on a
+    GPU, `host` has the columns that the layout of passes needs.
     """
 
     version: int
@@ -168,7 +168,7 @@ def _none_if_empty(columns: Sequence[bytes]) -> tuple[bytes, ...] | None:
 
 
 def _teacher_logprobs(trajectories: Sequence[Trajectory], length_B: Tensor) -> Tensor | None:
-    """[B, T], the log-probs from a teacher's server; NaN for a trajectory without them; None if all lack them."""
+    """[B, T], log-probs from a teacher's server; NaN for a trajectory without them; None if no trajectory has any."""
     if not any(trajectory.teacher_logprobs for trajectory in trajectories):
         return None
     logprobs = [
@@ -210,7 +210,7 @@ def _components(trajectories: Sequence[Trajectory]) -> dict[str, Tensor]:
 
 
 def _pad_column(joined: np.ndarray, length_B: Tensor, value: int) -> Tensor:
-    """Split a column with the entries of all rows end to end into rows, padded on the right with `value`."""
+    """Split `joined`, the entries of all rows end to end, into rows, and pad them on the right with `value`."""
     lengths = length_B.numpy()
     padded = np.full((len(lengths), lengths.max()), value, dtype=joined.dtype)
     padded[np.arange(lengths.max()) < lengths[:, None]] = joined
@@ -224,7 +224,7 @@ def flatten_column(column_BT: Tensor, length_B: Tensor) -> bytes:
 
 
 def row_order(num_rows: int, seed: int, version: int, epoch: int) -> Tensor:
-    """The order of rows in an epoch: it depends only on these numbers, not on the process or the Python version.
+    """The order of rows in an epoch. The order depends only on the arguments, not on the process or the Python version.
 
     The generator's seed is the BLAKE2b hash of "seed version epoch", 8 bytes, big-endian.
     """

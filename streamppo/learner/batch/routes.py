@@ -35,7 +35,7 @@ class RowRoutes:
         return replace(self, begin_B=self.begin_B[rows], count_B=self.count_B[rows])
 
     def at(self, row_N: Tensor, token_N: Tensor) -> tuple[Tensor, Tensor]:
-        """[N, E], the expert numbers of tokens by row and index in the row, and [N], True if they are known.
+        """[N, E], the expert numbers of the tokens at (row, index in the row); [N], True where the numbers are known.
 
         A token with index -1 has no numbers.
         """

@@ -50,8 +50,8 @@ class TrainState(NamedTuple):
 class Saver:
     """Writes checkpoints during training, one at a time, so that memory holds at most one copy.
 
-    `group` is a process group for CPU tensors. Only the saver uses it, because its collectives run concurrently with
-    those of the updates.
+    `group` is a process group for CPU tensors. Only the saver uses this group, because the saver's collectives run
+    concurrently with those of updates.
     """
 
     def __init__(self, group: dist.ProcessGroup, config: Checkpoint) -> None:
@@ -63,7 +63,7 @@ class Saver:
         self._uncopied: tuple[Path, list[str]] | None = None
 
     def start(self, folder: Path, state: CheckpointState, trained: TrainState, pushed: "Future[PushedVersion]") -> None:
-        """Start a checkpoint under `folder` after the last one is complete; on return `trained` may change.
+        """Wait for the last checkpoint, then start one under `folder`. When `start` has returned, `trained` may change.
 
         `pushed` is the push of the checkpoint's version, which gives `state` its digest. A collective. Raises
         `CheckpointError` if the last checkpoint could not be written.
@@ -83,14 +83,17 @@ class Saver:
             tensors,
             checkpoint_id=durable.aside(final),
             process_group=self._group,
-            # If the model has several replicas, the first one writes.
+            # If the model has several replicas, the first replica writes its shards.
             planner=DefaultSavePlanner(dedup_save_to_lowest_rank=True),
         )
         assert isinstance(write, Future), "async_save gives a future unless it is asked for more"
         self._under_way = self._thread.submit(self._complete, final, state, write, pushed, leads=leads, copies=copies)
 
     def wait(self) -> None:
-        """Wait until the last checkpoint is complete. Raises `CheckpointError` if it could not be written."""
+        """Wait until the last checkpoint is complete.
+
+        Raises `CheckpointError` if that checkpoint could not be written.
+        """
         if self._under_way is not None:
             self._under_way.result()
 
@@ -164,10 +167,10 @@ def checkpoint_process_group() -> dist.ProcessGroup:
 def load_newest(
     path: Path, trained: TrainState, address: str = "", past: History | None = None
 ) -> CheckpointState | None:
-    """Load the checkpoint at `path` in place, or the newest intact one before it. A collective.
+    """Load the checkpoint at `path` in place or, if it is damaged, the newest intact one before it. A collective.
 
     Skips a checkpoint that has a damaged file or does not belong to the run's `past`; returns None if it skips all.
-    Ranks fetch missing files from `address`, if set. Raises the other errors of `load`.
+    Ranks fetch missing files from `address`, if set. Raises the errors of `load` except `DamagedFile`.
     """
     copies = CheckpointStore(address) if address else None
     local = [folder.name for folder in manifest.complete(path.parent)]
@@ -184,7 +187,7 @@ def load_newest(
 
 
 def _complete_copies(copies: CheckpointStore) -> list[str]:
-    """The names of the complete copies; none if the address does not answer, which makes `load` raise."""
+    """The names of the complete copies. If the address does not answer, log the error and return no names."""
     try:
         return [f"{version:08d}" for version in copies.versions()]
     except CheckpointError as error:
@@ -236,10 +239,10 @@ def load(
 
 
 def restore(trained: TrainState, tensors: Mapping[str, torch.Tensor]) -> None:
-    """Fill `trained`, which is not sharded, from a checkpoint's unsharded tensors, by their flat names (`distcp.room`).
+    """Fill the unsharded `trained` from the unsharded `tensors` of a checkpoint, keyed by flat name (`distcp.room`).
 
-    If there are no moments, the optimizer stays new. Raises `CheckpointError` for a tensor that is missing or does not
-    fit.
+    If `tensors` has no moments, the optimizer stays unchanged. Raises `CheckpointError` for a tensor that is missing or
+    does not fit.
     """
     policy, optimizer, reference = trained
     parameters = dict(policy.named_parameters())
@@ -300,15 +303,15 @@ def _leads(folder: Path, group: dist.ProcessGroup | None = None) -> bool:
 def _tensors(trained: TrainState, state: CheckpointState) -> dict[str, Any]:
     """The tensors of a checkpoint: shards under common names, and everything unsharded under this rank's name.
 
-    Under a common name, one rank would write the unsharded values for all. Frozen weights under adapters are left out,
-    because the run's first model has them.
+    Under a common name, torch would keep one rank's unsharded values and drop those of all other ranks. Frozen weights
+    under adapters are left out, because the run's first model has them.
     """
     policy, optimizer, reference = trained
     model_state, optimizer_state = get_state_dict(policy, optimizer)
     sharded: dict[str, dict[str, Any]] = {}
     unsharded: dict[str, dict[str, Any]] = {}
     moments_of = cast("dict[str, dict[str, object]]", optimizer_state["state"])
-    # Moments of a working copy are stored like FSDP's shards, so each kind of policy can read the other's files.
+    # Moments of a working copy are stored like FSDP's shards: policies with and without FSDP read each other's files.
     is_full = getattr(policy, "working_copy", None) is not None
     for name, moments in moments_of.items():
         sharded_keys = {

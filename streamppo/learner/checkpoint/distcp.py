@@ -102,7 +102,7 @@ class Reader(FileSystemReader):
     """The reason why the metadata were refused; the oldest supported torch does not pass it on."""
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """Read the metadata. Raises `CheckpointError` for any other pickle, and if they name files elsewhere."""
+        """Read the metadata. Raises `CheckpointError` for other pickles and for metadata that name files elsewhere."""
         try:
             return self._read_metadata()
         except CheckpointError as error:

@@ -16,11 +16,11 @@ from streamppo.queue.rules.records import PublishedVersion
 from streamppo.queue.store.journal import Journal
 
 ANY = ""
-"""Stands for any digest, if a redo of the version may give slightly different weights."""
+"""Recorded in place of a digest if a redo of the version may give slightly different weights: every digest matches."""
 
 
 class History(msgspec.Struct, frozen=True):
-    """`configs` by the first version that each applies to, `digests` by version; an empty `digests` accepts all."""
+    """`configs` by their first version, `digests` by version; if `digests` is empty, all checkpoints are the run's."""
 
     configs: dict[int, Config]
     digests: dict[int, str] = {}

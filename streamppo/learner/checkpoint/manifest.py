@@ -1,6 +1,6 @@
 """Manifests mark checkpoints as complete, and hold the hashes that verify their files. Needs no torch.
 
-Nodes may have separate disks: each rank hashes and verifies its own files, and a folder may lack those of other ranks.
+Nodes may have separate disks: each rank hashes and verifies its own files, and a folder may lack other ranks' files.
 
 runs/NAME/checkpoints/00000050/        one folder for each version
     *.distcp  .metadata                torch.distributed.checkpoint: policy or its adapters, critic, optimizer, RNG of
@@ -41,7 +41,7 @@ class CheckpointState(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
 
     `version` is also the queue's position: batch number `version` is the next to train on. `digest` is the hash of the
     pushed weights, known after they are published. `beta` is the adaptive weight of the KL in the reward. `bad_steps`
-    are numbers of skipped steps in a row: the policy's, and those of a critic that makes separate steps. `bonus` is the
+    are the numbers of skipped steps in a row, of the policy and of a critic that makes separate steps. `bonus` is the
     coefficient and the weight of an adaptive entropy bonus. `reference_moved`: the reference is no longer the run's
     first model, and its weights are in the checkpoint. `lag` is an adaptive lag (`algorithms.lag.AdmittedLag`).
     """
@@ -57,7 +57,7 @@ class CheckpointState(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
 
 
 class CheckpointFiles(msgspec.Struct, frozen=True, kw_only=True):
-    """The SHA-256 of files, by name: of `shared` files, which all ranks read, and of each rank's files."""
+    """SHA-256 by file name: `shared` for files that all ranks read, `ranks` for each rank's own files."""
 
     shared: dict[Name, str]
     ranks: tuple[dict[Name, str], ...]
@@ -90,7 +90,7 @@ def write(folder: Path, state: CheckpointState, files: CheckpointFiles) -> None:
 
 
 def read(path: Path, past: "History | None" = None) -> Manifest:
-    """Read the manifest of the checkpoint at `path`; raise `DamagedFile` for damage and if it is not of `past`."""
+    """Read the manifest of the checkpoint at `path`. Raises `DamagedFile` for damage and for another run's manifest."""
     try:
         with durable.reading(path / MANIFEST, whole=True) as file:
             manifest = msgspec.json.decode(file.read(), type=Manifest)
@@ -172,8 +172,8 @@ def verify_whole(path: Path, past: "History | None" = None, fetch: Fetch | None 
 def newest(folder: Path, at_most: float = math.inf, past: "History | None" = None) -> Path | None:
     """The newest checkpoint up to version `at_most` under `folder` with an intact manifest, or None.
 
-    A checkpoint that has a damaged manifest or does not belong to the run's `past` is logged and moved aside. The other
-    files are not verified here, because each rank verifies those that it reads.
+    A checkpoint that has a damaged manifest or does not belong to the run's `past` is logged and moved aside. Files
+    other than the manifest are not verified here, because each rank verifies the files that it reads.
     """
     for path in reversed([path for path in complete(folder) if int(path.name) <= at_most]):
         try:
@@ -194,7 +194,7 @@ def set_aside(path: Path, reason: object) -> None:
 
 
 def drop(folder: Path, keep: int, keep_every: int) -> None:
-    """Remove all checkpoints except the newest `keep` and those whose version is a multiple of `keep_every`."""
+    """Remove all checkpoints except the newest `keep` and each whose version is a multiple of `keep_every`."""
     for path in complete(folder)[:-keep]:
         if not keep_every or int(path.name) % keep_every:
             # Renaming first ensures that a partly deleted checkpoint never looks complete.

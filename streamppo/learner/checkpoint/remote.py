@@ -32,7 +32,8 @@ log = logging.getLogger(__name__)
 def address_of(config: Config, folder: Path) -> str:
     """Claim and return the address for copies of the run in `folder`; "" if `checkpoint.remote` is not set.
 
-    A run without an address gets a new one. So does a copied folder, because its address belongs to the original.
+    A run without an address gets a new address. A copy of a run's folder gets a new address too, because its recorded
+    address belongs to the original folder.
     """
     if not (under := config.checkpoint.remote.rstrip("/")):
         return ""
@@ -53,9 +54,9 @@ def address_of(config: Config, folder: Path) -> str:
 def belongs_to(config: Config, folder: Path) -> str:
     """The reason why the address of the run in `folder` belongs to another folder.
 
-    The result is "" if it belongs to this folder or does not answer. The address also belongs to another folder if it
-    has checkpoints that the journal lacks, as after `folder` was restored from a backup. Raises `JournalError` for a
-    journal that cannot be read.
+    The result is "" if the address belongs to this folder or does not answer. The address also belongs to another
+    folder if it has checkpoints that the journal lacks, as after `folder` was restored from a backup. Raises
+    `JournalError` for a journal that cannot be read.
     """
     if not (address := known_address(folder)) or not address.startswith(f"{config.checkpoint.remote.rstrip('/')}/"):
         return ""

@@ -78,10 +78,10 @@ def published_name(name: str) -> str:
 
 
 def adapter_parameters(lm: nn.Module) -> dict[str, nn.Parameter]:
-    """The pushed parameters, by their names in a version: those of the adapters, or without adapters all.
+    """The pushed parameters by their names in a version: the adapters' parameters or, without adapters, all parameters.
 
-    transformers freezes a few parameters of some models, such as the bias of a router. Engines need these too, so
-    without adapters they are pushed.
+    transformers freezes a few parameters of some models, such as the bias of a router. Engines need these parameters
+    too, so without adapters they are pushed.
     """
     return {name: parameter for name, parameter, is_pushed in _version_parameters(lm) if is_pushed}
 

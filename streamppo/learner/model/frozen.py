@@ -20,7 +20,7 @@ from streamppo.weights.models.settings import settings
 
 
 class NoReferenceWeights:
-    """The policy without its adapters: the run's first model, for passes without gradient, with no second copy."""
+    """The run's first model, for passes without gradient: the policy's weights with its adapters switched off."""
 
     def __init__(self, policy: Policy) -> None:
         self._policy = policy
@@ -54,8 +54,8 @@ def load_reference(
     """Return the reference of `config`, or None without a KL; `leader` is the policy that trains. A collective.
 
     Without adapters the reference has separate weights, which are read unless a `present` reference is given. The
-    weights are float32 if the reference follows the policy or `has_moved`, in which case a checkpoint has its weights;
-    else they are in the compute type.
+    weights are float32 if the reference follows the policy, or if it `has_moved` and a checkpoint fills it; otherwise
+    they are in the compute type.
     """
     kl, temperature = config.algorithm.kl, config.rollout.temperature
     if not kl.on:
@@ -78,14 +78,14 @@ def separate_reference(reference: Policy | NoReferenceWeights | None) -> Policy 
 
 
 def follow(reference: Policy, leader: Policy, share: float) -> None:
-    """Move every weight of `reference` by `share` of its difference to `leader`, which is sharded alike.
+    """Move every weight of `reference` by `share` of its difference to `leader`; both are sharded alike.
 
         reference += share * (leader - reference)
 
     TR-DPO, https://arxiv.org/abs/2404.09656, equations 3 (share below 1) and 4 (share = 1: equal to the leader bit for
     bit). The critic stays unchanged.
     """
-    # Gathered weights are copies, so only a write to the shards lasts.
+    # After a pass the leader's parameters may be gathered weights; `reshard` makes them shards again.
     if isinstance(leader, FSDPModule):
         leader.reshard()
     leader_weights = dict(leader.lm.named_parameters())
@@ -98,10 +98,11 @@ def follow(reference: Policy, leader: Policy, share: float) -> None:
 def load_teacher(
     config: Config, model_path: str, mesh: DeviceMesh, present: Policy | None, slices: Slices
 ) -> Policy | None:
-    """Load the teacher of `config`, or return the `present` one; rows are split into `slices`. A collective.
+    """Return the `present` teacher, or load the teacher of `config`; its rows are split into `slices`. A collective.
 
     Returns None without a teacher, and for a teacher at a url, whose log-probs come with the trajectories. Raises
-    `ModelError` if its path has no model, or if its tokens are not those of the model at `model_path`.
+    `ModelError` if the teacher's path has no model, or if the teacher's tokens are not those of the model at
+    `model_path`.
     """
     teacher, temperature = config.algorithm.teacher, config.rollout.temperature
     if not teacher.model:

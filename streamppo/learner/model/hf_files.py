@@ -43,8 +43,8 @@ def read(
 ) -> Any:
     """Read the model at `path`; without `weights` only its modules, for which config.json is enough.
 
-    With `body` its files need only the transformer's tensors. `untied` applies without weights, and is as in
-    `settings`. Raises `ModelError` if the model cannot be loaded or lacks a tensor.
+    With `body` the files may lack all tensors that are not the transformer's. `untied` (see `settings`) has an effect
+    only without `weights`. Raises `ModelError` if the model cannot be loaded or lacks a tensor.
     """
     if weights:
         return models.load(path, kind, attention=attention, body=body).model
@@ -79,7 +79,7 @@ def write(
 def _write_model(lm: "PreTrainedModel", folder: Path) -> list[str]:
     from transformers import GenerationConfig
 
-    # Code that came with the model is not copied, so its class must not be named; transformers' class fits the files.
+    # The model's own code is not copied, so config.json must not name its class; transformers' class fits the files.
     vars(lm.config).pop("auto_map", None)
     for has_settings in (True, False):
         try:
@@ -139,7 +139,9 @@ def rehearse(path: str) -> tuple[str, ...]:
 
 
 def critic(choice: str, policy: str | Path, attention: str, *, weights: bool = True) -> CriticStart:
-    """Read the critic of a `choice`: "head", a copy of the "policy", its architecture from "scratch", or a path.
+    """Read the separate transformer of a critic; `choice` is the field algorithm.critic.model.
+
+    "head" has no transformer, "policy" a copy of the policy's, "scratch" a random one of the same architecture.
 
     A path leads to a causal LM, or to a sequence classification model of one label whose head becomes the value head.
     The critic's files need only the transformer's tensors. `weights` is as in `read`. Raises `ModelError` for a model
@@ -161,7 +163,7 @@ def critic(choice: str, policy: str | Path, attention: str, *, weights: bool = T
 
 
 def critic_kind(path: str | Path) -> Kind:
-    """The class of the critic at `path`. Raises `ModelError` if it has no configuration."""
+    """transformers' auto class for the critic at `path`. Raises `ModelError` if `path` has no configuration."""
     names = settings(path).architectures or []
     is_classifier = any(name.endswith("ForSequenceClassification") for name in names)
     return "AutoModelForSequenceClassification" if is_classifier else "AutoModelForCausalLM"

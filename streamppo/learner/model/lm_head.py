@@ -2,7 +2,7 @@
 
     hidden states @ weights.T  -> + bias  -> * scale  -> soft cap  -> logits
 
-Scale and soft cap are read from the model's config. At load, `check` rejects a model that processes logits otherwise.
+Scale and soft cap are read from the model's config. At load, `check` rejects a model whose logits differ from these.
 """
 
 from pathlib import Path
@@ -35,7 +35,7 @@ def shape_of(lm: Any) -> LogitShape:
 
 
 def bias_of(lm: Any, unknown_V: Tensor | None = None) -> Tensor | None:
-    """The bias [V] of a model's head plus `unknown_V`, which excludes tokens from sampling; None without both."""
+    """The bias [V] of a model's head plus `unknown_V`, which excludes tokens from sampling; None if neither exists."""
     bias_V = getattr(lm.get_output_embeddings(), "bias", None)
     if bias_V is None or unknown_V is None:
         return unknown_V if bias_V is None else bias_V
@@ -57,7 +57,7 @@ def unknown(path: str | Path, rows: int, device: str) -> Tensor | None:
 
 @torch.no_grad()
 def check(lm: Any, path: str | Path) -> None:
-    """Compare log-probs of a few tokens with those of the model. Raises `ModelError` if they differ more than `GAP`."""
+    """Compare the learner's log-probs of a few tokens with the model's; raise `ModelError` if a gap exceeds `GAP`."""
     if lm.base_model is lm:
         raise ModelError(
             f"the model {str(path)!r} is a {lm.config.model_type}, whose head is not separate from its layers"

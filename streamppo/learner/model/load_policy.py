@@ -47,7 +47,7 @@ def load(
 ) -> Policy:
     """Load a Hugging Face causal LM with fp32 master weights and shard it over `mesh`. A collective.
 
-    Without `master` its weights are in the compute type; for a frozen model this changes only their memory.
+    Without `master` the weights are in the compute type, which saves memory and changes no result of a frozen model.
 
     If all ranks have the files of a large model, each reads its own rows (weight_files.py). If not, rank 0 reads all
     weights and sends them tensor by tensor. Other ranks then never hold more than their shards and one tensor, and
@@ -142,7 +142,7 @@ def shard_without_weights(
 
 
 def is_whole(ranks: int, *, offload: bool) -> bool:
-    """True if a policy on this many ranks does without FSDP: on a single rank without offload."""
+    """True if a policy on this many ranks is not sharded by FSDP: on a single rank without offload."""
     return ranks == 1 and not offload
 
 
@@ -225,7 +225,7 @@ def _shard_slices(parameter: Tensor) -> list[slice]:
 def _send_buffers(policy: Policy, cpu_policy: Policy | None, device: str) -> None:
     """Broadcast the buffers of `cpu_policy`, which only rank 0 has, to every rank's `device`.
 
-    A model computes buffers when it is made and does not save them; frequencies of rotary embeddings are an example.
+    A model computes buffers, such as the frequencies of rotary embeddings, when it is made, and does not save them.
     """
     modules = {} if cpu_policy is None else dict(cpu_policy.named_modules())
     for module_name, module in policy.named_modules():

@@ -3,7 +3,7 @@
     y = w * n,   n = x * inv,   inv = 1 / sqrt(mean(x * x) + eps)        https://arxiv.org/abs/1910.07467, equation 4
     dx = inv * (w * dy - n * mean(n * w * dy)),   dw = sum over tokens of n * dy
 
-transformers' norm is a chain of operations, whose gradients pass over all tokens several times. On a CPU, forward and
+transformers' norm is a chain of operations; its backward pass goes over all tokens several times. On a CPU, forward and
 backward, this operation takes half to two thirds of that norm's time (benchmarks/cost/short_rows.py). On a GPU torch's
 kernel is used. In 16 bits torch rounds once, as engines do; transformers rounds n, and then w * n.
 """
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 NAMES = tuple(f"{family.capitalize()}RMSNorm" for family in FAMILIES)
-"""transformers' classes with exactly this norm; other families have other norms, for example with 1 + w."""
+"""transformers' classes with exactly this norm; norms of other families differ, for example in a weight 1 + w."""
 
 
 def prepare(transformer: "PreTrainedModel") -> None:
@@ -32,7 +32,7 @@ def prepare(transformer: "PreTrainedModel") -> None:
 
 
 def normalise(module: Any, otherwise: Callable[[Tensor], Tensor], hidden_states: Tensor) -> Tensor:
-    """Apply the norm of llama, qwen2 and qwen3; on a CPU, other types than float32 go to `otherwise`, the original."""
+    """Apply the norm of llama, qwen2 and qwen3; on a CPU, dtypes other than float32 go to `otherwise`, the original."""
     if hidden_states.is_cuda:
         return torch.nn.functional.rms_norm(hidden_states, module.weight.shape, module.weight, module.variance_epsilon)
     if hidden_states.dtype is not torch.float32 or module.weight.dtype is not torch.float32:

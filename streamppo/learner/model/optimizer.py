@@ -19,7 +19,7 @@ Norm = Literal["2-norm", "max-norm"]
 
 
 def adamw(policy: Policy, config: Config) -> torch.optim.AdamW:
-    """Make AdamW with two groups, policy first, critic second; `full_lr` of each is its rate before any schedule.
+    """Make AdamW with two groups, policy first, critic second; `full_lr` is a group's rate before any schedule.
 
     Every parameter has moments from the start. torch would create them at the first gradient, and a checkpoint without
     the moments of an unused critic, or of a policy in warm-up, could not be loaded.
@@ -54,7 +54,8 @@ def configure(optimizer: torch.optim.Optimizer, config: Config) -> None:
 def follow_schedule(optimizer: torch.optim.Optimizer, config: Config, version: int) -> None:
     """Set the learning rates of the update after `version`.
 
-    The critic's schedule begins at version 0. The policy's begins at `critic.warmup_updates`; until then its rate is 0.
+    The critic's schedule begins at version 0. The policy's schedule begins at version `critic.warmup_updates`; before
+    that version its rate is 0.
     """
     frozen_until = config.algorithm.critic.warmup_updates
     policy = (
@@ -68,7 +69,7 @@ def follow_schedule(optimizer: torch.optim.Optimizer, config: Config, version: i
 
 
 def lower_policy(optimizer: torch.optim.Optimizer, share: float) -> None:
-    """Multiply the policy's learning rate by `share`; the critic's rate is unchanged, as its loss is not weighted."""
+    """Multiply the policy's learning rate by `share`; the critic keeps its rate, because its loss has no weights."""
     optimizer.param_groups[0]["lr"] *= share
 
 

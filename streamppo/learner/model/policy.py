@@ -81,11 +81,11 @@ class Policy(nn.Module):
     The critic is a value head on the policy's hidden states, or on those of `critic`, a separate transformer. Policy
     and critic use the same `layout`. `share_prompts`: the samples of a prompt share its forward pass (shared_keys.py),
     in padded rows if that is less work (prefix_sharing.py). A row with branches is a tree (tree.py). `detach_context`:
-    the context of completions is computed without gradient (prefix_kv.py). `slices`: rows are split, and each rank of a
-    row gets the scores of all its tokens (context_parallel.py). `replays_routes`: tokens go to the engine's experts
-    (routing.py). Rows end to end are padded to a multiple of `step` tokens. `unknown_V` excludes tokens from the
-    distribution (lm_head.py). `working_copy` has the weights in the compute type, unless FSDP casts them for each pass
-    (working_copy.py).
+    the context of completions is computed without gradient (prefix_kv.py). `slices`: rows are split between ranks, and
+    each of these ranks gets the scores of all the row's tokens (context_parallel.py). `replays_routes`: tokens go to
+    the experts that the engine chose (routing.py). Rows end to end are padded to a multiple of `step` tokens.
+    `unknown_V` excludes tokens from the distribution (lm_head.py). `working_copy` has the weights in the compute type,
+    unless FSDP casts them for each pass (working_copy.py).
     """
 
     def __init__(
@@ -130,7 +130,7 @@ class Policy(nn.Module):
         if part != "critic":
             hidden_ND = self._hidden(self.lm.base_model, pass_layout.row_layout)
             logprobs_N, entropy_N = chunked_logprobs_entropy(
-                # Indexing rows, not `gather`: on a GPU its deterministic gradient sorts D times fewer indices.
+                # Index rows, do not call `gather`: the deterministic gradient of indexing sorts D times fewer numbers.
                 hidden_ND[pass_layout.policy.index_N],
                 self.lm.get_output_embeddings().weight,
                 pass_layout.target_N,
@@ -176,13 +176,13 @@ class Policy(nn.Module):
         )
 
     def set_context(self, prefix: Literal["attached", "detached"]) -> None:
-        """Set whether the context of completions gets a gradient. Raises `ModelError` if the model cannot do so."""
+        """Set whether contexts of completions get a gradient. Raises `ModelError` if the model cannot detach them."""
         self.detach_context = prefix == "detached"
         if self.detach_context:
             prefix_kv.prepare(self.transformers)
 
     def set_routes(self, *, replayed: bool) -> None:
-        """Use the engine's or the routers' choice of experts. Raises `ModelError` for replay without experts."""
+        """Use the engine's choice of experts, or the routers'. Raises `ModelError` for `replayed` without experts."""
         if replayed and not self.routers:
             raise ModelError("rollout.engine.routes needs a mixture of experts, which the model is not")
         self.replays_routes = replayed
@@ -288,7 +288,7 @@ def release(policy: Policy) -> None:
         return
     sharded: Any = policy
     sharded.reshard()
-    # Only the newest torch has a public API that does this.
+    # Only the newest torch has a public API that clears FSDP's record of passes.
     order = sharded._get_fsdp_state()._comm_ctx.post_forward_order
     for group in order:
         group._post_forward_indices.clear()

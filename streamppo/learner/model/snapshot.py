@@ -3,7 +3,7 @@
     learner's stream    step n | passes of update n + 1 ............ | step n + 1
     stream of copies           | weights -> their type -> the host   |
 
-The host does not wait for the copy, and the GPU waits for it only before its next step.
+The host does not wait for the copy; the GPU waits for the copy only before the next optimizer step.
 """
 
 from collections.abc import Callable, Mapping
@@ -63,5 +63,5 @@ def snapshot(policy: Policy, into: Mapping[str, Tensor]) -> None:
                 into[name].copy_(rows, non_blocking=True)
         elif into[name].numel():
             shard = local(parameter)
-            # The cast is on the GPU: torch alone would move 32 bits and round on the host.
+            # The GPU casts before the copy; torch by itself would move 32 bits and round on the host.
             into[name].copy_(shard.to(into[name].dtype) if shard.is_cuda else shard, non_blocking=True)

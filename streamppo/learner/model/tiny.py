@@ -1,8 +1,8 @@
 """builtin:tiny: a Qwen2 model of 0.1 to 1M parameters with a character tokenizer, made from the seed.
 
-Reinforcement learning needs rewards that are not all zero. So a short supervised warm start trains the model on the
-format and some right answers. The model's tokens are the task's characters (tasks/warmup_data.py). It is saved as an
-ordinary Hugging Face folder.
+Reinforcement learning needs rewards that are not all zero, so a short supervised warm start trains the model on the
+format and some right answers. The model's tokens are the task's characters (tasks/warmup_data.py). The model is saved
+as an ordinary Hugging Face folder.
 """
 
 import logging
@@ -29,17 +29,17 @@ if TYPE_CHECKING:
 IGNORED = -100
 """The label that cross_entropy ignores."""
 INIT_STD = 0.09
-"""The std of initial weights, as large as trained ones of this width. With 0.02, addition is learned much later."""
+"""The std of initial weights, near that of trained weights of this width; with 0.02 addition is learned much later."""
 QK_BIAS_STD = 1.0
 """The std of random biases of queries and keys, by which heads attend to positions (rotary embedding) at once."""
 CHECKED = 512
-"""The number of training problems in a check of the warm start; fewer if they are long."""
+"""The number of training problems in a check of the warm start; fewer if the problems are long."""
 CHECK_EVERY = 2
 """The number of supervised steps between two checks."""
 BATCH_SIZE = 256
-"""The number of problems in a supervised step; fewer if they are long."""
+"""The number of problems in a supervised step; fewer if the problems are long."""
 LONG = 32
-"""The tokens of a problem with its answer above which a step has fewer problems, so that steps take equally long."""
+"""If a problem and its answer have more tokens, a step has fewer problems, so that all steps take equally long."""
 LR = 5e-3
 """AdamW's learning rate in the supervised steps."""
 MOST_THREADS = 4
@@ -121,7 +121,7 @@ def _warm_up(
     config: Tiny,
     seed: int,
 ) -> None:
-    """Train on answers until greedy accuracy reaches the target, for at most `max_steps` steps and any time."""
+    """Train on answers until greedy accuracy reaches the target, for at most `max_steps` steps."""
     generator, problems = np.random.default_rng((seed, 0x3A23)), _encode(tokenizer, lesson)
     # A step has fewer problems if they are long, so that memory and time do not grow with their length.
     part = min(1.0, LONG / lesson.longest)
@@ -154,7 +154,7 @@ def _warm_up(
 
 
 def _may_pass(step_accuracy: float, target: float) -> bool:
-    """True if the last step reached half of the target accuracy; below that, a check would only cost a step's time."""
+    """True if the last step reached half of the target accuracy; otherwise a check would only cost a step's time."""
     return step_accuracy >= target / 2
 
 

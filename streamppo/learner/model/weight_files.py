@@ -27,9 +27,9 @@ from streamppo.weights.models.settings import settings
 
 log = logging.getLogger(__name__)
 LARGE = 1 << 26
-"""The bytes of a model, in 16 bits, below which it is faster if rank 0 reads for all ranks."""
+"""If a model in 16 bits has fewer bytes than this, rank 0 reads it for all ranks, which is faster."""
 SAMPLED = 256
-"""The number of tensors that are hashed to compare the models of all ranks."""
+"""The most tensors that are hashed to compare the models of all ranks."""
 FIRST = 2
 """The least number of layers that are compared."""
 
@@ -85,8 +85,8 @@ def plan(path: str, critic: str, *, adapted: bool) -> LoadPlan | None:
     """Make the plan by which all ranks read the model at `path`; `critic` is the configuration's choice. A collective.
 
     Returns None if rank 0 must read for all ranks: if the model is small or `adapted`, if the critic is not made from
-    its files, if a rank lacks the files or has different ones, or if this module and transformers read different
-    weights. Raises `ModelError`; on rank 0 also for files of another model.
+    the model's files, if a rank lacks the files or has different files, or if this module and transformers read
+    different weights. Raises `ModelError` for files that cannot be read or, on rank 0, do not fit the model.
     """
     files = None if adapted or critic not in ("head", "policy") else _files(path)
     digest = "" if files is None else _digest(files)
@@ -126,7 +126,7 @@ def _log_progress(path: str) -> None:
 
 
 def _files(path: str) -> TensorFiles | None:
-    """The safetensors files of a large model; None for other models and, except on rank 0, for missing files."""
+    """The safetensors files of a large model, else None. For missing files rank 0 raises, and other ranks get None."""
     try:
         stored = headers.folder_headers(fetch(path))
     except ModelError:
@@ -162,7 +162,7 @@ def _has(files: TensorFiles, source: ParameterSource) -> bool:
 
 
 def _of_first_layers(config: Any, model: Any) -> Any:
-    """The configuration of a model of only the first layers, which contains every layer type.
+    """The configuration of a model of only the first layers, as many as contain every layer type.
 
     Returns None if a later layer has buffers: buffers are in no file, so they would be missing.
     """

@@ -3,7 +3,7 @@
     weights w (float32)  --rounded after each step-->  copy c (bfloat16)  --passes-->  dc (bfloat16), then dw += dc
 
 The result equals FSDP's mixed precision bit for bit: a micro-batch's gradient is bfloat16, and micro-batches add up in
-float32. Nothing is gathered, and no gradient of a whole layer exists twice.
+float32. Unlike FSDP, a working copy gathers no weights and never holds a layer's gradients twice.
 """
 
 from collections.abc import Sequence
@@ -16,8 +16,8 @@ from torch import Tensor, nn
 class WorkingCopy:
     """Makes `modules` compute with copies of their weights in `dtype`; their parameters stay the trained weights.
 
-    Python looks up a module's attributes before its parameters. So a forward pass, also a recomputed one, finds the
-    copy under a weight's name, while optimizers, checkpoints and pushes find the parameter. Weights that already have
+    Python looks up a module's attributes before its parameters. Under a weight's name every forward pass, also a
+    recomputation, finds the copy; optimizers, checkpoints and pushes find the parameter. Weights that already have
     `dtype` have no copy. Tied weights share one copy.
     """
 
@@ -52,7 +52,7 @@ def _copy_of(weight: nn.Parameter, dtype: torch.dtype) -> Tensor:
 
 
 def _add_gradient(weight: nn.Parameter, copy: Tensor) -> None:
-    """Add the gradient of one backward pass to the weight's gradient."""
+    """Add the copy's gradient, from one backward pass, to the weight's gradient."""
     assert copy.grad is not None
     if weight.grad is None:
         weight.grad = copy.grad.to(weight.dtype)

@@ -1,4 +1,4 @@
-"""All that adapts from update to update, by the metrics of the last update.
+"""The quantities that adapt from update to update, by the metrics of the last update.
 
     lag      the admitted lag adapts to the effective sample size at each lag, by the rule of `algorithms.lag`
     beta     the weight of the KL in the reward adapts to the KL to the reference
@@ -34,7 +34,7 @@ class UpdaterState(NamedTuple):
 
 
 def lag_under(config: Config, lag: AdmittedLag | None) -> AdmittedLag | None:
-    """The lag to start with under a new `config`, after `lag` under the previous one; None if it is not adaptive."""
+    """The first lag under a new `config`; `lag` is the last of the previous one. None unless the lag is adaptive."""
     first, at_most = config.queue.first_lag, config.queue.flow_lag
     if first is None:
         return None

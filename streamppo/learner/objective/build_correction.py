@@ -21,21 +21,21 @@ Filter: TypeAlias = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
 
 
 def rejection_metric(name: str) -> str:
-    """The metric's name of a rejection rule."""
+    """The name of a rejection rule's metric."""
     return f"rejected_{name}"
 
 
 def filter_metric(name: str) -> str:
-    """The metric's name of a filter."""
+    """The name of a filter's metric."""
     return f"filtered_{name}"
 
 
 TRUNCATED = filter_metric(str(choices.FilterTruncated.__struct_config__.tag))
-"""The metric's name of the filter of truncated completions, the only rule that can be applied without a pass."""
+"""The metric of the filter of truncated completions, the only rule that needs no log-probs."""
 
 
 def metrics(choice: choices.Correction, chosen: Sequence[choices.Filter]) -> list[str]:
-    """The metrics' names of all rules that leave tokens out of the policy's loss."""
+    """The names of the metrics of all rules that leave tokens out of the policy's loss."""
     beside = choice.reject if isinstance(choice, choices.Reject | choices.Weighted) else ()
     itself = isinstance(choice, choices.Mask | choices.SecondMoment | choices.CustomCorrection)
     dropping = [rejection_metric(str(rule.__struct_config__.tag)) for rule in (choice,) * itself + beside]
@@ -75,7 +75,7 @@ def build(choice: choices.Correction) -> Correct:
 def _with_rejections(
     weigh: Callable[[Tensor, Tensor, Tensor], Correction], rules: Sequence[choices.Rejection] = ()
 ) -> Correct:
-    """Add rejection `rules` to a correction; a response's ratio includes its tokens that are too old."""
+    """Add rejection `rules` to a correction; a response's ratio is over all its sampled tokens, also beyond max_lag."""
     rules_N = [_rule(rule) for rule in rules]
 
     def correct(

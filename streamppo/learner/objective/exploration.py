@@ -1,4 +1,4 @@
-"""Builds the configuration's exploration: a selection of a batch's tokens, and the change of their loss.
+"""Builds the configured exploration: a selection of a batch's tokens, and a change of their loss.
 
 B trajectories of a batch, T completion tokens (padded).
 """
@@ -28,7 +28,7 @@ class Exploration(NamedTuple):
 
 
 def build(choice: choices.Exploration, seed: int) -> Exploration | None:
-    """Build the functions of `choice`; None if no token is selected. `seed` is the run's seed."""
+    """Build the functions of `choice`; None without exploration. `seed` is the run's seed."""
     match choice:
         case choices.NoExploration():
             return None

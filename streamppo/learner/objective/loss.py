@@ -42,7 +42,7 @@ class MicroBatchLoss(NamedTuple):
 
 
 class TokenTerms(NamedTuple):
-    """[b, T] each: the terms of the policy's loss at a micro-batch's tokens; `left_out` has each rule's metric as key.
+    """[b, T] each: the terms of the policy's loss; `left_out` maps a rule's metric to the tokens it leaves out.
 
     The loss of a token is `loss_bT * weights_bT` if the token is kept, else 0.
     """
@@ -74,7 +74,7 @@ class Loss(NamedTuple):
 
     @phase("loss")
     def share(self, rows: Tensor, part: Part, current: PolicyOutput, counts: Denominators) -> MicroBatchLoss:
-        """The share of `rows`, which have the scores `current`, in a minibatch with the global `counts`."""
+        """The share of `rows`, which have the scores `current`, in the loss of a minibatch with the global `counts`."""
         if not len(rows):
             return MicroBatchLoss(_zero_gradient(part, current), Sums.zero(current.logprobs_BT.device), None)
         piece = _MicroBatch(self, rows, current, counts)
@@ -106,7 +106,8 @@ class _MicroBatch(NamedTuple):
         entropy_bT = self.current.entropy_BT
         total = loss - self.update.entropy_weight * self.average(entropy_bT)
         if self.update.targets.reference_BT is not None and config.kl.loss_beta:
-            # The KL is of the current policy: weights proximal / behavior times current / proximal.
+            # The KL is over tokens of the current policy: their weights are proximal / behavior times current /
+            # proximal.
             current_bT = weights_bT * policy_weights(logprobs_bT, proximal_bT, trained_bT)
             divergence_bT = self.divergence(self.update.targets.reference_BT)
             total = total + config.kl.loss_beta * self.average(current_bT * divergence_bT)
@@ -164,7 +165,7 @@ class _MicroBatch(NamedTuple):
         return batch_BT[self.rows, : self.current.logprobs_BT.shape[1]]
 
     def average(self, loss_bT: Tensor) -> Tensor:
-        """The share of token losses in the minibatch's average; lengths include tokens that are too old."""
+        """The share of `loss_bT` in the minibatch's average; a response's length includes tokens beyond max_lag."""
         batch, kind = self.update.batch, self.update.algorithm.aggregation
         lengths_b = batch.mask_BT[self.rows].sum(-1)
         return aggregate(loss_bT, self.trained_bT, kind, self.counts, lengths_b, batch.prompt_B[self.rows])
@@ -177,7 +178,7 @@ class _MicroBatch(NamedTuple):
         return {filter_metric(name): leaves_out(*columns) for name, leaves_out in self.update.objective.filters.items()}
 
     def proximal_and_correction(self, behavior_bT: Tensor, advantages_bT: Tensor) -> tuple[Tensor, Correction]:
-        """Proximal log-probs and their correction, from `targets` or else computed from the current log-probs."""
+        """Proximal log-probs and their correction, from `targets` or, if it has none, from this pass's log-probs."""
         objective, targets, batch = self.update.objective, self.update.targets, self.update.batch
         if targets.correction is not None:
             weights_BT, keep_BT, dropped = targets.correction

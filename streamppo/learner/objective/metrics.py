@@ -27,8 +27,8 @@ class Sums(NamedTuple):
     """Shares of losses and sums over tokens, detached, in float64: they add up over micro-batches and ranks.
 
     `losses_2` are the loss shares of policy and critic, weighted by the loss's aggregation. The other sums weight all
-    trained tokens equally. `tokens_5` are the sums of `update_sums`, and `entropy` is over the same tokens. `values_2`
-    are the number of the critic's tokens and the number of those with a clipped value.
+    trained tokens equally. `tokens_5` are the sums of `update_sums`, and `entropy` is a sum over the same tokens.
+    `values_2` are the numbers of all tokens of the critic and of its tokens with a clipped value.
     """
 
     losses_2: Tensor
@@ -105,7 +105,7 @@ def first_logprobs(
 
 
 def step_metrics(minibatches: Sequence[Minibatch], trained_BT: Tensor, group: dist.ProcessGroup) -> dict[str, float]:
-    """Losses as means over minibatches, also those without a step, and means over trained tokens. A collective."""
+    """The metrics of steps; losses are means over all minibatches, with or without a step. A collective."""
     total = Sums.zero(trained_BT.device)
     for minibatch in minibatches:
         total = total.plus(minibatch.sums)
@@ -282,8 +282,8 @@ def dropped_shares(
     """The share of sampled tokens that each rule leaves out, and (`NAME_responses`) of responses that lose a token.
 
     Shares are over all passes of the policy's loss; for truncated completions also over the idle rows, which are not
-    passed. Without tokens a share is 0. If several rules leave out a token, it counts for each. A collective, unless
-    there is no rule.
+    passed. Without tokens a share is 0. If several rules leave out a token, it counts for each of these rules. A
+    collective if there is a rule.
     """
     if not names_N:
         return {}
@@ -302,7 +302,7 @@ def dropped_shares(
 
 
 def _counts(mask_bT: Tensor) -> Tensor:
-    """The number of tokens, and the number of responses with at least one of them."""
+    """The number of tokens in a mask, and the number of responses with at least one token in the mask."""
     return torch.stack([mask_bT.sum(), mask_bT.any(-1).sum()])
 
 

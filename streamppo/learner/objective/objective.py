@@ -1,4 +1,4 @@
-"""Builds an update's functions from the configuration; only this folder distinguishes the kinds of its choices.
+"""Builds an update's functions from the configuration. Only this folder asks which kind of loss or rule is configured.
 
 B trajectories, T completion tokens (padded).
 """
@@ -39,7 +39,7 @@ from streamppo.tasks import plugins
 Advantages: TypeAlias = Callable[[PaddedBatch, PolicyOutput, Tensor], AdvantageEstimate]
 """(batch, proximal scores, rewards_BT) -> advantages and returns [B, T]."""
 Trained: TypeAlias = Callable[[PaddedBatch], Tensor]
-"""batch -> [B, T] tokens in the loss: within max_lag, not of a masked group, not of a filtered completion."""
+"""batch -> [B, T], True at tokens in the loss: within max_lag, not of a masked group or a filtered completion."""
 PolicyLoss: TypeAlias = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], TokenLoss]
 """(logprobs_BT, proximal_logprobs_BT, behavior_logprobs_BT, advantages_BT, mask_BT) -> one loss per token."""
 RatioLoss: TypeAlias = Callable[[Tensor, Tensor, Tensor, Tensor], TokenLoss]
@@ -63,8 +63,9 @@ class Objective(NamedTuple):
 
     `scored` is the part whose scores of the whole batch are computed before the first step. If the policy is not in
     `scored`, the policy is passed only in its steps. `anchor` computes the proximal log-probs of a micro-batch in the
-    step's own pass; if `anchor` is None, they are in `scored`. `one_step`: the policy makes one step per batch. `rules`
-    are the metrics of all rules, of the correction and of the `filters`, that leave tokens out of the policy's loss.
+    step's own pass; if `anchor` is None, they are computed before the first step. `one_step`: the policy makes one step
+    per batch. `rules` are the metrics of all rules, of the correction and of the `filters`, that leave tokens out of
+    the policy's loss.
     """
 
     advantages: Advantages
@@ -85,7 +86,7 @@ class Objective(NamedTuple):
         return self.scored in ("policy", "both")
 
     def warm_up(self) -> "Objective":
-        """The objective during warm-up, when the policy is frozen: a critic with separate steps makes only its steps.
+        """The objective of warm-up, when the policy is frozen: only the epochs of a critic with separate steps remain.
 
         The policy then passes over a batch one time, without gradient, for its metrics. A value head shares the
         policy's passes, so with a value head the objective does not change.
@@ -135,7 +136,7 @@ def _anchor(choice: choices.Algorithm, *, one_step: bool) -> Anchor | None:
 
 
 def _epochs(config: Config) -> tuple[Epoch, ...]:
-    """The epochs: a value head trains with the policy; a separate critic trains after it, by a schedule of its own."""
+    """The epochs: a value head trains with the policy; a separate critic trains afterwards, in epochs of its own."""
     learner, critic = config.learner, config.algorithm.critic
     separate = config.algorithm.has_critic and critic.model != "head"
     part: Part = "both" if config.algorithm.has_critic and not separate else "policy"

@@ -1,6 +1,7 @@
 """The constants of the update on one batch: advantages, returns, corrections, masks.
 
-Every rank computes them from the whole gathered batch. B trajectories of the batch, T completion tokens (padded).
+Every rank computes the constants from the whole gathered batch. B trajectories of the batch, T completion tokens
+(padded).
 """
 
 import math
@@ -23,7 +24,7 @@ from streamppo.types import TokenRecord
 
 
 class Frozen(NamedTuple):
-    """[B, T] log-probs by the frozen models, from a pass of this rank or from a server; None without the model."""
+    """[B, T] log-probs by the frozen models, from passes of all ranks or from a server; None without the model."""
 
     reference_BT: Tensor | None
     teacher_BT: Tensor | None
@@ -53,8 +54,8 @@ class Targets(NamedTuple):
     answers; None without `positive_nll`.
 
     `explained` is the share of outcomes that the critic explains (`outcomes_explained`), if segments are cut by length.
-    If the share is too small, `policy_waits` is True, and only the critic is trained on the batch. It would not be
-    enough to mask the cut segments: the other segments train the end of completions, not their beginning.
+    If the share is too small, `policy_waits` is True, and only the critic is trained on the batch. Masking the cut
+    segments would not be enough: all other segments train the ends of completions, not their beginnings.
     """
 
     scored: PolicyOutput
@@ -79,8 +80,7 @@ def compute_targets(
     *,
     beta: float,
 ) -> Targets:
-    """Compute the targets of `batch`, whose rows `scored_B` have `scored`; `beta` is the weight of the KL in the
-    reward.
+    """Compute the targets of `batch` from the scores of its rows `scored_B`; `beta` weights the KL in the reward.
 
     Raises `ValueError` for data that must not be trained on.
     """
@@ -154,7 +154,7 @@ def _rewards(config: Algorithm, batch: PaddedBatch, scored: PolicyOutput, frozen
 
 
 def _explained(config: Config, batch: PaddedBatch, scored: PolicyOutput, rewards_BT: Tensor) -> float | None:
-    """The share of outcomes that the critic explains; None unless segments are cut by length."""
+    """The share of the outcomes' variance that the critic explains; None unless segments are cut by length."""
     choice, segments = config.algorithm.advantage, config.queue.segments
     if segments is None or not segments.max_tokens or not isinstance(choice, Bootstrapped):
         return None

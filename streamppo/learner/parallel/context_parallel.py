@@ -1,7 +1,7 @@
 """Context parallelism: each rank computes a slice of every row's tokens, for rows that are too long for one rank.
 
-Ulysses, https://arxiv.org/abs/2309.14509. All of a layer except attention works token by token, so a rank computes that
-part for its slice. For attention the ranks exchange slices of tokens for shares of the heads:
+Ulysses, https://arxiv.org/abs/2309.14509. Everything in a layer except attention works token by token, so a rank
+computes it only for its slice. For attention the ranks exchange slices of tokens for shares of the heads:
 
     rank 0   tokens 0 1 2 3   -->   heads 0 1 of tokens 0 .. 7   -->   tokens 0 1 2 3
     rank 1   tokens 4 5 6 7   -->   heads 2 3 of tokens 0 .. 7   -->   tokens 4 5 6 7
@@ -31,7 +31,7 @@ from streamppo.learner.parallel.tensor_parallel import TensorParallelSpec
 KNOWN = (*FAMILIES, "qwen3_moe")
 """Values of model_type whose layers mix tokens only in attention, and whose attention sees all earlier tokens."""
 NAME = "slices"
-"""The name of the argument that brings the exchanging ranks to a transformer and so to its attention."""
+"""The name of the argument that brings `Slices` to a transformer and so to its attention."""
 PREFIX = "sliced_"
 """The prefix of the name under which transformers knows a wrapped attention that is not flash-attn."""
 _wrapped: dict[str, Any] = {}
@@ -42,9 +42,9 @@ class Slices(NamedTuple):
     """The groups of context parallelism: rows are split over `ranks` ranks, and this rank has slice `number`.
 
     `within`: the ranks that have slices of the same rows; `across`: the ranks that have the same slice of other rows;
-    both are None if rows are not split. `heads`: the ranks that exchange slices for heads, which are all of `within`;
-    with tensor parallelism, the ranks with the same share of the heads, or None for a single rank. `cut`: the meshes
-    that split weights.
+    both are None if rows are not split. `heads`: the ranks that exchange slices for heads: all ranks of `within` or,
+    with tensor parallelism, all ranks with the same share of the heads; None for a single rank. `cut`: the meshes that
+    split weights.
     """
 
     ranks: int = 1
@@ -100,9 +100,9 @@ def refusal(config: Any, ranks: int) -> str:
 def name_of(implementation: str, slices: Slices) -> str:
     """Register `implementation`, wrapped for context parallelism, and return its name in transformers.
 
-    A flash-attn keeps its name, because transformers imports it by this name; models without slices pass through the
-    wrapper unchanged. SDPA and eager attention get a new name. transformers makes no mask for an unknown name, and its
-    mask would cover only a slice.
+    A flash-attn keeps its name, because transformers imports it by this name; for a model without slices the wrapper
+    changes nothing. SDPA and eager attention get a new name. For a name that it does not know, transformers makes no
+    mask, which would cover only a slice.
     """
     from transformers import AttentionInterface
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -129,7 +129,7 @@ def _attend(
     """Compute attention for a share of the heads over all tokens; the mask covers all tokens. Returns [B, S, H, D]."""
     compute: Any = _wrapped[module.config._attn_implementation]
     if slices.ranks > 1:
-        # The position ids are those of a single slice.
+        # The position ids are of one slice, and attention computes whole rows.
         others.pop("position_ids", None)
     if slices.heads is None:
         return compute(module, query_BHSD, key_BHSD, value_BHSD, attention_mask, **others)

@@ -4,12 +4,12 @@
     forward    a rank's experts compute the pairs of all ranks; each pair is passed as a token with one expert
     return     a token's k results are summed on the token's rank
 
-The ranks of a group may pass different rows of different widths. As in GShard, https://arxiv.org/abs/2006.16668, but
-without a capacity: no token is left out. If a rank would get more than `UNEVEN` times its even share, the pairs are
-exchanged in rounds. Each round is computed again in the backward pass, so a rank holds the activations of one round.
+The ranks of a group may pass different rows of different widths. Tokens are dispatched as in GShard,
+https://arxiv.org/abs/2006.16668, but without a capacity: no token is left out. If a rank would get more than `UNEVEN`
+times its even share, the pairs are exchanged in rounds. Each round is computed again in the backward pass, so a rank
+holds the activations of one round.
 
-Example: one of 4 ranks gets three quarters of all pairs, 3 times its share: 1.5 times its share in each of 2
-rounds.
+Example: one of 4 ranks gets three quarters of all pairs, 3 times its even share, in 2 rounds of 1.5 times that share.
 
 N tokens of a rank, D width, M = N * k pairs, P pairs that a rank receives, R ranks.
 """
@@ -33,7 +33,7 @@ FEW = 4096
 
 
 class Round(NamedTuple):
-    """The pairs of one exchange, ordered by the rank of their expert: number, token, and the expert's index there.
+    """The pairs of one exchange, ordered by their expert's rank: number, token, and the expert's index on that rank.
 
     `received` and `sent` are the numbers of pairs from and to each rank.
     """
@@ -55,7 +55,7 @@ def dispatch_to_experts(
 ) -> Tensor:
     """Compute each token by its experts; every rank of `group` has `experts` consecutive experts. A collective.
 
-    All ranks make the same number of passes, because FSDP2 needs that too.
+    All ranks make the same number of passes, as FSDP2 requires.
     """
     rounds = _rounds(group, experts, index_Nk)
     if len(rounds) == 1:

@@ -93,7 +93,7 @@ class Routers:
 
 
 class KnownRoutes(NamedTuple):
-    """[N, entries], the experts of a pass's tokens, in all layers or in one, and True for tokens with experts."""
+    """The experts of a pass's tokens, in all layers or one, `numbers` [N, entries]; `known_N`: True where recorded."""
 
     numbers: Tensor
     known_N: Tensor

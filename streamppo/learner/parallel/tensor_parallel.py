@@ -37,7 +37,7 @@ REPLICATE, PART = "replicate", "part"
 EXPERTS = "moe_tp_experts"
 """The name, in transformers' plans for a family, of the module with a layer's experts."""
 BY_TOKEN = ("hidden_states", "position_embeddings")
-"""The named arguments of attention and MLP that have an entry per token; all positional arguments have one too."""
+"""The keyword arguments of attention and MLP that have an entry per token, as all positional arguments have."""
 TOKENS = -2
 """The dimension of tokens in arguments of attention and MLP."""
 Move = Callable[[Tensor, dist.ProcessGroup], Tensor]
@@ -134,7 +134,7 @@ def shard_fully(module: nn.Module, mesh: DeviceMesh, cut: TensorParallelSpec, fu
 def _placement(cut: TensorParallelSpec) -> Callable[[nn.Parameter], Any]:
     """Return a function that maps a split weight to the ranks with the same part, which shard it.
 
-    Raises `ModelError` if torch's FSDP2 shards all weights of a module over the same ranks.
+    Raises `ModelError` if this torch's FSDP2 can shard the weights of a module only over the same ranks.
     """
     try:
         from torch.distributed.fsdp._fully_shard._fsdp_common import ShardPlacementResult
@@ -319,7 +319,7 @@ def is_cut_by_columns(parameter: Tensor) -> bool:
 
 
 def own_rows(rows: int, parameter: DTensor) -> tuple[int, int]:
-    """The begin and end of the rows, of `rows` in all, that `whole_rows` gives this rank."""
+    """The begin and end of the rows that `whole_rows` gives this rank, out of `rows`."""
     bounds, part = _bounds(rows, parameter), parameter.device_mesh[PART].get_local_rank()
     return bounds[part], bounds[part + 1]
 
