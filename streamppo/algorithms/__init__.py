@@ -1,4 +1,4 @@
-"""The mathematics of an update, as pure functions of tensors, masks and numbers that import no other part of streamppo.
+"""The mathematics of an update: pure functions of tensors, masks and numbers, without imports from streamppo.
 
 masked              checks, sums and ratios of masked response tokens
 scan                the backward recurrence behind every multi-step estimate

@@ -61,10 +61,9 @@ def gae(
         advantages_t = delta_t + gamma * lam * advantages_{t+1}
         returns_t    = advantages_t + values_t
 
-    t+1 is the next UNMASKED token (bootstrap_B after the last).
-    Schulman et al. 2015, https://arxiv.org/abs/1506.02438.
-    lam = 0 is the one-step TD error, lam = 1 is Monte Carlo minus the value. `lam` may be a [B] tensor, see
-    `adaptive_lambda`. Raises ValueError on shapes that do not fit.
+    values_{t+1} is the value at the next UNMASKED token; after the last token it is bootstrap_B. Schulman et al. 2015,
+    https://arxiv.org/abs/1506.02438. lam = 0 is the one-step TD error, lam = 1 is Monte Carlo minus the value. `lam`
+    may be a [B] tensor, see `adaptive_lambda`. Raises ValueError on shapes that do not fit.
     """
     check_tokens(mask_BT, rewards_BT=rewards_BT, values_BT=values_BT)
     check_sequences(mask_BT, bootstrap_B=bootstrap_B)
@@ -98,7 +97,7 @@ def gae_actor_critic(
 
 
 def adaptive_lambda(lengths_B: Tensor, alpha: float) -> Tensor:
-    """[B], a lambda for each response; a longer response has a longer horizon.
+    """[B], a lambda for each response; a longer response has a larger lambda.
 
         lam = clamp(1 - 1 / (alpha * length), 0, 1)
 
@@ -115,14 +114,14 @@ def adaptive_lambda(lengths_B: Tensor, alpha: float) -> Tensor:
 def outcomes_explained(
     rewards_BT: Tensor, values_BT: Tensor, mask_BT: Tensor, known_B: Tensor, *, gamma: float
 ) -> float:
-    """The share of the outcomes' variance that the critic explains, over sequences of known outcome; 0 if no outcome is
-    known.
+    """The share of the outcomes' variance that the critic explains; 0 if no sequence has a known outcome.
 
         explained  = 1 - Var(outcomes - values) / Var(outcomes)
         outcomes_t = rewards_t + gamma * outcomes_{t+1}
 
     `known_B` [B] is True for sequences that have all their rewards; the variances are over their tokens. The advantages
-    of a segment without its final reward rest on the critic's values, so they are noise if the values explain nothing.
+    of a segment without its final reward are computed from the critic's values, so they are noise if the values explain
+    nothing.
     """
     check_sequences(mask_BT, known_B=known_B)
     known_BT, bootstrap_B = mask_BT & known_B[:, None], torch.zeros_like(values_BT[:, 0])
@@ -136,9 +135,9 @@ def sequence_level(scores_B: Tensor, baseline_B: Tensor, mask_BT: Tensor) -> Adv
         advantages_t = score - baseline
         returns_t    = score
 
-    REINFORCE with a baseline (Williams 1992, https://doi.org/10.1007/BF00992696). baseline_B is the critic's
-    value of the prompt, or any number that does not depend on the response. A sequence-level ratio fits these
-    advantages. For responses of one token this is `gae` with any lam.
+    REINFORCE with a baseline (Williams 1992, https://doi.org/10.1007/BF00992696). baseline_B is the critic's value of
+    the prompt, or any number that does not depend on the response. Use a loss with one ratio per response for these
+    advantages (`sequence_losses`). For responses of one token this is `gae` with any lam.
     """
     check_tokens(mask_BT)
     check_sequences(mask_BT, scores_B=scores_B, baseline_B=baseline_B)
@@ -147,7 +146,7 @@ def sequence_level(scores_B: Tensor, baseline_B: Tensor, mask_BT: Tensor) -> Adv
 
 
 class Moments(NamedTuple):
-    """Token count, sum and sum of squares, float64: scalars for a batch, or [B] with the sums of a sequence's group."""
+    """Token count, sum, sum of squares, float64: scalars over a batch; over groups, [B] for each sequence's group."""
 
     tokens: Tensor
     total: Tensor
@@ -186,8 +185,8 @@ def whiten(
 
     Mean and variance are over the unmasked tokens of the batch or, with group_ids_B, of each group of sequences. The
     variance divides by the number of tokens n, or by n - 1 if `unbiased`. Whitening is detail 7 of
-    https://iclr-blog-track.github.io/2022/03/25/ppo-implementation-details/.
-    Whitening again changes nothing. A batch of equal values becomes zero.
+    https://iclr-blog-track.github.io/2022/03/25/ppo-implementation-details/. Whitening twice gives the same as
+    whitening once. A batch of equal values becomes zero.
     """
     sums = moments(x_BT, mask_BT, group_ids_B)
     mean = sums.total / sums.tokens.clamp(min=1)

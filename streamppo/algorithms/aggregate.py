@@ -24,9 +24,9 @@ Aggregation = Literal["token-mean", "sequence-mean-token-mean", "sequence-mean-t
 
 
 class Prompts(NamedTuple):
-    """`num_prompts`: the number of prompts in a minibatch that have unmasked tokens.
+    """The prompts of a minibatch: `num_prompts` is the number of prompts with unmasked tokens.
 
-    `prompt_B`: the prompt of each sequence, sorted. `tokens_B`: the token count of each entry's prompt.
+    `prompt_B` is the prompt of each sequence, sorted. `tokens_B[i]` is the number of unmasked tokens of `prompt_B[i]`.
     """
 
     num_prompts: float
@@ -35,7 +35,7 @@ class Prompts(NamedTuple):
 
 
 class Denominators(NamedTuple):
-    """The counts by which a minibatch's losses are divided; `constant` is a fixed length, not a count.
+    """The numbers by which a minibatch's losses are divided: its counts, and the fixed length `constant`.
 
     `right_tokens` is the number of tokens of right answers, for `policy_losses.positive_nll`.
     """

@@ -10,7 +10,7 @@ from torch import Tensor
 
 
 class Candidates(NamedTuple):
-    """The candidates of tokens in any shape; `starts` and `counts` have one entry for each token.
+    """The candidates of each token. `starts` and `counts` have an entry per token; `tokens_M` joins all candidates.
 
         candidates of token n = tokens_M[starts[n] : starts[n] + counts[n]]
 
@@ -24,7 +24,7 @@ class Candidates(NamedTuple):
     counts: Tensor
 
     def at(self, places: Tensor | slice | tuple[Tensor, Tensor | slice]) -> "Candidates":
-        """The candidates of a selection of tokens; `places` indexes `starts` and `counts`."""
+        """The candidates of the tokens at `places`, an index into `starts` and `counts`."""
         return self._replace(starts=self.starts[places], counts=self.counts[places])
 
     def to(self, device: torch.device) -> "Candidates":

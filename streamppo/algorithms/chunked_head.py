@@ -20,10 +20,10 @@ log = logging.getLogger(__name__)
 
 
 class Products(NamedTuple):
-    """The matrix products of the head; both factors have the weight's dtype.
+    """The function `multiply` for the head's matrix products; both of its factors have the weight's dtype.
 
-    The float32 gradient of the logits enters a product as a sum of `parts` numbers of the weight's dtype. Two bfloat16
-    numbers keep 16 of the 24 bits of a float32, one keeps 8.
+    The backward pass splits each float32 gradient of a logit into `parts` numbers of that dtype, multiplies each part,
+    and adds the products. Two bfloat16 numbers keep 16 of the 24 bits of a float32, one keeps 8.
     """
 
     multiply: Callable[[Tensor, Tensor], Tensor]
@@ -31,9 +31,9 @@ class Products(NamedTuple):
 
 
 PLAIN = Products(torch.matmul, parts=1)
-"""Products in the dtype of their factors."""
+"""The products have the dtype of the factors."""
 WIDE = Products(partial(torch.mm, out_dtype=torch.float32), parts=2)
-"""Products of 16-bit factors, summed and returned in float32 as GPU tensor cores do; not available on a CPU."""
+"""GPU tensor cores multiply 16-bit factors, and sum and return the products in float32; not available on a CPU."""
 
 
 class LogitShape(NamedTuple):
@@ -47,13 +47,13 @@ class LogitShape(NamedTuple):
 
 
 IDENTITY = LogitShape()
-"""The products are the logits."""
+"""Logits equal the products (with bias)."""
 PIECE = 3 * 2**26
 """The number of logits that `FusedHead` holds at one time; with their gradients they take 1.5 GiB."""
 
 
 class Extent(NamedTuple):
-    """How a head computes logits: the number of tokens in one chunk, the tokens' candidates, products and shape."""
+    """How a head computes logits: tokens per chunk, the tokens' candidates, matrix products, and the map to logits."""
 
     chunk: int
     candidates: Candidates | None
@@ -210,7 +210,7 @@ class FusedHead(torch.autograd.Function):
         extent, (multiply, parts) = ctx.extent, ctx.extent.products
         tokens = head_kernels.tokens(extent.shape, bias_V, targets_N, inverse_temperature_N, extent.candidates)
         scores = (normaliser_N, entropy_N, grad_logprobs_N.contiguous(), grad_entropy_N.contiguous())
-        # Sums over pieces and sums over tokens are in float32.
+        # The gradients of the hidden states and of the weight are summed in float32.
         add = WIDE.multiply if weight_VD.dtype.itemsize == 2 else multiply
         rows = pieces(len(hidden_ND), len(weight_VD))
         gradient_QP = weight_VD.new_empty((parts * len(hidden_ND), -(-rows[0].stop // 128) * 128))
@@ -252,7 +252,7 @@ def split(gradient_CV: Tensor, dtype: torch.dtype, parts: int) -> list[Tensor]:
 
 
 def sum_products(products: Products, factors: list[Tensor], right_VD: Tensor) -> Tensor:
-    """Return (sum of `factors`) @ right."""
+    """Return (sum of `factors`) @ `right_VD`."""
     total_CD = products.multiply(factors[0], right_VD)
     for factor_CV in factors[1:]:
         total_CD += products.multiply(factor_CV, right_VD)
@@ -274,7 +274,7 @@ def slices(total: int, chunk: int) -> list[slice]:
 
 
 def pieces(tokens: int, vocabulary: int) -> list[slice]:
-    """Split the vocabulary into runs so that one run has about `PIECE` logits over all `tokens`.
+    """Split the vocabulary into runs, so that a run has about `PIECE` logits of all `tokens` together.
 
     All runs except the last have the same width, a multiple of 128, for which matrix products are fast.
     """

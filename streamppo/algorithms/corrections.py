@@ -131,7 +131,7 @@ def topr(
 
 
 def scale_negatives(loss_BT: Tensor, advantages_BT: Tensor, *, negative: float) -> Tensor:
-    """[B, T], the losses; those of tokens with a negative advantage are multiplied by `negative`, a number in [0, 1].
+    """[B, T], the losses, multiplied by `negative`, a number in [0, 1], at tokens with a negative advantage.
 
         loss = negative * loss if A < 0 else loss
 
@@ -146,14 +146,14 @@ def scale_negatives(loss_BT: Tensor, advantages_BT: Tensor, *, negative: float) 
 def second_moment_mask(
     proximal_logprobs_BT: Tensor, behavior_logprobs_BT: Tensor, mask_BT: Tensor, *, threshold: float = 0.04
 ) -> Correction:
-    """M2PO: drop as few tokens as possible, those of largest |log w|, until the others have a small second moment.
+    """M2PO: drop the tokens of largest |log w|, as few as possible, until the second moment of the rest is small.
 
         weights = w if kept else 0
         mean over kept of (log w)^2 <= threshold
 
-    https://arxiv.org/abs/2510.01161. The terms of a second moment, unlike those of a mean log-ratio, cannot cancel, and
-    it bounds the chi-squared of the weights. The mean is over the given tokens: a bound that holds on each rank holds
-    on all together. Without outliers nothing is dropped and the weights are the plain ratio.
+    https://arxiv.org/abs/2510.01161. The terms of a mean log-ratio can cancel; those of the second moment cannot. The
+    second moment bounds the chi-squared of the weights. The mean is over the given tokens. If the bound holds on each
+    rank, it holds over all ranks. Without outliers nothing is dropped and the weights are the plain ratio.
     """
     if threshold < 0:
         raise ValueError(f"threshold must not be negative, got {threshold}")
@@ -173,20 +173,21 @@ def second_moment_mask(
 
 
 def current_as_proximal(behavior_logprobs_BT: Tensor, logprobs_BT: Tensor, lag_BT: Tensor, mask_BT: Tensor) -> Tensor:
-    """[B, T]: the current log-probs, detached; in an update of one step they are the proximal ones."""
+    """[B, T]: the current log-probs, detached. In an update of one step, current and proximal log-probs are equal."""
     check_tokens(mask_BT, behavior_logprobs_BT=behavior_logprobs_BT, logprobs_BT=logprobs_BT, lag_BT=lag_BT)
     return fill(logprobs_BT.detach(), mask_BT)
 
 
 def loglinear_proximal(behavior_logprobs_BT: Tensor, logprobs_BT: Tensor, lag_BT: Tensor, mask_BT: Tensor) -> Tensor:
-    """[B, T]: interpolate between behavior and current log-probs; the proximal policy is one version before current.
+    """[B, T]: proximal log-probs, interpolated between behavior and current log-probs by the token's lag.
 
         weight_t   = 1 / (lag_t + 1)
         proximal_t = weight_t * behavior_logprobs_t + (1 - weight_t) * logprobs_t        (detached)
 
-    A-3PO, https://arxiv.org/abs/2512.06547: the weight of behavior is 1 / d. d = lag + 1 is the number of versions
-    between the token's version and the version that this update makes. At lag 0 the proximal policy is the behavior
-    policy. For large lag the result approaches the current policy, and the ratio approaches 1.
+    A-3PO, https://arxiv.org/abs/2512.06547: the weight of behavior is 1 / d. d = lag + 1 is the number of versions from
+    the token's version to the version that this update makes; the proximal policy is one version before the latter. At
+    lag 0 the proximal policy is the behavior policy. For large lag the result approaches the current policy, and the
+    ratio approaches 1.
     """
     check_tokens(mask_BT, behavior_logprobs_BT=behavior_logprobs_BT, logprobs_BT=logprobs_BT, lag_BT=lag_BT)
     behavior_BT, current_BT = fill(behavior_logprobs_BT.detach(), mask_BT), fill(logprobs_BT.detach(), mask_BT)
@@ -195,12 +196,12 @@ def loglinear_proximal(behavior_logprobs_BT: Tensor, logprobs_BT: Tensor, lag_BT
 
 
 def behavior_as_proximal(behavior_logprobs_BT: Tensor, logprobs_BT: Tensor, lag_BT: Tensor, mask_BT: Tensor) -> Tensor:
-    """[B, T]: behavior log-probs as proximal ones, so that one ratio covers both lag and the movement of the update.
+    """[B, T]: behavior log-probs in place of proximal log-probs: one ratio covers the lag and the update's steps.
 
         ratio_t = exp(logprobs_t - behavior_logprobs_t)
 
-    Plain PPO, https://arxiv.org/abs/1707.06347; DPPO's anchor, https://arxiv.org/abs/2602.04879. At lag 0 and with an
-    exact engine, these are the learner's log-probs before the update's first step.
+    Plain PPO (https://arxiv.org/abs/1707.06347) and DPPO (https://arxiv.org/abs/2602.04879) use this ratio. At lag 0
+    and with an exact engine, the result equals the learner's log-probs before the update's first step.
     """
     check_tokens(mask_BT, behavior_logprobs_BT=behavior_logprobs_BT, logprobs_BT=logprobs_BT, lag_BT=lag_BT)
     return fill(behavior_logprobs_BT.detach(), mask_BT)

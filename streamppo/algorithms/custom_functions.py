@@ -1,4 +1,4 @@
-"""A user's functions: an advantage, a correction, a policy loss; for each its inputs, its call and a trial call.
+"""A user's advantage, correction and policy loss: for each, the type of its inputs, a checked call, and a trial.
 
     function            inputs                        B
     `advantage`         `AdvantageInputs`             trajectories of a whole batch, the same on every rank
@@ -67,12 +67,12 @@ TRIAL_TOKENS = 5
 
 
 class AdvantageInputs(NamedTuple):
-    """A batch, in tensors [B] and [B, T]. If the advantage compares samples, the batch has whole groups.
+    """A batch, in tensors [B] and [B, T], with all samples of a prompt if the advantage compares samples.
 
     `mask_BT` is True for tokens that the policy sampled. `rewards_BT` is 0 at all other tokens; a KL penalty in the
     reward is already subtracted. `scores_B` is the sum of each trajectory's rewards. Trajectories of one prompt have
     the same number in `group_ids_B`. `lag_BT` is a token's lag in versions. `truncated_B` is True for truncated
-    completions. The inputs have no critic's values.
+    completions. The critic's values are not among the inputs.
     """
 
     rewards_BT: Tensor
@@ -97,7 +97,7 @@ def custom_advantage(
     *,
     function: CustomAdvantage,
 ) -> Tensor:
-    """[B, T], the advantages returned by `function`, detached; 0 at masked tokens, whatever the function returns there.
+    """[B, T], the advantages that `function` returns, detached, and set to 0 at masked tokens.
 
     With `function = groups.rloo(scores_B, group_ids_B)` this is RLOO. Raises `ValueError` for a result that is not a
     tensor of [B] or [B, T], for advantages of unmasked tokens that are not finite, and for a function that changes its
@@ -169,7 +169,7 @@ def custom_correction(
     *,
     function: CustomCorrection,
 ) -> Correction:
-    """The weights returned by `function`, detached; 0 at masked tokens, whatever the function returns there.
+    """The weights that `function` returns, detached, and set to 0 at masked tokens.
 
     With `function = ratio_BT.clamp(max=cap)` this is truncation (`corrections.importance_weights`). A sampled token of
     weight 0 counts as dropped. Raises `ValueError` for a result that is not a [B, T] tensor of finite weights >= 0, and
@@ -229,7 +229,7 @@ TRIAL_MICRO_BATCH = (3, 5)
 class LossInputs(NamedTuple):
     """The columns of a micro-batch, [B, T] each. Only `logprobs_BT` and `ratio_BT` are differentiable.
 
-    `mask_BT` is True for tokens that are trained on; `log_ratio_BT` and `advantages_BT` are 0 at all others.
+    `mask_BT` is True for tokens that are trained on; `log_ratio_BT` and `advantages_BT` are 0 at all other tokens.
     `behavior_logprobs_BT` are from the engine: the log-probs of the policy that sampled the token.
 
         ratio = exp(log_ratio) = exp(logprobs - proximal_logprobs)
@@ -260,7 +260,7 @@ def custom_loss(
     *,
     function: CustomLoss,
 ) -> TokenLoss:
-    """The loss returned by `function`; 0 at masked tokens, whatever the function returns there.
+    """The loss that `function` returns, set to 0 at masked tokens.
 
     With `function = -advantages_BT * ratio_BT` this is `policy_losses.importance_weighted`. Raises `ValueError` for a
     result that is not a [B, T] tensor.
@@ -279,8 +279,8 @@ def custom_loss(
 def try_custom_loss(function: CustomLoss) -> None:
     """Call a loss function twice on a small trial micro-batch, forward and backward.
 
-    Raises `ValueError` for a result of another shape, for a loss or gradient that is not finite, if no gradient reaches
-    the log-probs, for losses that differ between the two calls, and for a function that changes its inputs.
+    Raises `ValueError` if the loss has another shape, if the loss or its gradient is not finite, if no gradient reaches
+    the log-probs, if the two calls give different losses, and if the function changes its inputs.
     """
     generator = torch.Generator().manual_seed(0)
     proximal_BT = -torch.rand(TRIAL_MICRO_BATCH, generator=generator) - 0.1

@@ -17,15 +17,15 @@ from streamppo.algorithms.masked import bounded_exp, check_tokens, fill, sequenc
 LAG_BUCKETS = ("0", "1", "2", "3-4", "5-8", "9-16", "17-32", "33-64", "65+")
 LAST_LAG_OF_BUCKET = (0, 1, 2, 4, 8, 16, 32, 64)
 HIGH, LOW = 2.0, 0.5
-"""A weight above HIGH counts as high, below LOW as low."""
+"""A weight above HIGH counts as high, a weight below LOW as low."""
 BLOCK_TOKENS = 2**18
-"""The maximum of tokens in one block of rows; a longer row is a block by itself."""
+"""The most tokens that are summed at one time, in a block of rows; a longer row is a block by itself."""
 QUANTILES = (0.01, 0.5, 0.99)
-"""The quantiles of an update's ratios that are reported: both tails and the median."""
+"""The reported quantiles of an update's ratios: both tails and the median."""
 
 
 class Divergence(NamedTuple):
-    """How far proximal is from behavior over a set of tokens; w = proximal / behavior of a token, W of a response.
+    """The distance of the proximal from the behavior policy on a set of tokens; w = proximal / behavior.
 
         ess       = sum(w)^2 / (n * sum(w^2))
         chi2      = mean(w^2) - 1
@@ -34,8 +34,9 @@ class Divergence(NamedTuple):
         log_ppl   = -mean(logprobs)
         fraction  = mean(w > HIGH), mean(w < LOW)
 
-    ess is the effective share of tokens in the weighted gradient. chi2 is the variance that the weights add. k1 and k3
-    estimate KL(behavior || proximal). log_ppl is computed from the engine's and from the learner's log-probs.
+    ess is the effective share of tokens in the weighted gradient. chi2 is the variance of the weights around 1. ess and
+    chi2 are also computed with w of a whole response (`*_sequence`). k1 and k3 estimate KL(behavior || proximal).
+    log_ppl is computed with the engine's log-probs and with the learner's.
     """
 
     tokens: float
@@ -54,7 +55,7 @@ class Divergence(NamedTuple):
 
 
 class OffPolicy(NamedTuple):
-    """`numerics` is the divergence over tokens of lag 0, sampled with the learner's own weights; None without any."""
+    """Divergences over all tokens, by lag bucket, and of lag 0: `numerics`, numerical error; None without tokens."""
 
     overall: Divergence
     by_lag: dict[str, Divergence]
@@ -62,7 +63,7 @@ class OffPolicy(NamedTuple):
 
 
 def in_buckets(lag: Tensor, member: Tensor) -> Tensor:
-    """[K, *] float64, the lag bucket as a one-hot vector, for lags of any shape; all zero where `member` is False."""
+    """[K, *] float64, the bucket of each `lag` (of any shape) as a one-hot vector; zeros where `member` is False."""
     edges = torch.tensor(LAST_LAG_OF_BUCKET, device=lag.device, dtype=lag.dtype)
     bucket = torch.bucketize(lag, edges)
     number = torch.arange(len(LAG_BUCKETS), device=lag.device).view(-1, *(1 for _ in lag.shape))
@@ -110,7 +111,7 @@ def to_floats(sums_S: Tensor) -> list[float]:
 
 
 def divergence_of(sums_S: list[float]) -> Divergence:
-    """The means computed from one row of `off_policy_sums` or from a sum of rows; zeros if no token was counted."""
+    """The divergence computed from one row of `off_policy_sums` or from a sum of its rows; zeros without tokens."""
     n, w, ww, log_w, k3, absolute, engine, learner, high, low, m, W, WW = sums_S
     per_token, per_sequence = 1 / max(n, 1.0), 1 / max(m, 1.0)
     return Divergence(
@@ -160,7 +161,7 @@ class UpdateStatistics(NamedTuple):
 
 
 def update_sums(logprobs_BT: Tensor, proximal_logprobs_BT: Tensor, mask_BT: Tensor, clipped_BT: Tensor) -> Tensor:
-    """[5] float64 sums: add them over micro-batches and ranks, then call `update_statistics_of`."""
+    """[5] float64, sums for `UpdateStatistics`: add over micro-batches and ranks, then call `update_statistics_of`."""
     check_tokens(mask_BT, clipped_BT=clipped_BT)
     log_r_BT = log_weights(logprobs_BT, proximal_logprobs_BT, mask_BT, level="token").double()
     r_BT = bounded_exp(log_r_BT)

@@ -1,4 +1,4 @@
-"""Entropy control: changed losses for a selection of a batch's tokens, and an adaptive entropy bonus.
+"""Entropy control: a change of the loss at selected tokens of a batch, or an adaptive entropy bonus.
 
 B trajectories of a whole batch, T response tokens (padded). Tokens are selected once per batch, before its first step,
 so that the selection does not depend on micro-batches and ranks. `mask_BT` is True for tokens that are trained on.
@@ -22,7 +22,7 @@ def high_entropy_mask(entropy_BT: Tensor, mask_BT: Tensor, *, share: float) -> T
         True where entropy >= threshold
 
     Beyond the 80/20 rule, https://arxiv.org/abs/2506.01939 (share = 0.2): it is enough to train on the forking tokens
-    of a chain of thought. With share = 1 all tokens are selected. All tokens at the threshold are selected.
+    of a chain of thought. With share = 1 all tokens are selected.
     """
     check_tokens(mask_BT, entropy_BT=entropy_BT)
     entropy_N = entropy_BT[mask_BT]
@@ -80,17 +80,17 @@ def kl_cov(covariance_BT: Tensor, mask_BT: Tensor, *, share: float) -> Tensor:
 
 
 def keep_tokens(loss_BT: Tensor, log_ratio_BT: Tensor, chosen_BT: Tensor) -> Tensor:
-    """[B, T], the loss, set to 0 at all tokens that are not chosen; these still count in the denominator."""
+    """[B, T], the loss, set to 0 at all tokens that are not chosen; the denominator still counts them."""
     return loss_BT.masked_fill(~chosen_BT, 0.0)
 
 
 def drop_tokens(loss_BT: Tensor, log_ratio_BT: Tensor, chosen_BT: Tensor) -> Tensor:
-    """[B, T], the loss, set to 0 at the chosen tokens; these still count in the denominator."""
+    """[B, T], the loss, set to 0 at the chosen tokens; the denominator still counts them."""
     return loss_BT.masked_fill(chosen_BT, 0.0)
 
 
 def penalise_tokens(loss_BT: Tensor, log_ratio_BT: Tensor, chosen_BT: Tensor, *, coefficient: float) -> Tensor:
-    """[B, T], the loss plus a KL penalty at the chosen tokens, at most K3_BOUND * coefficient.
+    """[B, T], the loss, plus a KL penalty of at most K3_BOUND * coefficient at the chosen tokens.
 
         d    = logprobs - proximal_logprobs
         loss + coefficient * (exp(d) - 1 - d)

@@ -2,8 +2,8 @@
 
 B sequences, T response tokens (padded). `scores_B` is one score per trajectory. `group_ids_B` are any integers that are
 equal within a group. All functions except the REINFORCE++ forms return one advantage per trajectory, [B];
-`masked.spread` puts it on the tokens. A trajectory alone in its group gets 0, before any whitening. A group must not be
-split: compute these advantages before the batch is divided over ranks.
+`masked.spread` gives it to the trajectory's tokens. A trajectory that is alone in its group has advantage 0 before
+whitening. A group must not be split: compute these advantages before the batch is divided over ranks.
 
 In the formulas, mean and std are over the scores of the trajectory's group, and n is the group's size.
 """
@@ -50,7 +50,7 @@ def compare(scores_B: Tensor, group_ids_B: Tensor) -> GroupStats:
 def zero_variance(scores_B: Tensor, group_ids_B: Tensor) -> Tensor:
     """[B] bool: True if all scores of the trajectory's group are equal, so the group has no learning signal.
 
-    DAPO replaces the prompts of such groups (https://arxiv.org/abs/2503.14476).
+    DAPO replaces the prompts of groups without a signal (https://arxiv.org/abs/2503.14476).
     """
     check_scores(scores_B, group_ids_B)
     differs_B = scores_B != scores_B[leaders(group_ids_B)]
@@ -99,13 +99,14 @@ def gdpo(
 
 
 def dr_grpo(scores_B: Tensor, group_ids_B: Tensor, *, baseline_shift: float = 0.0) -> Tensor:
-    """[B], Dr. GRPO: GRPO without the division by std, which favours nearly solved questions.
+    """[B], Dr. GRPO: GRPO without the division by std.
 
         advantages = score - (mean + baseline_shift)
 
-    https://arxiv.org/abs/2503.20783, where the loss is aggregated with "constant". This times n / (n - 1) is `rloo`.
-    With a shift below 0 it is asymmetric REINFORCE, https://arxiv.org/abs/2506.20520: old data with high scores then
-    weigh more than old data with low scores, and groups with equal scores have a signal too.
+    https://arxiv.org/abs/2503.20783, where the loss is aggregated with "constant". Multiplied by n / (n - 1), the
+    advantages are those of `rloo`. A negative `baseline_shift` gives asymmetric REINFORCE,
+    https://arxiv.org/abs/2506.20520: it raises all advantages, so high scores of old data weigh more than low scores,
+    and groups of equal scores have a gradient too.
     """
     centred_B = compare(scores_B, group_ids_B).centred
     shifted_B = centred_B - baseline_shift if baseline_shift else centred_B
@@ -118,7 +119,7 @@ def rloo(scores_B: Tensor, group_ids_B: Tensor) -> Tensor:
         advantages = score - (n * mean - score) / (n - 1)
                    = (score - mean) * n / (n - 1)
 
-    Ahmadian et al. 2024, https://arxiv.org/abs/2402.14740. Unbiased; `dr_grpo` is smaller by the factor (n - 1) / n.
+    Ahmadian et al. 2024, https://arxiv.org/abs/2402.14740. `dr_grpo` is smaller by the factor (n - 1) / n.
     """
     centred_B, _, size_B = compare(scores_B, group_ids_B)
     return (centred_B * size_B / (size_B - 1).clamp(min=1)).to(at_least_float32(scores_B).dtype)
@@ -129,9 +130,9 @@ def maxrl(scores_B: Tensor, group_ids_B: Tensor) -> Tensor:
 
         advantages = (score - mean) / mean        0 where mean = 0
 
-    https://arxiv.org/abs/2602.02710: for 0/1 scores, the gradient is that of the log pass rate up to order n, so a hard
-    prompt weighs 1 / pass rate. A group that always succeeds gets 0, as in `dr_grpo`.
-    Raises ValueError on negative scores.
+    https://arxiv.org/abs/2602.02710: for 0/1 scores, the gradient is that of the log pass rate up to order n, so a
+    prompt has the weight 1 / pass rate. A group that always succeeds gets 0, as in `dr_grpo`. Raises ValueError on
+    negative scores.
     """
     if bool((scores_B < 0).any()):
         raise ValueError(f"MaxRL needs scores >= 0 (a success rate), got {float(scores_B.min())}")
@@ -155,7 +156,7 @@ def reinforce_plus_plus(rewards_BT: Tensor, mask_BT: Tensor, *, gamma: float) ->
 
         advantages = whiten(returns_to_go(rewards))
 
-    Hu et al. 2025, https://arxiv.org/abs/2501.03262. A KL penalty belongs into the rewards (`kl.kl_reward`).
+    Hu et al. 2025, https://arxiv.org/abs/2501.03262. Subtract a KL penalty from the rewards first (`kl.kl_reward`).
     With gamma = 1 and only a final reward, every token has its trajectory's whitened score.
     """
     return whiten(returns_to_go(rewards_BT, mask_BT, gamma=gamma), mask_BT)

@@ -1,8 +1,9 @@
 """Two kernels of the head on a GPU: one reads logits once, the other writes their gradient in the dtype of the
 products.
 
-N tokens, P vocabulary entries in one piece, M candidates of all tokens together. A gradient has parts * N rows, because
-it is a sum of `parts` numbers. Each program handles one token and sums in a fixed order: equal tensors give equal bits.
+N tokens, P vocabulary entries in one piece, M candidates of all tokens together. A gradient is stored as the sum of
+`parts` tensors, in parts * N rows. Each program handles one token and sums in a fixed order: equal tensors give equal
+bits.
 """
 
 # Triton's kernel language has no types, so strict checks are off.
@@ -26,7 +27,7 @@ LOWEST = tl.constexpr(torch.finfo(torch.float32).min)
 
 
 class TokenInputs(NamedTuple):
-    """All inputs except the products that determine a token's log-prob; see `chunked_head` and `Candidates`."""
+    """The inputs of a token's log-prob, without the matrix products; see `chunked_head` and `Candidates`."""
 
     scale: float
     soft_cap: float
@@ -69,7 +70,7 @@ def fault(device: torch.device, dtype: torch.dtype) -> str | None:
 
 
 def softmax(rows: Tensor) -> Tensor:
-    """The initial state of the online softmax of N rows, [4, N]; `read` names its rows."""
+    """The initial state of the online softmax of N tokens, [4, N]: the four numbers in the docstring of `read`."""
     state_4N = torch.zeros(4, len(rows), device=rows.device)
     state_4N[0], state_4N[3] = LOWEST.value, -torch.inf
     return state_4N
@@ -86,7 +87,7 @@ def read(logits_NP: Tensor, first: int, tokens: TokenInputs, softmax_4N: Tensor)
 
 
 def write(logits_NP: Tensor, first: int, tokens: TokenInputs, scores: tuple[Tensor, ...], gradient_QP: Tensor) -> None:
-    """Write the gradient with respect to the products of a piece; each number is split into a sum of Q / N numbers.
+    """Write the gradient with respect to a piece's products; each entry is written as Q / N numbers that add up to it.
 
     `scores` are the log-normalisers, the entropies, and the gradients of log-probs and of entropies, [N] each.
     """
@@ -161,7 +162,7 @@ def write_gradient(logits_NP, tokens, scores, gradient_QP, size, BLOCK: tl.const
 
 @triton.jit
 def candidates(begin, n, first, width, tokens, BLOCK: tl.constexpr):
-    """The columns of a block of a token's candidates, and a mask of the columns inside the piece."""
+    """The columns of one block of a token's candidates, and a mask: True for columns inside the piece."""
     number = begin + tl.arange(0, BLOCK)
     listed = number < tl.load(tokens.counts_N + n)
     place = tl.load(tokens.starts_N + n) + number
@@ -194,7 +195,7 @@ def inverse_temperature(tokens, n):
 @triton.jit
 def add_logit(z, maximum, total, moment):
     """Add one logit to the softmax of each lane, with a single exponential."""
-    # exp is 0 below -104. The bound of -200 avoids 0 * inf. NaN is kept.
+    # exp is 0 below -104, so the bound of -200 changes no result; it avoids 0 * inf. NaN is kept.
     below = tl.maximum(-tl.abs(z - maximum), -200.0, propagate_nan=tl.PropagateNan.ALL)
     weight = tl.exp(below)
     moment = tl.where(z > maximum, weight * (moment + below * total), moment + weight * below)

@@ -1,9 +1,9 @@
 """KL divergence to a reference or teacher, estimated from sampled tokens: in the reward, the loss or the advantages.
 
-The adaptive coefficient and the early stop of an update are here too.
+The file also has the adaptive coefficient of the KL, and the rule that ends an update early.
 
-B sequences, T response tokens (padded). All estimate KL(current || reference) from tokens sampled by the current
-policy. For tokens of another policy, multiply by `policy_weights`.
+B sequences, T response tokens (padded). All functions estimate KL(current || reference) from tokens sampled by the
+current policy. If another policy sampled the tokens, multiply the estimates by `policy_weights`.
 """
 
 from typing import Literal
@@ -28,8 +28,8 @@ def kl(logprobs_BT: Tensor, reference_logprobs_BT: Tensor, mask_BT: Tensor, *, k
         k2 = 0.5 * d^2             biased but small; its GRADIENT is the unbiased one
         k3 = exp(-d) - 1 + d       unbiased and never negative
 
-    Schulman 2020, http://joschu.net/blog/kl-approx.html. d is clamped to +-20. All are 0 for equal policies.
-    Raises ValueError on shapes that do not fit and unknown kinds.
+    Schulman 2020, http://joschu.net/blog/kl-approx.html. d is clamped to +-20. All three estimates are 0 for equal
+    policies. Raises ValueError on shapes that do not fit and unknown kinds.
     """
     check_tokens(mask_BT, logprobs_BT=logprobs_BT, reference_logprobs_BT=reference_logprobs_BT)
     difference_BT = fill(logprobs_BT, mask_BT) - fill(reference_logprobs_BT.detach(), mask_BT)
@@ -44,11 +44,12 @@ def kl(logprobs_BT: Tensor, reference_logprobs_BT: Tensor, mask_BT: Tensor, *, k
 
 
 def policy_weights(logprobs_BT: Tensor, sampled_logprobs_BT: Tensor, mask_BT: Tensor) -> Tensor:
-    """[B, T]: weights that turn a mean over one policy's tokens into a mean over another's; detached, 0 where masked.
+    """[B, T], detached: weights that turn a mean over sampled tokens into a mean over the current policy's tokens.
 
         weights = stop(exp(logprobs - sampled_logprobs))
 
-    Importance sampling per token: E_sampled[weights * f] = E_current[f]. With equal policies all are 1.
+    Importance sampling per token: E_sampled[weights * f] = E_current[f]. With equal policies all weights are 1. Masked
+    tokens have weight 0.
     """
     check_tokens(mask_BT, logprobs_BT=logprobs_BT, sampled_logprobs_BT=sampled_logprobs_BT)
     log_ratio_BT = fill(logprobs_BT.detach(), mask_BT) - fill(sampled_logprobs_BT.detach(), mask_BT)
@@ -99,9 +100,9 @@ def kl_loss(
         stop(kl_t(kind)) + kl_t(k2) - stop(kl_t(k2))       straight_through
 
     GRPO uses plain k3 (https://arxiv.org/abs/2402.03300). An unbiased VALUE is not an unbiased GRADIENT
-    (https://arxiv.org/abs/2510.01555): on policy, the gradient of k1 is zero on average, that of k3 belongs to the
-    reverse KL, and only that of k2 is right. So straight_through keeps the value of `kind` and takes the gradient of
-    k2; with k2 both forms are equal. The value of k3 is at most K3_BOUND.
+    (https://arxiv.org/abs/2510.01555): on policy, the mean gradient of k1 is zero, that of k3 is the gradient of
+    KL(reference || current), and only that of k2 is the gradient of KL(current || reference). straight_through has the
+    value of `kind` and the gradient of k2. The value of k3 is at most K3_BOUND.
     """
     value_BT = penalty(logprobs_BT, reference_logprobs_BT, mask_BT, kind=kind)
     if not straight_through:
@@ -124,9 +125,9 @@ def kl_advantages(
         others * advantages_t - weight * (logprobs_t - teacher_logprobs_t)
 
     On-policy distillation, https://thinkingmachines.ai/blog/on-policy-distillation/: in expectation over the policy's
-    tokens, the KL term gives minus the gradient of KL(policy || teacher) at each token. The result is detached, and the
-    difference is clamped to +-20. With teacher == policy or weight 0, only the other advantages remain. Raises
-    ValueError on shapes that do not fit.
+    tokens, the KL term's policy gradient is minus the gradient of KL(policy || teacher) at each token. The result is
+    detached, and the difference is clamped to +-20. With teacher == policy or weight 0, the result is others *
+    advantages_t. Raises ValueError on shapes that do not fit.
     """
     check_tokens(mask_BT, advantages_BT=advantages_BT)
     distance_BT = kl(logprobs_BT.detach(), teacher_logprobs_BT, mask_BT, kind="k1")
@@ -149,7 +150,7 @@ def next_beta(beta: float, observed_kl: float, num_trajectories: int, *, target:
 
 
 def stop_early(approximate_kl: float, target_kl: float | None) -> bool:
-    """True if the policy has moved far enough to skip the rest of the update.
+    """True if the policy has moved so far that the rest of the update is skipped.
 
         KL(proximal || current) > TARGET_KL_SLACK * target_kl
 

@@ -3,7 +3,8 @@
 The older the behavior policy, the further it is from the learner's policy, and the smaller is the effective share of
 tokens in the weighted gradient (`Divergence.ess_token`, measured before any truncation). VCPO takes a low ESS as a sign
 of an imminent collapse and lowers the learning rate by it (https://arxiv.org/abs/2602.17616). This module lowers the
-lag first. It lowers the learning rate if data of lag 0 fail too, and while data of the larger lag still arrive.
+lag first; it lowers the learning rate only if data of lag 0 have a low ESS too, or while data older than the admitted
+lag arrive.
 
     After every update, over the buckets of lags up to `admitted` that have at least the share `LEAST` of the tokens:
 
@@ -15,9 +16,9 @@ lag first. It lowers the learning rate if data of lag 0 fail too, and while data
     an update's share of the learning rate    lr_share; while older data may arrive, this is multiplied by the mean over
                                               the batch's tokens of min(1, (admitted + 1) / (lag + 1))
 
-The lag falls below the whole failing bucket (buckets double in width). The lag rises only if data at the admitted lag
-are good, and at most to 2 * admitted + 1, so that it stays near lags that were measured. If every ESS is at least (1 +
-ess) / 2 and data reach the admitted lag, it rises to its upper bound and stays there.
+The lag falls below the whole failing bucket (buckets double in width). The lag rises at most to 2 * admitted + 1 in one
+update, so that it stays near lags that were measured. If every ESS stays at least (1 + ess) / 2 and data reach the
+admitted lag, the lag rises to `at_most` and stays there.
 """
 
 from collections.abc import Callable, Mapping
@@ -27,14 +28,14 @@ from typing import NamedTuple
 from streamppo.algorithms.diagnostics import LAG_BUCKETS, LAST_LAG_OF_BUCKET
 
 LEAST = 0.01
-"""The smallest share of the tokens for which a bucket counts, and for which the admitted lag counts as reached."""
+"""A range of lags, such as a bucket, counts if it has at least this share of a batch's tokens."""
 LEAST_RATE = 1 / 16
 """The smallest `lr_share`."""
 FIRST_LAG_OF_BUCKET = (0, *(last + 1 for last in LAST_LAG_OF_BUCKET))
 
 
 class AdmittedLag(NamedTuple):
-    """The admitted lag in versions, the share of the learning rate, and for how many updates older data may arrive."""
+    """The `admitted` lag in versions, and a factor on the learning rate; older data may arrive for `hold` updates."""
 
     admitted: int
     lr_share: float = 1.0
@@ -64,11 +65,10 @@ def next_lag(
 
 
 def extrapolate_lag(admitted: int, worst: float, least: float) -> int:
-    """Extrapolate the lag at which ESS falls to `least`; `worst` is the lowest ESS up to `admitted`, `worst` >=
-    `least`.
+    """The lag at which ESS would fall to `least`, if the lowest ESS up to lag `admitted` is `worst` >= `least`.
 
-    The variance of a policy's log-ratios grows with the square of the distance that the policy moves. The distance is
-    at most proportional to the number of versions. So log(ESS) is assumed to fall with the square of lag + 1.
+    The variance of a policy's log-ratios grows with the square of the distance that the policy moves. That distance is
+    at most proportional to the number of versions. The formula assumes that log(ESS) falls with the square of lag + 1.
 
         lag + 1 = (admitted + 1) min(2, sqrt(log(least) / log(worst))), rounded down; lag is at least admitted + 1
     """
@@ -77,7 +77,7 @@ def extrapolate_lag(admitted: int, worst: float, least: float) -> int:
 
 
 def lr_share(lag: AdmittedLag, tokens_by_lag: Mapping[int, int]) -> float:
-    """The share of the learning rate that the update on a batch with `tokens_by_lag` takes."""
+    """The factor on the learning rate for an update on a batch with `tokens_by_lag`."""
     if not lag.hold or not tokens_by_lag:
         return lag.lr_share
     young = sum(
@@ -89,7 +89,7 @@ def lr_share(lag: AdmittedLag, tokens_by_lag: Mapping[int, int]) -> float:
 def _bucket_ess(
     lag: AdmittedLag, ess_by_bucket: Mapping[str, float], tokens_by_lag: Mapping[int, int]
 ) -> dict[int, float]:
-    """The effective sample sizes of the buckets that count, keyed by the first lag of each bucket."""
+    """The ESS by first lag of a bucket, for buckets up to `lag.admitted` that have at least `LEAST` of the tokens."""
     ess_by_first_lag: dict[int, float] = {}
     for name, first, last in zip(LAG_BUCKETS, FIRST_LAG_OF_BUCKET, (*LAST_LAG_OF_BUCKET, inf), strict=True):
         share = _share(tokens_by_lag, lambda token_lag, first=first, last=last: first <= token_lag <= last)

@@ -25,7 +25,7 @@ from streamppo.algorithms.masked import (
 
 
 class TokenLoss(NamedTuple):
-    """[B, T] each: `loss` is differentiable; `clipped` is True where the trust region acts; `ratio` is detached."""
+    """[B, T] each: `loss` is differentiable; `clipped` is True where its gradient is limited; `ratio` is detached."""
 
     loss: Tensor
     clipped: Tensor

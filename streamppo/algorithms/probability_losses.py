@@ -1,7 +1,7 @@
 """Policy losses that bound probabilities instead of ratios: DPPO by total variation and by binary KL, and IPO.
 
-Symbols, shapes and rules are those of policy_losses.py. p is the proximal probability of a token, q the current one. A
-dropped token has loss 0 and still counts in the denominator.
+Symbols, shapes and rules are those of policy_losses.py. p is the proximal probability of a token, q the current
+probability. A dropped token has loss 0 and still counts in the denominator.
 """
 
 from torch import Tensor
@@ -26,8 +26,8 @@ def dppo_tv(
         shift = exp(logprobs) - exp(proximal_logprobs)
         loss  = 0 if shift * sign(A) > delta else -A * r
 
-    This is the binary total-variation form of https://arxiv.org/abs/2602.04879. The paper bounds the token's move from
-    the behavior policy; with `corrections.behavior_as_proximal` this loss does so too. Ratio clipping bounds rare
+    The loss is the binary total-variation form of https://arxiv.org/abs/2602.04879. The paper bounds the token's move
+    from the behavior policy, as this loss does with `corrections.behavior_as_proximal`. Ratio clipping bounds rare
     tokens tightly and likely tokens loosely; this loss does the reverse. delta = 1 gives
     `policy_losses.importance_weighted`.
     """
@@ -51,9 +51,9 @@ def dppo_kl(
         KL    = p * log(p / q) + (1 - p) * log((1 - p) / (1 - q))
         loss  = 0 if KL > delta and (q - p) * A > 0 else -A * r
 
-    This is the binary KL form of https://arxiv.org/abs/2602.04879. The anchor here is the proximal policy; the paper's
-    is the behavior policy. Unlike `dppo_tv`, this loss bounds moves near 0 and 1 more tightly than moves near 1/2. An
-    infinite delta gives `policy_losses.importance_weighted`.
+    The loss is the binary KL form of https://arxiv.org/abs/2602.04879. The anchor here is the proximal policy; the
+    paper's is the behavior policy. Unlike `dppo_tv`, this loss bounds moves near 0 and 1 more tightly than moves near
+    1/2. An infinite delta gives `policy_losses.importance_weighted`.
     """
     if delta < 0:
         raise ValueError(f"delta must not be negative, got {delta}")

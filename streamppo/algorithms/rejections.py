@@ -4,8 +4,8 @@
     filter       leaves out a whole response: a truncated one, or a negative one that is far off-policy
 
 B sequences, T response tokens (padded), N rules. w_bt = proximal / behavior of a token. A token that is left out still
-counts in the denominators (`aggregate`), and its reward counts in the mean of its group. Every rule keeps NaN, so that
-it leads to a bad step.
+counts in the denominators (`aggregate`), and its reward counts in the mean of its group. Every rule keeps a token with
+a NaN ratio, so that NaN leads to a bad step instead of a silently dropped token.
 """
 
 from collections.abc import Callable, Sequence
@@ -31,7 +31,7 @@ def rejecting(
     mask_BT: Tensor,
     rules_N: Sequence[RejectionRule],
 ) -> Correction:
-    """Drop the tokens that at least one rule rejects; the weights of the others stay.
+    """Drop the tokens that at least one rule rejects; the other tokens keep their weights.
 
         weights_bt = weights_bt if every rule keeps bt else 0
 
@@ -118,15 +118,15 @@ def truncated_tokens(truncated_B: Tensor, mask_BT: Tensor) -> Tensor:
 def off_policy_negative(
     logprobs_BT: Tensor, behavior_logprobs_BT: Tensor, advantages_BT: Tensor, mask_BT: Tensor, *, delta: float
 ) -> Tensor:
-    """[B, T] bool, True at responses with a negative advantage that have become unlikely under the current policy.
+    """[B, T] bool, True at responses with a negative advantage that are unlikely under the current policy.
 
         left_out_bt = mean_t(advantages_bt) < 0 and mean_t(behavior_logprobs_bt - logprobs_bt) > delta
 
     Off-policy sequence masking, DeepSeek-V3.2, https://arxiv.org/abs/2512.02556. The rule compares the engine's
-    log-probs with the current policy's, so lag, numerics and the steps of this update all count. In the paper a
-    response has one advantage. Where tokens differ in advantage, their mean gives one decision for the response. Both
-    means in the rule are over unmasked tokens. An infinite delta leaves out nothing. Raises ValueError if delta is not
-    positive.
+    log-probs with the current policy's, so their difference contains lag, numerical error and the steps of this update.
+    In the paper a response has one advantage. Where tokens differ in advantage, their mean gives one decision for the
+    response. Both means in the rule are over unmasked tokens. An infinite delta leaves out nothing. Raises ValueError
+    if delta is not positive.
     """
     if not delta > 0:
         raise ValueError(f"delta must be positive, got {delta}")

@@ -51,8 +51,8 @@ def leaders(group_ids_B: Tensor) -> Tensor:
 def group_sums(x_SB: Tensor, group_ids_B: Tensor) -> Tensor:
     """[S, B], for each sequence the sum of x over its group.
 
-    The sum is a `reverse_scan` over the sequences, sorted by group, that restarts at each group. The scan takes B
-    entries of memory per row and, unlike scattered additions, gives the same bits on every device.
+    The sum is a `reverse_scan` over the sequences, sorted by group, that restarts at each group. Unlike scattered
+    additions, the scan gives the same bits in every run; it takes B entries of memory per row.
     """
     order_B = group_ids_B.argsort(stable=True)
     start_B = _starts(group_ids_B[order_B])

@@ -28,8 +28,8 @@ def gspo(
         s_bt  = stop(s_b) * r_bt / stop(r_bt)
         loss  = max(-A * s_bt, -A * clamp(s_bt, 1 - clip_low, 1 + clip_high))
 
-    This is the token form (GSPO-token) of https://arxiv.org/abs/2507.18071. Under "sequence-mean-token-mean", its value
-    and gradient equal those of the sequence form. Advantages may differ by token. One-token responses give
+    The loss is the token form (GSPO-token) of https://arxiv.org/abs/2507.18071. Under "sequence-mean-token-mean", its
+    value and gradient equal those of the sequence form. Advantages may differ by token. One-token responses give
     `policy_losses.clipped`.
     """
     log_ratio_BT, advantages_BT = token_log_ratio(logprobs_BT, proximal_logprobs_BT, advantages_BT, mask_BT)
@@ -62,8 +62,8 @@ def sequence_clipped(
         A_b     = mean_t(A_bt)
         loss_bt = max(-A_b * R_b, -A_b * clamp(R_b, 1 - clip_low, 1 + clip_high))
 
-    This is the bandit form of https://arxiv.org/abs/1707.06347, used by small teaching trainers. Aggregate the loss
-    with "sequence-mean-token-mean", which counts each response once. The gradient grows with the response's length.
+    The loss is PPO's, https://arxiv.org/abs/1707.06347, with the whole response as one action. Aggregate the loss with
+    "sequence-mean-token-mean", which counts each response once. The gradient grows with the response's length.
     One-token responses give `policy_losses.clipped`.
     """
     log_ratio_BT, advantages_BT = token_log_ratio(logprobs_BT, proximal_logprobs_BT, advantages_BT, mask_BT)

@@ -1,7 +1,7 @@
 """The critic's loss, one number per token, and the share of the returns' variance that the critic explains.
 
-B sequences, T response tokens (padded). `values_BT` are the critic's current outputs. `proximal_values_BT` are its
-outputs at the start of the update. `returns_BT` come from `advantages` or `vtrace`.
+B sequences, T response tokens (padded). `values_BT` are the critic's current outputs. `proximal_values_BT` are the
+critic's outputs at the start of the update. `returns_BT` come from `advantages` or `vtrace`.
 """
 
 from typing import Literal, NamedTuple

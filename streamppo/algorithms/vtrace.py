@@ -21,7 +21,7 @@ LOG_OF_ZERO = -800.0
 
 
 class TraceClip(NamedTuple):
-    """The bounds of V-trace; the defaults are the published ones.
+    """The bounds of V-trace; the defaults are the published bounds.
 
     rho_bar      bound on the weight of one TD error; it determines the policy whose value is learned
     c_bar        bound on the trace; it trades the reach of credit against variance
@@ -37,7 +37,7 @@ PUBLISHED = TraceClip()
 
 
 def log_rho(proximal_logprobs_BT: Tensor, behavior_logprobs_BT: Tensor, mask_BT: Tensor, *, lag_BT: Tensor) -> Tensor:
-    """[B, T], log(proximal / behavior), set to 0 at tokens of lag 0, where the difference is numerical."""
+    """[B, T], log(proximal / behavior); set to 0 at tokens of lag 0, where it is only numerical error."""
     check_tokens(mask_BT, lag_BT=lag_BT)
     log_w_BT = log_weights(proximal_logprobs_BT, behavior_logprobs_BT, mask_BT, level="token")
     return log_w_BT.masked_fill(lag_BT == 0, 0.0)
@@ -54,8 +54,7 @@ def vtrace(
     lam: float | Tensor = 1.0,
     clip: TraceClip = PUBLISHED,
 ) -> AdvantageEstimate:
-    """GAE in which every step is weighted by a clipped rho = exp(log_rho), the ratio of the proximal to the behavior
-    policy.
+    """GAE in which every step is weighted by a clipped rho = exp(log_rho) = proximal / behavior.
 
         delta_t      = min(rho_bar, rho_t) * (rewards_t + gamma * values_{t+1} - values_t)
         trace_st     = prod_{s<=i<t} min(c_bar, rho_i)        step
@@ -99,7 +98,7 @@ def cumulative_scan(delta_BT: Tensor, decay_BT: Tensor, log_rho_BT: Tensor, mask
 
         sum_{t>=s} prod_{s<=i<t}(decay_i) * min(c_bar, prod_{s<=i<t}(rho_i)) * delta_t
 
-    The clipped product is not a recurrence. So the sum is computed in [C, T] triangles, one at a time, from prefix sums
+    The clipped product is not a recurrence, so the sum is computed in [C, T] triangles, one at a time, from prefix sums
     in float64. Raises ValueError if c_bar is below 1.
     """
     if c_bar < 1:
