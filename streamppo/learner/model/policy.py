@@ -58,10 +58,6 @@ class Entries(NamedTuple):
     entry_2N: tuple[Tensor, Tensor]
     index_N: Tensor
 
-    def spread(self, result_N: Tensor, zeros_BT: Tensor) -> Tensor:
-        """[B, T], the results at their entries and zeros elsewhere."""
-        return zeros_BT.index_put(self.entry_2N, result_N)
-
 
 NO_ENTRIES = Entries((torch.empty(0), torch.empty(0)), torch.empty(0))
 
@@ -88,23 +84,14 @@ class Policy(nn.Module):
     unless FSDP casts them for each pass (working_copy.py).
     """
 
-    def __init__(
-        self,
-        lm: Any,
-        temperature: float,
-        critic: Any = None,
-        *,
-        float32_head: bool = True,
-        layout: Layout = attention.padded,
-        share_prompts: bool = False,
-    ) -> None:
+    def __init__(self, lm: Any, temperature: float, critic: Any = None, *, layout: Layout = attention.padded) -> None:
         super().__init__()
         self.lm = lm
         self.critic = critic
         self.temperature = temperature
-        self.float32_head = float32_head
+        self.float32_head = True
         self.layout = layout
-        self.share_prompts = share_prompts
+        self.share_prompts = False
         self.step = 1
         self.detach_context = False
         self.slices = context_parallel.WHOLE
@@ -142,12 +129,8 @@ class Policy(nn.Module):
                 shape=self.head_shape,
             )
             scored = scored._replace(
-                logprobs_BT=context_parallel.sum_over_slices(
-                    pass_layout.policy.spread(logprobs_N, scored.logprobs_BT), self.slices
-                ),
-                entropy_BT=context_parallel.sum_over_slices(
-                    pass_layout.policy.spread(entropy_N, scored.entropy_BT), self.slices
-                ),
+                logprobs_BT=self._spread(pass_layout.policy, logprobs_N, scored.logprobs_BT),
+                entropy_BT=self._spread(pass_layout.policy, entropy_N, scored.entropy_BT),
             )
         if part != "policy":
             values_BT = self._values(pass_layout, rows, hidden_ND)
@@ -158,7 +141,7 @@ class Policy(nn.Module):
             )
         return scored
 
-    def _lay_out(self, rows: PaddedBatch, part: Part) -> "PassLayout":
+    def _lay_out(self, rows: PaddedBatch, part: Part) -> PassLayout:
         """Compute on the host the input of a pass and the indices of its results."""
         host, device, width_T = rows.on_host, rows.start_B.device, rows.mask_BT.shape[1]
         row_layout, last_B = self._row_layout(host, device), host.start_B + host.length_B - 1
@@ -248,12 +231,16 @@ class Policy(nn.Module):
             row_layout = self.layout(inputs_BL, width_B, device)
         return context_parallel.slice_row_layout(row_layout, self.slices)
 
-    def _values(self, pass_layout: "PassLayout", rows: PaddedBatch, hidden_ND: Tensor | None) -> Tensor:
+    def _values(self, pass_layout: PassLayout, rows: PaddedBatch, hidden_ND: Tensor | None) -> Tensor:
         if self.critic is not None or hidden_ND is None:
             hidden_ND = self._hidden(self.lm.base_model if self.critic is None else self.critic, pass_layout.row_layout)
         values_N1 = self.value_head(hidden_ND[pass_layout.values.index_N].float())
         zeros_BT = torch.zeros(len(rows.mask_BT), rows.mask_BT.shape[1] + 1, device=rows.mask_BT.device)
-        return context_parallel.sum_over_slices(pass_layout.values.spread(values_N1[:, 0], zeros_BT), self.slices)
+        return self._spread(pass_layout.values, values_N1[:, 0], zeros_BT)
+
+    def _spread(self, entries: Entries, result_N: Tensor, zeros_BT: Tensor) -> Tensor:
+        """[B, T], the results of all slices at their entries, and zeros elsewhere."""
+        return context_parallel.sum_over_slices(zeros_BT.index_put(entries.entry_2N, result_N), self.slices)
 
     def _hidden(self, transformer: Any, row_layout: RowLayout) -> Tensor:
         # Only a joined layout without flash-attn needs transformers' search for packed rows.

@@ -46,7 +46,8 @@ def policy(
     own = hf_files.critic(critic, folder, implementation).transformer
     layout = attention.layout(implementation)
     lm = hf_files.read(folder, implementation)
-    made = Policy(lm, 0.7, own, layout=layout, share_prompts=share_prompts)
+    made = Policy(lm, 0.7, own, layout=layout)
+    made.share_prompts = share_prompts
     torch.nn.init.normal_(made.value_head.weight, std=0.2)
     for transformer in (made.lm.base_model, *([] if own is None else [own])):
         layers.checkpoint_activations(transformer, checkpointing)

@@ -56,7 +56,8 @@ def policy(
 ) -> Policy:
     torch.manual_seed(9)
     layout = attention.layout(implementation)
-    made = Policy(hf_files.read(folder, implementation), 0.7, layout=layout, share_prompts=share_prompts)
+    made = Policy(hf_files.read(folder, implementation), 0.7, layout=layout)
+    made.share_prompts = share_prompts
     torch.nn.init.normal_(made.value_head.weight)
     prefix_kv.prepare(made.transformers)
     layers.checkpoint_activations(made.lm.base_model, checkpointing)
