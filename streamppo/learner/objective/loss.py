@@ -115,8 +115,8 @@ class _MicroBatch(NamedTuple):
             right_bT = self.slice_rows(self.update.targets.right_BT)
             total = total + config.positive_nll * positive_nll(logprobs_bT, right_bT, self.counts.right_tokens)
         logprobs_bT = logprobs_bT.detach()
-        token_sums_6 = update_sums(logprobs_bT, proximal_bT, trained_bT, terms.clipped_bT)
-        sums = Sums.of_policy(loss, token_sums_6, entropy_bT.masked_fill(~trained_bT, 0.0).double().sum())
+        tokens_5 = update_sums(logprobs_bT, proximal_bT, trained_bT, terms.clipped_bT)
+        sums = Sums.of_policy(loss, tokens_5, entropy_bT.masked_fill(~trained_bT, 0.0).double().sum())
         return MicroBatchLoss(
             total,
             sums,

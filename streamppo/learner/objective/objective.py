@@ -110,7 +110,7 @@ def build(config: Config) -> Objective:
     if anchor is None or choice.needs_proximal_first:
         scored = "both" if choice.has_critic else "policy"
     return Objective(
-        advantages=partial(_build_whitening, _advantages(choice.advantage), choice.whiten, choice.has_critic),
+        advantages=partial(_whiten, _advantages(choice.advantage), choice.whiten, choice.has_critic),
         trained=partial(trained_tokens, choice),
         correct=build_correction.build(choice.correction),
         filters=build_correction.filters_of(choice.filters),
@@ -147,7 +147,7 @@ def _epochs(config: Config) -> tuple[Epoch, ...]:
     return tuple(epochs)
 
 
-def _build_whitening(
+def _whiten(
     raw: Advantages,
     config: choices.Whiten,
     has_critic: bool,
@@ -181,13 +181,13 @@ def _advantages(choice: choices.Advantage) -> Advantages:
         case choices.SequenceLevel():
             return _sequence_level
         case choices.Grpo(unbiased=unbiased):
-            return partial(_build_group_advantages, partial(groups.grpo, unbiased=unbiased))
+            return partial(_group_advantages, partial(groups.grpo, unbiased=unbiased))
         case choices.DrGrpo(baseline_shift=shift):
-            return partial(_build_group_advantages, partial(groups.dr_grpo, baseline_shift=shift))
+            return partial(_group_advantages, partial(groups.dr_grpo, baseline_shift=shift))
         case choices.Rloo():
-            return partial(_build_group_advantages, groups.rloo)
+            return partial(_group_advantages, groups.rloo)
         case choices.MaxRl():
-            return partial(_build_group_advantages, groups.maxrl)
+            return partial(_group_advantages, groups.maxrl)
         case choices.ReinforcePlusPlus(gamma=gamma):
             return lambda batch, _, rewards_BT: _no_critic(
                 groups.reinforce_plus_plus(rewards_BT, batch.mask_BT, gamma=gamma)
@@ -245,11 +245,10 @@ def _sequence_level(batch: PaddedBatch, proximal: PolicyOutput, rewards_BT: Tens
     return advantages.sequence_level(_scores(batch, rewards_BT), proximal.values_BT[:, 0], batch.mask_BT)
 
 
-def _build_group_advantages(
+def _group_advantages(
     compare: Callable[[Tensor, Tensor], Tensor], batch: PaddedBatch, proximal: PolicyOutput, rewards_BT: Tensor
 ) -> AdvantageEstimate:
-    advantages_B = compare(_scores(batch, rewards_BT), batch.prompt_B)
-    return _no_critic(torch.where(batch.mask_BT, advantages_B[:, None], 0.0))
+    return _no_critic(spread(compare(_scores(batch, rewards_BT), batch.prompt_B), batch.mask_BT))
 
 
 def _gdpo(
