@@ -24,7 +24,7 @@ class RejectionRule(NamedTuple):
     keeps: Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
-def rejecting(
+def reject(
     correction: Correction,
     proximal_logprobs_BT: Tensor,
     behavior_logprobs_BT: Tensor,

@@ -82,7 +82,7 @@ def _with_rejections(
         proximal_BT: Tensor, behavior_BT: Tensor, _advantages: Tensor, _lag: Tensor, mask_BT: Tensor, _trained: Tensor
     ) -> Correction:
         columns = proximal_BT, behavior_BT, mask_BT
-        return rejections.rejecting(weigh(*columns), *columns, rules_N)
+        return rejections.reject(weigh(*columns), *columns, rules_N)
 
     return correct
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from streamppo.algorithms import rejections
 from streamppo.algorithms.corrections import Correction, importance_weights
-from streamppo.algorithms.rejections import RejectionRule, rejecting
+from streamppo.algorithms.rejections import RejectionRule, reject
 
 MASK = ragged_mask(1, sequences=12)
 BEHAVIOR = logprob_rows(MASK, 3)
@@ -60,7 +60,7 @@ def ones() -> Correction:
 @pytest.mark.parametrize("name", SLOW)
 def test_a_rule_alone_gives_weight_1_to_what_it_keeps_and_names_the_rest(name: str) -> None:
     rule, slow = SLOW[name]
-    got = rejecting(ones(), *COLUMNS, [rule])
+    got = reject(ones(), *COLUMNS, [rule])
     expected = [slow(row) for row in slow_log_ratios()]
     assert_rows(PADDED.unmasked(got.weights), [[float(kept) for kept in row] for row in expected])
     assert_rows(PADDED.unmasked(got.keep.double()), [[float(kept) for kept in row] for row in expected])
@@ -73,7 +73,7 @@ def test_a_rule_alone_gives_weight_1_to_what_it_keeps_and_names_the_rest(name: s
 @pytest.mark.parametrize("second", SLOW)
 def test_of_two_rules_both_must_keep_and_each_is_counted_by_itself(first: str, second: str) -> None:
     truncated = importance_weights(*COLUMNS, level="token", mode="truncate", cap=1.1)
-    got = rejecting(truncated, *COLUMNS, [SLOW[first][0], SLOW[second][0]])
+    got = reject(truncated, *COLUMNS, [SLOW[first][0], SLOW[second][0]])
     expected = [
         [min(math.exp(x), 1.1) if one and other else 0.0 for x, one, other in zip(*rows, strict=True)]
         for rows in zip(
@@ -85,21 +85,21 @@ def test_of_two_rules_both_must_keep_and_each_is_counted_by_itself(first: str, s
     ]
     assert_rows(PADDED.unmasked(got.weights), expected)
     for name in (first, second):
-        assert torch.equal(got.dropped[name], rejecting(ones(), *COLUMNS, [SLOW[name][0]]).dropped[name])
+        assert torch.equal(got.dropped[name], reject(ones(), *COLUMNS, [SLOW[name][0]]).dropped[name])
 
 
 def test_the_ratio_as_weight_and_a_rule_for_tokens_is_the_mask_of_icepop() -> None:
     ratio = importance_weights(*COLUMNS, level="token", mode="truncate", cap=1e30)
-    got = rejecting(ratio, *COLUMNS, [SLOW["token"][0]])
+    got = reject(ratio, *COLUMNS, [SLOW["token"][0]])
     icepop = importance_weights(*COLUMNS, level="token", mode="mask", lo=0.8, hi=1.2)
     assert torch.equal(got.weights, icepop.weights) and torch.equal(got.keep, icepop.keep)
     assert torch.equal(got.dropped["token"], icepop.dropped["mask"])
 
 
 def test_without_a_rule_and_with_equal_policies_nothing_is_rejected() -> None:
-    assert torch.equal(rejecting(ones(), *COLUMNS, []).weights, ones().weights)
+    assert torch.equal(reject(ones(), *COLUMNS, []).weights, ones().weights)
     same = COLUMNS[1], COLUMNS[1], COLUMNS[2]
-    got = rejecting(ones(), *same, [rule for rule, _ in SLOW.values()])
+    got = reject(ones(), *same, [rule for rule, _ in SLOW.values()])
     assert torch.equal(got.keep, PADDED.mask)
     assert not any(dropped.any() for dropped in got.dropped.values())
 
@@ -131,13 +131,13 @@ def test_padding_and_other_responses_change_no_decision() -> None:
     wide = [torch.nn.functional.pad(column, (0, 3), value=float("nan")) for column in COLUMNS[:2]]
     wide_columns = *wide, torch.nn.functional.pad(PADDED.mask, (0, 3))
     for rule, _ in SLOW.values():
-        whole: Tensor = rejecting(ones(), *COLUMNS, [rule]).keep
+        whole: Tensor = reject(ones(), *COLUMNS, [rule]).keep
         wider_ones = importance_weights(*wide_columns, level="token", mode="off")
-        assert torch.equal(rejecting(wider_ones, *wide_columns, [rule]).keep[:, : whole.shape[1]], whole)
+        assert torch.equal(reject(wider_ones, *wide_columns, [rule]).keep[:, : whole.shape[1]], whole)
         for row in range(len(whole)):
             columns = tuple(column[row : row + 1] for column in COLUMNS)
             one = importance_weights(*columns, level="token", mode="off")
-            assert torch.equal(rejecting(one, *columns, [rule]).keep, whole[row : row + 1])
+            assert torch.equal(reject(one, *columns, [rule]).keep, whole[row : row + 1])
 
 
 def test_a_log_prob_that_is_no_number_is_kept_to_make_a_bad_step() -> None:
@@ -145,7 +145,7 @@ def test_a_log_prob_that_is_no_number_is_kept_to_make_a_bad_step() -> None:
     columns = proximal_BT, behavior_BT, torch.ones(1, 2, dtype=torch.bool)
     off = importance_weights(*columns, level="token", mode="off")
     for rule, _ in SLOW.values():
-        assert rejecting(off, *columns, [rule]).keep.all()
+        assert reject(off, *columns, [rule]).keep.all()
     masked = importance_weights(*columns, level="token", mode="mask")
     assert masked.keep.all() and masked.weights[0, 0].isnan()
 
