@@ -68,7 +68,7 @@ def refuse(name: str, tensor: Tensor, bad: Tensor, why: str) -> None:
         return
     index = tuple(int(i) for i in torch.nonzero(bad)[0])
     raise ValueError(
-        f"{name}{list(index)} = {float(tensor[index])} is {why} ({int(bad.sum())} of {bad.numel()} places)"
+        f"{name}{list(index)} = {float(tensor[index])} is {why} ({int(bad.sum())} of {bad.numel()} entries)"
     )
 
 

@@ -119,7 +119,7 @@ class Reader(FileSystemReader):
         except (OSError, pickle.UnpicklingError, EOFError, ValueError, TypeError, LookupError, AttributeError) as error:
             raise CheckpointError(f"{path}: cannot be read: {error}") from error
         if not isinstance(metadata, Metadata) or any(os.path.basename(name) != name for name in files):
-            raise CheckpointError(f"{path}: no metadata of a checkpoint, or they name files elsewhere")
+            raise CheckpointError(f"{path}: not a checkpoint's metadata, or metadata that name files elsewhere")
         return metadata
 
 

@@ -133,5 +133,5 @@ def check_teacher_tokens(teacher: str, model_path: str) -> None:
     sizes = [settings(path).get_text_config().vocab_size for path in (teacher, model_path)]
     if sizes[0] < sizes[1]:
         raise ModelError(
-            f"the teacher {teacher!r} has {sizes[0]:,} tokens and the policy {sizes[1]:,}, all of which it may sample"
+            f"the teacher {teacher!r} has {sizes[0]:,} tokens, and the policy may sample any of its {sizes[1]:,} tokens"
         )

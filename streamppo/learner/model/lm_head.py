@@ -71,6 +71,6 @@ def check(lm: Any, path: str | Path) -> None:
     # `gap > GAP` would be False for NaN.
     if not gap <= GAP:
         raise ModelError(
-            f"the learner computes logits from the head's weights, a bias, a scale and a soft cap, and the model "
-            f"{str(path)!r} by more than these: log-probs would differ by up to {gap:.2g} nats"
+            f"the model {str(path)!r} computes logits from more than the head's weights, a bias, a scale and a soft "
+            f"cap: the learner's log-probs would differ by up to {gap:.2g} nats"
         )

@@ -122,7 +122,7 @@ def _digest(files: TensorFiles) -> str:
 
 def _log_progress(path: str) -> None:
     if dist.get_rank() == 0:
-        log.info("rank 0 reads the whole model %r into its memory: its files have other tensors than its layers", path)
+        log.info("rank 0 reads the whole model %r into its memory: its files store layers in another form", path)
 
 
 def _files(path: str) -> TensorFiles | None:

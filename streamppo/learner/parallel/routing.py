@@ -127,8 +127,9 @@ class Router:
             )
             if layer_routes.numbers.shape[1] != self.top_k or highest >= self.experts:
                 raise ModelError(
-                    f"the engine's routes, {routes.numbers.shape[1]} for each token and to expert {highest}, do not "
-                    f"fit this model: layer {self._layer} sends a token to {self.top_k} of {self.experts} experts"
+                    f"the engine's routes have {routes.numbers.shape[1]} entries per token and go up to expert "
+                    f"{highest}, but layer {self._layer} of this model sends a token to {self.top_k} of {self.experts} "
+                    "experts"
                 )
         self._pass = Pass(layer_routes, real_N)
 

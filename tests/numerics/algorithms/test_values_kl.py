@@ -180,7 +180,7 @@ def test_nan_infinite_and_positive_logprobs_are_refused_where_they_would_be_used
     check_any(mask)
     with pytest.raises(ValueError, match=r"behavior_logprobs\[0, 1\] = 0.5 is above 0"):
         check_logprobs(mask, logprobs=good, behavior_logprobs=torch.tensor([[-1.0, 0.5, 9.0]]))
-    with pytest.raises(ValueError, match=r"logprobs\[0, 0\] = nan is not finite \(1 of 3 places\)"):
+    with pytest.raises(ValueError, match=r"logprobs\[0, 0\] = nan is not finite \(1 of 3 entries\)"):
         check_logprobs(mask, logprobs=torch.tensor([[float("nan"), -1.0, -1.0]]))
     with pytest.raises(ValueError, match=r"rewards\[0, 0\] = -inf is not finite"):
         check_finite(mask, rewards=torch.full((1, 3), -math.inf))

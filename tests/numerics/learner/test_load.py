@@ -105,7 +105,7 @@ def test_a_model_that_does_more_to_its_logits_than_its_settings_say_is_refused(
     torch.manual_seed(5)
     GraniteForCausalLM(GraniteConfig(**case.SMALL, logits_scaling=8.0)).save_pretrained(tmp_path / "policy")
     monkeypatch.setattr(lm_head, "shape_of", lambda _: LogitShape())
-    with pytest.raises(ModelError, match=r"by more than these: log-probs would differ by up to [0-9.]+ nats"):
+    with pytest.raises(ModelError, match=r"a soft cap: the learner's log-probs would differ by up to [0-9.]+ nats"):
         load(tmp_path, "head", init_device_mesh("cpu", (1,)))
 
 

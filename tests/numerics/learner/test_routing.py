@@ -210,8 +210,8 @@ def test_routes_of_another_model_and_models_without_experts_are_refused(tmp_path
     folder, batch = folder_of(tmp_path / "moe"), routed(case.batch())
     updater = case.updater(case.config_of(*SGLANG), folder)
     wrong = {
-        "2 for each token and to expert 3, do not fit this model: layer 1": lambda given: given[:, :1],
-        "4 for each token and to expert 7, do not fit this model: layer 0": lambda given: given + np.int16(EXPERTS),
+        "2 entries per token and go up to expert 3, but layer 1": lambda given: given[:, :1],
+        "4 entries per token and go up to expert 7, but layer 0": lambda given: given + np.int16(EXPERTS),
     }
     for reason, change in wrong.items():
         changed = [replace(one, routes=change(shaped(one.routes)).tobytes()) for one in batch.trajectories]

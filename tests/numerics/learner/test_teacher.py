@@ -150,7 +150,7 @@ def test_a_teacher_that_reads_other_tokens_is_refused_by_the_first_of_them(tmp_p
         frozen.check_teacher_tokens(folder_of(tmp_path / "moved", "0123=+", 17), ours)
     with pytest.raises(ModelError, match=r"'=', is unknown there"):
         frozen.check_teacher_tokens(folder_of(tmp_path / "fewer", "0123+", 17), ours)
-    with pytest.raises(ModelError, match="has 9 tokens and the policy 17, all of which it may sample"):
+    with pytest.raises(ModelError, match="has 9 tokens, and the policy may sample any of its 17 tokens"):
         frozen.check_teacher_tokens(folder_of(tmp_path / "short", "0123+=", 9), ours)
     with pytest.raises(ModelError, match="cannot be compared"):
         frozen.check_teacher_tokens(str(tmp_path), ours)
