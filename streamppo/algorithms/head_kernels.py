@@ -70,7 +70,7 @@ def fault(device: torch.device, dtype: torch.dtype) -> str | None:
 
 
 def softmax(rows: Tensor) -> Tensor:
-    """The initial state of the online softmax of N tokens, [4, N]: the four numbers in the docstring of `read`."""
+    """The initial state of the online softmax of N tokens, [4, N]: maximum, total, moment and the target's logit."""
     state_4N = torch.zeros(4, len(rows), device=rows.device)
     state_4N[0], state_4N[3] = LOWEST.value, -torch.inf
     return state_4N

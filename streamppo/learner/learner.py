@@ -1,4 +1,4 @@
-"""The training state of one rank, made by `build`. Of its parts, only the pusher uses Ray."""
+"""The training state of one rank, made by `build`. Only the state's pusher uses Ray."""
 
 import logging
 from collections.abc import Callable, Iterable, Mapping

@@ -123,7 +123,7 @@ class Updater:
     def restore(self, state: UpdaterState) -> None:
         """Continue from the `state` of an earlier updater; `beta` and `bonus` are taken over only if they are adaptive.
 
-        A `beta` of 0 is not taken over. The caller loads the weights of a reference that has moved.
+        A `beta` of 0 in `state` is not taken over. The caller loads the weights of a reference that has moved.
         """
         self.bad_steps, self.critic_bad_steps = state.bad_steps
         self.reference_moved = state.reference_moved and self.reference is not None

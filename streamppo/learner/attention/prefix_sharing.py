@@ -91,7 +91,8 @@ def plan(inputs_BL: Tensor, start_B: Tensor, width_B: Tensor) -> SharingPlan:
 
 def number(rows_BL: Tensor) -> Tensor:
     """[B], a number for each row of integers, counted from 0; equal rows have equal numbers."""
-    # torch's `unique` compares rows one by one. A hash, the sum with odd factors, is faster; collisions are detected.
+    # torch's `unique` compares rows one by one. A hash of each row, its sum with odd factors, is faster; collisions are
+    # detected.
     factor_L = torch.randint(2**62, rows_BL.shape[1:], generator=torch.Generator().manual_seed(0)) * 2 + 1
     _, number_B = (rows_BL * factor_L.to(rows_BL.device)).sum(1).unique(return_inverse=True)
     index_B = torch.arange(len(rows_BL), device=rows_BL.device)

@@ -159,7 +159,7 @@ class Policy(nn.Module):
         )
 
     def set_context(self, prefix: Literal["attached", "detached"]) -> None:
-        """Set whether contexts of completions get a gradient. Raises `ModelError` if the model cannot detach them."""
+        """Set whether contexts get a gradient. Raises `ModelError` if the model cannot do without that gradient."""
         self.detach_context = prefix == "detached"
         if self.detach_context:
             prefix_kv.prepare(self.transformers)

@@ -54,7 +54,8 @@ def is_on_gpu(policy: Policy) -> bool:
 def snapshot(policy: Policy, into: Mapping[str, Tensor]) -> None:
     """Write this rank's shards to `into`, which has the layout of `policy.shards`.
 
-    A copy from a GPU to pinned memory is only started. A collective of ranks that split a weight by columns.
+    On return, a copy from a GPU to pinned memory has only started. A collective of ranks that split a weight by
+    columns.
     """
     for name, parameter in adapters.adapter_parameters(policy.lm).items():
         if isinstance(parameter, DTensor) and tensor_parallel.is_cut_by_columns(parameter):

@@ -201,7 +201,7 @@ def _cut_parameter(module: nn.Module, leaf: str, name: str, dimension: int, mesh
 
 
 def _mesh_info(mesh: DeviceMesh) -> FSDPMeshInfo:
-    """FSDP2's mesh info for the ranks that have the same part of a weight split over `mesh`."""
+    """FSDP2's mesh info for a weight that is split over `mesh`: it names the ranks that have the same part."""
     if mesh.ndim == 2:
         return FSDPMeshInfo(mesh["shard"], shard_mesh_dim=0)
     return HSDPMeshInfo(mesh[REPLICATE, "shard"], shard_mesh_dim=1, replicate_mesh_dim=0)
