@@ -92,9 +92,7 @@ def _trained(size: str, folder: Path) -> tuple[checkpoint.TrainState, checkpoint
         parameter.grad = torch.ones_like(parameter)
     adamw.step()
     adamw.zero_grad(set_to_none=True)
-    return checkpoint.TrainState(made, adamw, None), checkpoint.Saver(
-        checkpoint.checkpoint_process_group(), config.checkpoint
-    )
+    return checkpoint.TrainState(made, adamw, None), checkpoint.Saver(config.checkpoint)
 
 
 def _save(trained: checkpoint.TrainState, saver: checkpoint.Saver, folder: Path, version: int) -> None:

@@ -204,7 +204,7 @@ def build(
         frozen=policy.frozen(loaded, config.model.dtype),
         pinned=is_on_gpu(loaded),
     )
-    saver = checkpoint.Saver(checkpoint.checkpoint_process_group(), config.checkpoint)
+    saver = checkpoint.Saver(config.checkpoint)
     lag, copies = adaptation.lag_under(config, lag), WeightSnapshots(loaded, adamw)
     return Learner(
         config, model_path, mesh, loaded, adamw, updater, pusher, saver, version, size_of(loaded), lag, copies

@@ -50,11 +50,13 @@ class TrainState(NamedTuple):
 class Saver:
     """Writes checkpoints during training, one at a time, so that memory holds at most one copy.
 
-    `group` is a process group for CPU tensors. Only the saver uses this group, because the saver's collectives run
-    concurrently with those of updates.
+    The saver's collectives run concurrently with those of updates, so the saver makes a process group of its own, of
+    all ranks, for CPU tensors. A collective.
     """
 
-    def __init__(self, group: dist.ProcessGroup, config: Checkpoint) -> None:
+    def __init__(self, config: Checkpoint) -> None:
+        group = dist.new_group(backend="gloo")
+        assert isinstance(group, dist.ProcessGroup)
         self._group = group
         self._config = config
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
@@ -155,13 +157,6 @@ class Saver:
         is_first, self._uncopied = dist.get_rank() == 0, None
         names = [*rank_files, METADATA, manifest.MANIFEST] if is_first else rank_files
         self._copier.start(final, {name: (final / name).open("rb") for name in names}, prunes=is_first)
-
-
-def checkpoint_process_group() -> dist.ProcessGroup:
-    """Make a group of all ranks for CPU tensors, for a `Saver`. A collective."""
-    group = dist.new_group(backend="gloo")
-    assert isinstance(group, dist.ProcessGroup)
-    return group
 
 
 def load_newest(

@@ -37,7 +37,7 @@ def pushed(digest: str = "") -> Future[PushedVersion]:
 
 
 def saver_of(updater: Updater) -> Saver:
-    return Saver(dist.new_group(backend="gloo"), updater.config.checkpoint)
+    return Saver(updater.config.checkpoint)
 
 
 def trained(updater: Updater) -> TrainState:

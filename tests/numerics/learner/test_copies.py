@@ -68,7 +68,7 @@ def checkpointed(updater: Any, out: Path) -> dict[str, Any]:
     updater.optimizer = optimizer.adamw(updater.policy, updater.config)
     case.metrics(updater, pad(case.batch(seed=1)))
     trained = TrainState(updater.policy, updater.optimizer, None)
-    saver = Saver(checkpoint.checkpoint_process_group(), updater.config.checkpoint)
+    saver = Saver(updater.config.checkpoint)
     saver.start(out, CheckpointState(version=1, digest="", ranks=RANKS, beta=0.0, bad_steps=(0, 0)), trained, DONE)
     saver.wait()
     dist.barrier()

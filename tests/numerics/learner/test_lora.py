@@ -198,7 +198,7 @@ def test_a_checkpoint_has_the_adapters_and_their_moments_and_no_frozen_weight(fo
     held = checkpoint._tensors(trained, state)
     assert all(".lora_" in name or "value_head" in name for name in held["policy"])
     assert held["optimizer"].keys() == held["policy"].keys()
-    saver = checkpoint.Saver(checkpoint.checkpoint_process_group(), config.checkpoint)
+    saver = checkpoint.Saver(config.checkpoint)
     published: Any = SimpleNamespace(result=lambda: SimpleNamespace(digest="d"))
     saver.start(folder / "checkpoints", state, trained, published)
     saver.wait()

@@ -114,7 +114,7 @@ def saved(ranks: int, folder: Path, out: Path, mesh: str) -> dict[str, Any]:
     case.metrics(updater, pad(case.batch(seed=1)))
     trained, done = TrainState(updater.policy, updater.optimizer, None), Future[PushedVersion]()
     done.set_result(PushedVersion("", 0.0, 0))
-    saver = Saver(checkpoint.checkpoint_process_group(), config.checkpoint)
+    saver = Saver(config.checkpoint)
     saver.start(out, CheckpointState(version=1, digest="", ranks=ranks, beta=0.0, bad_steps=(0, 0)), trained, done)
     saver.wait()
     dist.barrier()

@@ -186,7 +186,7 @@ class Operations(TorchDispatchMode):
 
 def saved(updater: Updater, folder: Path) -> Path:
     state = CheckpointState(version=1, digest="", ranks=1, beta=0.0, bad_steps=(0, 0))
-    saver = Saver(checkpoint.checkpoint_process_group(), updater.config.checkpoint)
+    saver = Saver(updater.config.checkpoint)
     done: Any = type("Done", (), {"result": lambda _: type("Pushed", (), {"digest": "d"})})()
     saver.start(folder, state, TrainState(updater.policy, updater.optimizer, None), done)
     saver.wait()

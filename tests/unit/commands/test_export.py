@@ -8,7 +8,6 @@ from typing import Any
 import learner_case as case
 import pytest
 import torch
-import torch.distributed as dist
 from conftest import COUNTERS
 from msgspec import structs
 from peft import PeftModel
@@ -44,7 +43,7 @@ def checkpointed(run: Path, config: Config, versions: tuple[int, ...], digest: s
     """A dead run with a checkpoint of each of `versions`, every one with weights of its own."""
     updater = case.updater(config, Path(config.model.path))
     updater.optimizer = optimizer.adamw(updater.policy, config)
-    journal, saver = Journal(run / "journal.sqlite"), Saver(dist.new_group(backend="gloo"), config.checkpoint)  # pyright: ignore
+    journal, saver = Journal(run / "journal.sqlite"), Saver(config.checkpoint)
     journal.fence()
     for version in versions:
         with torch.no_grad():
