@@ -134,8 +134,8 @@ def importance_weighted(
 
         loss = -A * r
 
-    Conservative policy iteration, as in section 3 of https://arxiv.org/abs/1707.06347. The loss is `clipped` with
-    infinite bounds. At current == proximal the gradient is that of `reinforce`.
+    This is the objective of conservative policy iteration, section 3 of https://arxiv.org/abs/1707.06347. The loss is
+    `clipped` with infinite bounds. At current == proximal the gradient is that of `reinforce`.
     """
     log_ratio_BT, advantages_BT = token_log_ratio(logprobs_BT, proximal_logprobs_BT, advantages_BT, mask_BT)
     ratio_BT = bounded_exp(log_ratio_BT)

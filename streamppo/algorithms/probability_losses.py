@@ -79,7 +79,7 @@ def ipo(
 
     In prime-rl (https://docs.primeintellect.ai/prime-rl/ipo) p is of the behavior policy. IPO drops moves in both
     directions, whatever the sign of A; `dppo_tv` drops only moves in A's direction. eps = 1 gives
-    `policy_losses.importance_weighted`. A preference loss has the same name.
+    `policy_losses.importance_weighted`. A preference loss is also called IPO.
     """
     if eps < 0:
         raise ValueError(f"eps must not be negative, got {eps}")

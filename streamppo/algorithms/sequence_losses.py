@@ -82,8 +82,7 @@ def gmpo(
     log_low: float = 0.4,
     log_high: float = 0.4,
 ) -> TokenLoss:
-    """GMPO: the geometric mean of a response's ratios, where each ratio is clipped first, so that one outlier changes
-    it little.
+    """GMPO: the geometric mean of a response's clipped ratios, so that a single outlier changes the mean little.
 
         l_bt  = logprobs_bt - proximal_logprobs_bt
         c_bt  = min(l_bt, log_high) if A_bt > 0 else max(l_bt, -log_low) if A_bt < 0 else l_bt

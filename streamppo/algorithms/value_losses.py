@@ -79,7 +79,7 @@ def value_loss(
 
 
 def explained_variance(values_BT: Tensor, returns_BT: Tensor, mask_BT: Tensor) -> float:
-    """The share of the returns' variance that the critic explains: 1 is all, 0 as much as a constant, below 0 worse.
+    """The share of the returns' variance that the critic explains: 1 is all; a constant explains 0; < 0 is worse.
 
         1 - Var(returns - values) / Var(returns)
 
