@@ -1,4 +1,4 @@
-"""The Ray actor around queue, ledger, journal and archive: a mailbox with one event loop; the rules are in rules/.
+"""The Ray actor of the queue, with ledger, journal and archive. One event loop serves its calls; rules/ has its rules.
 
     consumes     trajectories and failures from rollout actors, versions from the learner
     produces     tickets, batches, weights; the journal and the archive
@@ -8,9 +8,9 @@
     A batch is in the archive, with the learner's record of its tokens, before its version is published.
 
 Queue and ledger share a process, so that publishing is one step: the version becomes known, the lease of its batch
-ends, and engines can pull it. If the queue has shards (shard.py), it holds only records, and tokens bypass this
-process. A restarted process fences out its predecessor and rebuilds the queue from the journal; the learner pushes the
-weights again.
+ends, and engines can pull it. If the queue has shards (shard.py), they hold the tokens of trajectories, and this
+process holds only records. A restarted process prevents its predecessor from writing and rebuilds the queue from the
+journal; the learner pushes the weights again.
 """
 # pyright: reportUnknownMemberType=false
 
@@ -99,10 +99,11 @@ class QueueActor(ArchivedRuns):
 
     @ray.method
     async def begin(self, version: int) -> int:
-        """Accept a new driver, whose learner starts at `version`; no actor samples yet. Returns the newest version.
+        """Begin for a new driver, whose learner starts at `version`, and return the newest version.
 
-        The learner redoes the versions from `version` to the newest, each under its original configuration. Raises
-        `CheckpointError` if the new configuration changes a setting that is fixed for the run.
+        All earlier actors have ended, so the slots that they sampled are reopened. The learner repeats the updates from
+        `version` to the newest version, each with the configuration that it first had. Raises `CheckpointError` if the
+        new configuration changes a setting that is fixed for the run.
         """
         self._queue.reopen_all()
         self._tickets.clear()
@@ -144,7 +145,10 @@ class QueueActor(ArchivedRuns):
 
     @ray.method
     async def forget(self, before: int) -> None:
-        """Drop the archived batches of versions below `before`, and the recorded endings of attempts at older slots."""
+        """Delete the archived batches of versions below `before`.
+
+        Also delete the journal's rows of attempts at slots older than all held slots and all remaining batches.
+        """
         archived = [
             version.archived for version in self._published.values() if version.archived and version.version > before
         ]
@@ -174,8 +178,8 @@ class QueueActor(ArchivedRuns):
     async def issue(self, actor: str, engine_version: int, limit: int, call: int) -> bytes:
         """Wait for tickets and return up to `limit` of them; an empty tuple after a timeout.
 
-        The engine may swap during the wait. `weights_after` then reports its new version, which may admit more slots.
-        An actor increments `call` after it has received tickets; a repeated `call` gets the same tickets.
+        If the engine swaps during the wait, the actor's next `weights_after` reports the new version, which may admit
+        more slots. An actor increments `call` after it has received tickets; a repeated `call` gets the same tickets.
         """
         self._note_call(actor, engine_version)
         try:
@@ -188,7 +192,7 @@ class QueueActor(ArchivedRuns):
 
     @ray.method
     async def map_rows(self, rows: bytes) -> None:
-        """Receive from a starting actor the row of each prompt (`RowNumbers`), for `algorithm.curriculum`."""
+        """Receive from a starting actor which data row each prompt has (`RowNumbers`), for `algorithm.curriculum`."""
         if self._queue.curriculum is not None:
             self._queue.curriculum.map_rows(decode(rows, RowNumbers))
         await self._commits.commit()
@@ -211,11 +215,11 @@ class QueueActor(ArchivedRuns):
         limit: int = 0,
         call: int = 0,
     ) -> bytes:
-        """Store all that `actor` has finished since its last call. When this call returns, it is in the journal.
+        """Store what `actor` has finished since its last delivery, and wait until the journal has it.
 
-        With this delivery, all segments due for the version `cut_for` have arrived. If the queue has shards,
-        `trajectories` are records. The other arguments are as in `issue`: the call returns the tickets that are
-        available and never waits, so that delivery and issue take one call and one transaction.
+        `cut_for` is the newest version for which `actor` has cut and delivered all due segments. If the queue has
+        shards, `trajectories` are records. The call also returns up to `limit` tickets as `issue` does, but never waits
+        for tickets. Delivery and issue thus take one call and one transaction.
         """
         self._last_call_s[actor] = time.monotonic()
         if self._queue.limits is None and not self._shards:
@@ -249,19 +253,19 @@ class QueueActor(ArchivedRuns):
     async def take(self, version: int) -> "list[BatchRef] | None":
         """Return the parts of the batch of the update that starts at `version`, when it is complete.
 
-        Returns None after `stop`; but if one rank received the batch before `stop`, all ranks get it. A consumed batch
-        comes from the archive.
+        Returns None after `stop`, unless a rank received this batch before `stop`: then every rank gets it. If the
+        update has already published its version, the batch is read from the archive.
         """
         return await self._batch_refs(version, lambda read: self._refs.batch(version, read), self._shards.take)
 
     @ray.method
     async def outline(self, version: int) -> "list[BatchRef] | None":
-        """Return the outline of the batch as `take` returns the batch, for a rank that reads only some of its rows."""
+        """Like `take`, but return the outline of the batch, for a rank that reads only some of its rows."""
         return await self._batch_refs(version, lambda read: self._refs.outline(version, read), self._shards.outline)
 
     @ray.method
     async def tokens(self, version: int, rows: bytes) -> "list[BatchRef] | None":
-        """Return the token ids of the batch's trajectories at `rows` (int32), as `take` returns the batch."""
+        """Like `take`, but return the token ids of the batch's trajectories at `rows` (int32)."""
         return await self._batch_refs(
             version,
             lambda read: self._refs.tokens(version, rows, read),
@@ -272,17 +276,17 @@ class QueueActor(ArchivedRuns):
     async def publish(self, push: bytes, refs: "list[BucketRef]", record: EncodedRecord, learner: int) -> bytes:
         """Publish a version when every rank has called with its share. All ranks get a `PublishReply`.
 
-        Archives and consumes the version's batch, frees its slots, and lets engines pull its weights. `record` is the
-        encoded `TokenRecord` of the batch; it is empty without a batch. A version that is published again keeps its
-        first digest. If the version's configurations had `learner.exact`, the weights must be the same. Raises
-        `Diverged` if they differ, `QueueError` for a learner marked as dead, and `WeightsError` if the shares are not
-        of one version.
+        Archives and consumes the batch that made the version, which frees slots. Then engines can pull the weights.
+        `record` is the encoded `TokenRecord` of the batch; it is empty without a batch. A version that is published
+        again keeps its first digest. If all configurations up to the version have `learner.exact`, its weights must be
+        the first ones. Raises `Diverged` if they differ, `QueueError` for a learner marked as dead, and `WeightsError`
+        if the shares are not of one version.
         """
         share = RankShare(decode(push, Push), refs, record)
         if learner < self._learner:
             raise QueueError(f"version {share.push.version} comes from learner {learner}, which was marked dead")
         if learner > self._learner:
-            # The process of a dead learner is gone, and the buckets with it.
+            # The buckets of the dead learner's process are lost.
             self._learner, self._ledger = learner, Ledger[PushedRefs]()
             self._shares = ShareCollector(self._publish)
         return encode(await self._shares.result(share))
@@ -338,12 +342,12 @@ class QueueActor(ArchivedRuns):
         from_queue: Callable[[Callable[[], Batch]], Awaitable[BatchRef]],
         from_shards: Callable[[Batch], Awaitable[list[BatchRef]]],
     ) -> list[BatchRef] | None:
-        """Wait for a batch and return its references, from the shards or, by a reader of the batch, from the queue.
+        """Wait for the batch of `version` and return its references; None after `stop`.
 
-        Returns None after `stop`.
+        `from_shards` makes them for a batch of records, `from_queue` for the batch that its argument returns.
         """
         if version < self._queue.state.version:
-            # The archive's files get their final names in the transaction that records their version.
+            # Wait for the transaction that gives the archive's files their final names.
             await self._commits.commit()
             return [await from_queue(lambda: self._archive.batch(version))]
         future = self._batches.batch(version)
@@ -360,7 +364,7 @@ class QueueActor(ArchivedRuns):
         self._tickets.serve()
 
     def _write_transaction(self, transaction: Transaction) -> None:
-        """Write a transaction; the archive's files get their final names within it."""
+        """Write a transaction, and within it give the archived batches of its versions their final file names."""
         self._journal.write(transaction.changes, transaction.versions, self._archive.settle)
 
     def _first_prompt(self) -> int:
@@ -374,7 +378,7 @@ class QueueActor(ArchivedRuns):
             self._shards.drop([*consumed, *(attempt.identity for attempt in ended)], transaction.horizon)
 
     async def _archive_batch(self, version: int, record: EncodedRecord) -> ArchivedBatch:
-        """Write a leased batch to the archive, only the first time; after a failure the next call tries again."""
+        """Write a leased batch to the archive once; later calls return the same record. A failed write is repeated."""
         if version not in self._archiving:
             self._archiving[version] = asyncio.create_task(self._write_batch(self._queue.leased_batch(version), record))
         task = self._archiving[version]

@@ -15,11 +15,11 @@ from streamppo.telemetry.metrics_file import Line
 from streamppo.types import Batch, turns
 
 MOST_BATCHES = 200
-"""The most batches that are read; they are evenly spaced."""
+"""At most this many batches are read, evenly spaced over the run."""
 
 
 def table(run: Path, config: Config, lines: Iterable[Line]) -> AttemptTable:
-    """Count the attempts of the run in the folder `run`, with times from its `lines`. Raises `JournalError`."""
+    """Count the attempts of the run in the folder `run`; its metrics `lines` give the times. Raises `JournalError`."""
     with closing(Journal.open_run(run)) as journal:
         ended, published = journal.ended_attempts(), journal.versions()
     archive = Archive(run / "archive", checksums(published.values()))
@@ -53,7 +53,7 @@ class _Clock:
 
 def _ended(attempt: EndedAttempt, clock: _Clock) -> Attempt:
     end: End = "failed" if attempt.stage else "lost" if attempt.state == "lost" else "dropped"
-    # The reasons of other endings contain numbers, so that hardly any reason occurs twice.
+    # An abandoned slot's reason is "sample 2 failed 3 times: " and its last failure's reason; count the latter.
     reason = (
         attempt.reason.partition(" times: ")[2] if attempt.state == "abandoned" and attempt.stage else attempt.reason
     )
@@ -72,7 +72,7 @@ def _ended(attempt: EndedAttempt, clock: _Clock) -> Attempt:
 def _trained(batch: Batch, clock: _Clock) -> Iterator[Attempt]:
     hour = clock.hour(batch.version)
     for trajectory in batch.trajectories:
-        # The last segment of a completion stands for all its segments.
+        # A completion in segments is counted once, by its last segment; all other segments end with "cut".
         if trajectory.finish != "cut":
             oldest = trajectory.oldest_version
             yield Attempt(

@@ -1,7 +1,6 @@
 """Sources of a learner's batches: the protocol, and the archive as a source.
 
-The live queue (`QueueActor`) and a run's archive (`ArchiveSource`) are both a `BatchSource`. The learner uses both in
-the same way.
+The live queue (`QueueActor`) and a run's archive (`ArchiveSource`) are both a `BatchSource`.
 """
 # Ray leaves parts of its signatures untyped.
 # pyright: reportUnknownMemberType=false
@@ -30,24 +29,24 @@ BEAT_S = 5.0
 
 
 class BatchSource(Protocol):
-    """The methods of a Ray actor that the learner calls: batches come from it, versions go to it."""
+    """The methods by which a learner gets batches from a Ray actor and gives it new versions."""
 
     @ray.method
     async def take(self, version: int) -> "list[BatchRef] | None":
-        """Return the parts of the batch of the update that starts at `version`, when complete; None after a stop.
+        """Wait for the batch of the update that starts at `version`, and return its parts; None after a stop.
 
-        References are lost with the process that made them; the next process has the same batch.
+        If the actor's process dies, its references are lost. A call of its next process returns the same batch.
         """
         ...
 
     @ray.method
     async def outline(self, version: int) -> "list[BatchRef] | None":
-        """Return the batch's `Outline` as `take` returns the batch, for a rank that reads only some of its rows."""
+        """Like `take`, but return the batch's `Outline`, for a rank that reads only some of its rows."""
         ...
 
     @ray.method
     async def tokens(self, version: int, rows: bytes) -> "list[BatchRef] | None":
-        """Return the `Tokens` of the batch's trajectories at `rows` (int32), as `take` returns the batch."""
+        """Like `take`, but return the `Tokens` of the batch's trajectories at `rows` (int32)."""
         ...
 
     @ray.method
@@ -84,7 +83,7 @@ Source = TypeVar("Source", bound=BatchSource)
 
 
 def as_source(actor: ActorProxy[Source]) -> ActorProxy[BatchSource]:
-    """Type the handle of a live queue or an archive as the protocol."""
+    """Give the handle of a live queue or an archive the type of the protocol."""
     # Ray's proxies are not covariant, so a type checker does not accept the handle of a subtype.
     return cast("ActorProxy[BatchSource]", actor)
 
@@ -104,7 +103,7 @@ class ArchivedRuns:
 
 
 class ArchiveSource(ArchivedRuns):
-    """The batches of one run in order, for a learner that replays its versions; it keeps the versions' digests."""
+    """Gives a learner that replays a run the run's archived batches, and keeps the digests of the replayed versions."""
 
     def __init__(self, run: str, put: Put = batch_refs.put) -> None:
         self._archive = archive.open(Path(run))
@@ -156,5 +155,5 @@ class ArchiveSource(ArchivedRuns):
 
 @lru_cache(maxsize=1)
 def _open_archive(run: str) -> archive.Archive:
-    """Open the archive of `run` one time: opening checks the whole journal, and all ranks must see the same batches."""
+    """Open the archive of `run` once: opening checks the whole journal, and all ranks must see the same batches."""
     return archive.open(Path(run))

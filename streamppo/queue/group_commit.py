@@ -2,9 +2,9 @@
 
     changed -> commit -> drained -> written -> acknowledged
 
-When `commit` returns, its caller's change is in the journal. A transaction without changes is skipped, because an
-earlier one has written them. If a write fails, the changes taken for it are lost. From then on every `commit` raises,
-and nothing is acknowledged.
+When `commit` returns, its caller's change is in the journal. If nothing has changed since the last transaction, no
+transaction is written. If a write fails, the changes taken for it are lost. From then on every `commit` raises, and
+nothing is acknowledged.
 """
 
 import asyncio
@@ -19,10 +19,10 @@ from streamppo.types import Identity
 
 
 class Transaction(NamedTuple):
-    """Changes, the `versions` that were published with them, and the trajectories that these versions consumed.
+    """Changes of the queue, the `versions` published with them, and the trajectories that these versions `consumed`.
 
-    Trajectories of prompts before `horizon` are no longer needed. `horizon` is computed when the changes are taken: a
-    later value could depend on changes that are not in the journal, which a crash may lose.
+    The shards no longer need trajectories of prompts before `horizon`. `horizon` is computed together with the changes:
+    a later value could depend on changes that are not in the journal, and a crash may lose those changes.
     """
 
     changes: Changes
@@ -32,7 +32,7 @@ class Transaction(NamedTuple):
 
 
 class Commits:
-    """Turns the changes of `rules` into transactions; calls `write` with each one in a thread, and then `written`."""
+    """Collects the changes of `rules` in transactions. Calls `write` with each in a thread, and then `written`."""
 
     def __init__(
         self,
@@ -49,7 +49,7 @@ class Commits:
         """Held during a write to the journal."""
         self._broken: JournalError | None = None
         self._counters_only: Changes | None = None
-        """The changes that an unchanged queue would write: only the counters of the last transaction."""
+        """What an unchanged queue would write: the same counters as the last transaction, and nothing else."""
 
     def publish(self, version: PublishedVersion, consumed: Sequence[Identity]) -> None:
         """Add a published version, and the trajectories that it consumed, to the next transaction."""

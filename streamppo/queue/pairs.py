@@ -4,8 +4,8 @@
     difference  mean of d_p over the n prompts that both runs trained on
     error       standard deviation of d_p / sqrt(n)
 
-A prompt's difficulty cancels in d_p. `unpaired` is the error that two runs with different prompts would have. The
-reward of a completion in segments belongs to its last segment.
+A prompt's difficulty cancels in d_p. `unpaired` is the error that two runs with different prompts would have. A
+completion in segments counts once, with its last segment.
 
 Example: three prompts have rewards 1, 0, 1 in one run and 1, 1, 1 in the other. The difference is 1/3, the error 1/3,
 and `unpaired` also 1/3.
@@ -28,13 +28,14 @@ from streamppo.types import WireStruct
 WINDOWS = 4
 """The number of parts into which the common updates are divided; each part has a row."""
 Rewards: TypeAlias = Mapping[int, tuple[int, float]]
-"""For each prompt, the update that trained on the last of its samples, and their mean reward."""
+"""For each prompt: the last update that trained on any of its samples, and the mean reward of its samples."""
 
 
 class PairedDifference(WireStruct, frozen=True):
-    """The second run minus the first, over prompts whose last samples were trained on by updates `first` to `last`.
+    """The second run minus the first, over the `pairs` prompts that belong to updates `first` to `last`.
 
-    The error needs two pairs, the difference needs one.
+    A prompt belongs to the update after which both runs have trained on all its samples. `before` and `after` are the
+    mean rewards in the first and in the second run. `difference` needs one pair, `error` needs two.
     """
 
     first: int
@@ -48,11 +49,10 @@ class PairedDifference(WireStruct, frozen=True):
 
 
 def common_version(first_run: Path, second_run: Path, configs: tuple[Config, Config]) -> int | None:
-    """The version at which one run was forked from the other, or both from a third run; None without a common past.
+    """The version after which two runs differ; None if task or seed differ, or if no version has equal weights.
 
-    If both runs were forked, it is the later fork, provided that they have the same weights there. Two runs without a
-    fork, but with the same first model, task and seed, are compared from the newest version at which their weights are
-    equal.
+    If a run is a fork, it is the version at which it was forked, provided that both runs have equal weights there; if
+    both runs are forks, the later such version. Otherwise it is the newest version with equal weights.
     """
     ours, theirs = configs
     if ours.task != theirs.task or ours.seed != theirs.seed:
@@ -64,7 +64,7 @@ def common_version(first_run: Path, second_run: Path, configs: tuple[Config, Con
 
 
 def differences(first_run: Path, second_run: Path, version: int) -> list[PairedDifference]:
-    """The difference over all updates after `version` that both runs have, then over each part of them, in order."""
+    """Compare the updates after `version` that both runs have: first all of them, then `WINDOWS` equal parts."""
     archives = archive.open(first_run), archive.open(second_run)
     last = min(max(run.versions(), default=-1) + 1 for run in archives)
     first, second = (_rewards(run, version, last) for run in archives)

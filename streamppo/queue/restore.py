@@ -40,7 +40,7 @@ log = logging.getLogger(__name__)
 
 
 def restore(address: str, run: Path) -> None:
-    """Restore the folder of a run, at `run`, from its copies at `address`, and copy its shards again.
+    """Restore a run to the new folder `run` from its copies at `address`; copy the trajectories of its shards again.
 
     Raises `CheckpointError` if `run` exists or there are no copies, and `JournalError` if the copies are incomplete.
     """
@@ -119,7 +119,7 @@ def _restore_journal(remote: Store, folder: str, run: Path) -> tuple[Journal, st
     """
     names, claims = list(filter(is_journal_copy, remote.names(folder))), remote.names(owner.OWNERS)
     bases = [name for name in names if name.endswith(BASE)]
-    # The last base is tried first, so copies under the newest claim of the address are sorted to the end.
+    # `_restore_base` tries the last one first, so sort copies under the newest claim of the address to the end.
     bases.sort(key=lambda base: claim_token(base) == owner.newest(claims))
     journal, token = _restore_base(remote, folder, bases, run)
     claimed = [name for name in names if not name.endswith(BASE) and claim_token(name) == token]
@@ -172,7 +172,7 @@ def _restore_shards(remote: Store, folder: str, run: Path, journal: Journal, tok
     identities = [slot.identity for slot in journal.slots() if slot.record]
     numbers = shards.numbers(config) if config else range(0)
     for number in numbers:
-        # The store writes as the shard does, so that each trajectory is copied under the new life.
+        # This store copies each trajectory again, to the folder of the run's new life.
         trajectory_store = CopiedTrajectoryStore(run, number, remote.address)
         for trajectories in _shard_trajectories(remote, f"{folder}/{number}", token):
             trajectory_store.write(trajectories)
@@ -183,8 +183,8 @@ def _restore_shards(remote: Store, folder: str, run: Path, journal: Journal, tok
 def _shard_trajectories(remote: Store, folder: str, token: str) -> Iterator[dict[Identity, bytes]]:
     """Yield the encoded trajectories in each of a shard's files, except truncated files, which were not acknowledged.
 
-    Files under the claim of `token` come first and take precedence, because another folder may also have used the
-    address.
+    Files under the claim of `token` come first, so that their trajectories take precedence over those of another folder
+    that used the address.
     """
     for name in sorted(remote.names(folder), key=lambda name: claim_token(name) != token):
         try:
@@ -192,7 +192,7 @@ def _shard_trajectories(remote: Store, folder: str, token: str) -> Iterator[dict
         except CheckpointError:
             if name in remote.names(folder):
                 raise
-            # A live shard has deleted the file since it was listed, because it is no longer needed.
+            # A running shard has deleted the file since it was listed, because no trajectory in it is needed any more.
             continue
         if row is not None:
             with _naming(remote, f"{folder}/{name}"):

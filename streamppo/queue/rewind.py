@@ -1,14 +1,14 @@
 """Writes the journal and archive of a run as they were at an earlier version: a fork of the run continues with them.
 
-Let the newest prompt be the newest in all batches before the version. A slot up to those of the newest prompt is:
+Let P be the newest prompt in all batches before the version. A slot of prompt P or of an older prompt is:
 
-    in such a batch       consumed
-    in a later batch      open: it is sampled again, in the order of slots
-    held at present       open, in the same way
-    in none of these      abandoned or skipped
+    in a batch before the version    consumed
+    in a later batch                 open: it is sampled again, in the order of slots
+    held by the run at present       open, in the same way
+    in none of these                 abandoned or skipped
 
-Later slots open when there is room, as in the run. No trajectory waits in the fork: those that the run trained on
-later are sampled again, by the weights of the version. With `max_lag = 0` there are none.
+The fork opens the slots of newer prompts when it has room. No trajectory waits in the fork: if a trajectory waited in
+the run at the version, its slot is sampled again, with the version's weights. With `max_lag = 0` none waited.
 
 Example: 2 slots a batch, at version 2. Batches 0 and 1 have slots 0, 2 and 1, 5. Batch 2 has slots 3, 6. The journal
 says that slot 4 was abandoned. Then slot 3 is open, slot 4 is abandoned, and slot 6 is not opened yet.
@@ -48,9 +48,7 @@ from streamppo.types import Identity
 
 
 class RewindPoint(NamedTuple):
-    """The numbers of a version for `rewind`: trajectories and tokens of all batches before it, and its admitted
-    lag.
-    """
+    """A version to rewind to, the numbers of trajectories and tokens in all batches before it, and its admitted lag."""
 
     version: int
     trajectories: int
@@ -59,7 +57,7 @@ class RewindPoint(NamedTuple):
 
 
 class Slots(NamedTuple):
-    """The slots below `opened`: those that are open again, the ended attempts at the others, and skipped prompts."""
+    """The fork's slots, numbered below `opened`: open slots, ended attempts at the other slots, and skipped prompts."""
 
     opened: int
     open: tuple[SavedSlot, ...]
@@ -166,10 +164,10 @@ def _slots(
 
 
 def _opened(versions: Mapping[int, PublishedVersion], version: int, most: int, shape: GroupShape) -> int:
-    """The number after the slots of the newest prompt in all batches before `version`; `most` slots were ever opened.
+    """The number of slots up to the newest prompt in batches before `version`, of the `most` that the run has opened.
 
-    The newest prompt may be in any batch, not only the last: with segments, or after `max_lag` was reduced, many
-    batches may consist of trajectories that were held when the prompt's slots were opened.
+    The newest prompt may be in any batch: with segments, or after `max_lag` was reduced, many later batches may have
+    only older prompts.
     """
     later = [published for published in versions.values() if published.version > version]
     if dropped := [published.version for published in later if published.archived is None]:
@@ -182,7 +180,7 @@ def _opened(versions: Mapping[int, PublishedVersion], version: int, most: int, s
 
 
 def _reaches(published: PublishedVersion, opened: int, shape: GroupShape) -> bool:
-    """True if the batch that made a version may have slots below `opened`."""
+    """True if the batch of `published` is archived and may have slots below `opened`."""
     return published.archived is not None and published.archived.first_prompt * shape.samples_per_prompt < opened
 
 
@@ -221,7 +219,7 @@ def _counters(config: Config, slots: Slots, point: RewindPoint) -> Counters:
 def _zero_variance(
     archive: Archive, ended: Iterable[EndedAttempt], config: Config, version: int, rows: KnownRows | None
 ) -> Counts:
-    """The curriculum's counts at `version`, from all kept batches of the versions since its rows became known."""
+    """The curriculum's count of each data row at `version`, from the kept batches since `rows` were recorded."""
     settings = queue_settings(config)
     if settings.curriculum is None or rows is None:
         return ()

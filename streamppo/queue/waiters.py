@@ -88,7 +88,7 @@ class TicketLine:
             self._answer(caller)
 
     def refuse_dead(self, actor: str) -> None:
-        """Raise the rules' refusal in the waiting call of `actor`, which was marked dead."""
+        """Make the waiting call of `actor`, which was marked dead, raise the `QueueError` of the rules."""
         if (caller := self._callers.get(actor)) is not None:
             self._answer(caller)
         self._places.pop(actor, None)
@@ -175,8 +175,7 @@ class BatchWaiters:
         self.stopped = False
 
     def batch(self, version: int) -> asyncio.Future[Batch | None]:
-        """Return a future of the complete batch (`QueueRules.take`), or of None after a stop if the batch is not
-        leased.
+        """Return a future of the batch (`QueueRules.take`), or of None if the run stops before it is leased.
 
         All callers share one future, so each must shield it. The call may reopen slots, so serve tickets afterwards.
         """

@@ -2,8 +2,8 @@
 
     written here -> copied -> acknowledged        all that was acknowledged is in the copy
 
-While the store is unreachable, writers retry and nothing is acknowledged; the watchdog reports the wait. A truncated
-file is not part of the copy, so its writer may die at any moment.
+While the store is unreachable, writers retry and nothing is acknowledged; the watchdog reports the wait. A writer may
+die at any moment, because a file that it left truncated is ignored by a restore.
 
 A life of a run is the time between two restores. Each life has its own folders at the address, so that processes of an
 earlier life, which may still run, cannot damage a later one.
@@ -25,7 +25,7 @@ from streamppo.weights.store import Store, row_of, with_crc
 JOURNAL, SHARDS, LIVES, ARCHIVE, RUN = "journal", "shards", "lives", "archive", "run"
 """The folders at a run's address."""
 LIFE = "standby.life"
-"""The file in a run's folder that names its life; without the file it is `FIRST`."""
+"""The file in a run's folder with the name of the run's life; without this file the life is `FIRST`."""
 FIRST = "0000"
 LIFE_NAME = re.compile(r"\d{4,}(-[0-9a-f]{8})?")
 RETRY_S = 5.0

@@ -7,9 +7,9 @@ ADDRESS/archive/00000007.1a2b3c4d5e6f.zarr.zip      a file of the archive, uncha
 ADDRESS/run/0000/config.toml.000000000012-1a2b3c4d  another file that `resume` reads, as of transaction 12, with CRC-32
 ADDRESS/lives/0000                                  marks the copy of a life as complete; the newest one counts
 
-TOKEN identifies the claim (weights/owner.py) under which a file was written, so that copies of two folders that
-continue at one address are never mixed. The queue copies its journal, and the archive with the parts of all shards.
-Each shard copies its trajectories. copies.py states what a copy guarantees; restore.py restores a run from copies.
+TOKEN identifies the claim (weights/owner.py) of the folder that wrote a file. If two copies of a run's folder continue
+at one address, a restore never mixes their files. The queue copies its journal, and the archive with the parts of all
+shards. Each shard copies its trajectories. copies.py states what a copy guarantees; restore.py restores a run.
 """
 
 import re
@@ -73,7 +73,7 @@ Entry: TypeAlias = WriteEntry | ConfigureEntry | ForgetEntry
 class CopiedJournal(Journal):
     """The journal of the run in the folder `run`; every transaction is also copied to `address`.
 
-    `every` is the number of versions between two copies of metrics.jsonl; if it is 0, only the start makes one.
+    metrics.jsonl is copied at the start, and then at each multiple of `every` versions, unless `every` is 0.
     """
 
     def __init__(self, run: Path, address: str, every: int) -> None:
@@ -86,7 +86,7 @@ class CopiedJournal(Journal):
         self._copied: dict[str, int] = {}
 
     def fence(self) -> None:
-        """Fence out earlier writers, then copy journal, archive and run files: their copies may be incomplete."""
+        """Fence out earlier writers, then copy what they may have left incomplete: journal, archive and run files."""
         super().fence()
         self._refuse_others()
         self._copy_base()
@@ -147,14 +147,14 @@ class CopiedJournal(Journal):
                 self._copies.delete(self._folder, old)
 
     def _copy_archive(self) -> None:
-        """Copy the batches whose copies are missing or truncated: an earlier writer died or had no address."""
+        """Copy the batches whose copies are missing or truncated, because an earlier writer died or made no copies."""
         sizes = self._copies.sizes(ARCHIVE)
         for path, name in self._archive_files(checksums(self.versions().values())):
             if path.is_file() and sizes.get(name) != path.stat().st_size:
                 self._copy_file(ARCHIVE, path, name)
 
     def _archive_files(self, files: Mapping[int, tuple[str, ...]]) -> Iterator[tuple[Path, str]]:
-        """Yield the path and the copy's name of each archived file; `files` are the SHA-256 by version."""
+        """Yield the path of each archived file and the name of its copy; `files` has the files' SHA-256 by version."""
         for version, sums in files.items():
             for path, checksum in zip(self._archive.paths(version, len(sums)), sums, strict=True):
                 yield path, archive_copy_name(path, checksum)
@@ -234,14 +234,14 @@ class CopiedTrajectoryStore(TrajectoryStore):
 
 
 def open_journal(run: Path, config: Config) -> Journal:
-    """Open the journal of the run in the folder `run`, for its only writer; copy it if `queue.standby` is set."""
+    """Open the journal of the run in the folder `run`, for its only writer; with `queue.standby`, a `CopiedJournal`."""
     if not config.queue.standby:
         return Journal(run / "journal.sqlite")
     return CopiedJournal(run, store.known_address(run), config.checkpoint.every)
 
 
 def open_trajectory_store(run: Path, number: int, config: Config) -> TrajectoryStore:
-    """Open the journal of shard `number` of the run in the folder `run`; copy it if `queue.standby` is set."""
+    """Open the journal of shard `number` of the run in the folder `run`; with `queue.standby`, one with copies."""
     return (
         CopiedTrajectoryStore(run, number, store.known_address(run))
         if config.queue.standby
@@ -250,7 +250,7 @@ def open_trajectory_store(run: Path, number: int, config: Config) -> TrajectoryS
 
 
 def archive_copy_name(path: Path, checksum: str) -> str:
-    """The name of an archived file's copy; with the checksum, because a version may get another batch."""
+    """The name of an archived file's copy. It has the checksum, because a restored run may make a batch again."""
     stem, dot, end = path.name.partition(".zarr.")
     return f"{stem}.{checksum[:12]}{dot}{end}"
 

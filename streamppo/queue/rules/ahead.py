@@ -1,19 +1,18 @@
 """How many versions engines sample ahead: as many as the learner needs, at most `max_lag` (`queue.ahead`).
 
-A complete unit that waits to be taken makes no update faster, and its tokens get older. With "as_needed", admission
-aims at a lag that begins at 1 and may change when a version is published:
+If engines sample further ahead than the learner needs, updates are no faster, and trained tokens are older. With
+"as_needed", admission aims at a lag that begins at 1 and may change when a version is published:
 
     the learner has no batch yet, and all slots are taken      the lag doubles, plus 1; after a fall it rises by 1
     after each of the last patience * (lag + 1) versions       the lag falls by k, to 1 at least
     at least k >= 1 batches were complete and not taken
 
-The least number of batches left over is a standing queue. A standing queue makes its content older and nothing faster;
-CoDel measures the delay of a router in the same way (https://doi.org/10.1145/2209249.2209264). With k batches fewer,
-the other batches still arrive in time. Since lag + 1 batches are held, a unit is taken within lag + 1 versions. After a
-fall more batches are held, and nothing is measured until they are taken. Doubling until the first fall is TCP's slow
-start. After a rise, new slots have lag / 2 versions to arrive before the next rise. The patience begins at 1 and
-doubles, up to 8, with each rise after a fall, so that the learner seldom waits if the needed lag is between two
-integers.
+The least number of batches left over, k, is a standing queue: with k batches fewer the learner would not have waited.
+CoDel measures the delay of a router in the same way (https://doi.org/10.1145/2209249.2209264). Since lag + 1 batches
+are held, a unit is taken within lag + 1 versions. After a fall, more than lag + 1 batches are held at first. Nothing is
+measured until the surplus is taken. Doubling until the first fall is TCP's slow start. After a rise, new slots have lag
+/ 2 versions to arrive before the next rise. The patience begins at 1 and doubles, up to 8, with each rise after a fall,
+so that the learner seldom waits if the needed lag is between two integers.
 
 Example: the lag is 3, and a batch has 64 units. The learner has its next batch, and 150, 131, 140 and 170 more units
 are complete after versions 8, 9, 10 and 11. At least two batches are always left over: from version 11 on the lag is 1.
@@ -40,7 +39,7 @@ class NeededLag:
         """Adapt the lag to a new version.
 
         `left_over` is the number of complete batches that are not taken; None if the learner waits for a batch.
-        `is_full`: all slots were taken. `has_surplus`: more than lag + 1 batches are held.
+        `is_full` is true if no slot was left to issue, `has_surplus` if more than lag + 1 batches are held.
         """
         self.since_rise += 1
         if left_over is None or has_surplus:

@@ -4,9 +4,9 @@
                   on or resampled, and of them those whose samples were all right or, as in GRESO, all of equal score
     opening       prompt p is skipped with probability 1 - max(floor, repeat^z), by a number drawn from (seed, p)
 
-Groups are counted when their batch's version is published, together with groups that were resampled before. So with
-`max_lag = 0` the batches before a version determine its prompts. A group counts only one time, even if its samples were
-lost or too old in between.
+Groups are counted when the version that trained on them is published, together with groups that were resampled since
+the version before. So with `max_lag = 0` the earlier batches determine the prompts of a batch. A group counts once,
+even if samples were lost or too old and had to be sampled again.
 """
 
 import struct
@@ -26,8 +26,8 @@ from streamppo.types import Trajectory
 class RowCurriculum:
     """Counts the groups of each row in `state`, and decides which prompts are skipped.
 
-    `settings` define the groups without a learning signal. Before `map_rows`, prompts have no rows, unless `state` has
-    recorded rows.
+    `settings` define the groups without a learning signal. The rows of prompts are those recorded in `state`, if any,
+    until `map_rows` is called.
     """
 
     def __init__(self, config: Curriculum, settings: QueueSettings, state: QueueState) -> None:
@@ -63,7 +63,7 @@ class RowCurriculum:
         self._use(rows)
 
     def skip_count(self, prompt: int) -> int:
-        """The count of the prompt's row if the prompt is to be skipped; 0 if it is to be sampled."""
+        """If the prompt is to be skipped, return the count z of its row; if it is to be sampled, return 0."""
         if self._row is None:
             raise QueueError("no actor has sent the order of its rows, which algorithm.curriculum needs")
         count = self._state.zero_variance.get(self._row(prompt), 0)
@@ -97,7 +97,7 @@ class RowCurriculum:
 
 
 def resampled_prompts(ended: Iterable[EndedAttempt], settings: QueueSettings) -> dict[int, dict[int, bool]]:
-    """For each version, the prompts of groups that were resampled during it, and whether they count for z."""
+    """For each version, the prompts whose groups were resampled at this version; true if the group counts for z."""
     rewards: defaultdict[tuple[int, int], list[float]] = defaultdict(list)
     for attempt in ended:
         if attempt.state == "resampled" and attempt.reward is not None:
@@ -113,7 +113,7 @@ def _rewards(group: Sequence[Trajectory]) -> list[float]:
 
 
 def _counts(rewards: Sequence[float], settings: QueueSettings) -> bool:
-    """True if a group without a learning signal counts for z."""
+    """True if a group without a learning signal counts for z: with `skip = "equal"` always, else if all are right."""
     is_for_all = settings.curriculum is not None and settings.curriculum.skip == "equal"
     return is_for_all or min(rewards) >= settings.correct_at
 

@@ -4,9 +4,9 @@ The versions of a run form a chain. Each row has a link, a digest of its content
 
     link(v) = SHA-256(v, digest of the weights, digest of the batch, SHA-256 of the configuration, link(v - 1))
 
-The configuration is that of the update. A change of a row, or of anything that it names, changes every later link.
-The chain has no key, so the owner of a folder can recompute all links. Only a copy of the last link reveals such a
-change.
+The configuration is the one with which version v was trained. A change of a row, or of the weights, batch or
+configuration in it, changes every later link. The chain has no key, so the owner of a folder can recompute all links.
+Only a copy of the last link reveals such a change.
 """
 
 import json
@@ -27,22 +27,22 @@ GIVEN_UP: tuple[Ending, ...] = ("abandoned", "resampled")
 
 
 NO_ROWS = RowNumbers(sources=(), seed=0)
-"""Stands for the rows of a queue without a curriculum."""
+"""The rows of a queue without a curriculum."""
 
 
 class KnownRows(WireStruct, frozen=True):
-    """How prompts map to rows, and the version from which groups of these rows count."""
+    """How prompts map to data rows, and the version from which groups of these rows count."""
 
     numbers: RowNumbers
     since: int
 
 
 Counts: TypeAlias = tuple[tuple[int, int], ...]
-"""For `algorithm.curriculum`: pairs of a row or first slot, and its number of groups, in a row, without a signal."""
+"""Pairs of a data row and its z (curriculum.py), or of the first slot of a skipped prompt and the z of its row."""
 
 
 class SavedSlot(WireStruct, frozen=True):
-    """A held slot, or a part of one: open, issued to `actor` by its request `call`, or ready.
+    """A held slot, or one part of a slot with segments: open, issued to `actor` for its request `call`, or ready.
 
     If the queue has shards, a ready slot has a `record` instead of the `trajectory`.
     """
@@ -107,9 +107,9 @@ class Lease(WireStruct, frozen=True):
 class EndedAttempt(WireStruct, frozen=True, omit_defaults=True):
     """An attempt that was not trained on, and the reason; attempts that were trained on are in the archive.
 
-    `version` is the queue's version when the attempt ended. `stage` is the stage that failed; "" unless the attempt
-    itself failed. `tokens` is the number of sampled tokens, and `oldest` the version of the oldest; 0 and -1 if
-    unknown. `reward` is the reward of a stored trajectory.
+    `version` is the queue's version when the attempt ended. `stage` is the stage at which the attempt failed; "" if it
+    ended for another reason. `tokens` is the number of sampled tokens; 0 if unknown. `oldest` is the version of the
+    oldest token; -1 if unknown. `reward` is None if no trajectory was stored.
     """
 
     number: int
@@ -168,10 +168,10 @@ class ArchivedBatch(WireStruct, frozen=True):
 
 
 class PublishedVersion(WireStruct, frozen=True, omit_defaults=True):
-    """A published version: the digest of its weights, and the archived batch that made it; None for version 0.
+    """A published version, with the digest of its weights, and the `link` that the journal adds.
 
-    The journal adds the `link`. If the batch is no longer kept, `forgotten` is its digest and `newest_prompt` its
-    largest prompt number.
+    `archived` is the batch that made the version. It is None for version 0, and if the batch is no longer kept: then
+    `forgotten` is the batch's digest, and `newest_prompt` is its largest prompt number.
     """
 
     version: int
@@ -193,7 +193,7 @@ class PublishedVersion(WireStruct, frozen=True, omit_defaults=True):
 
 
 def with_link(published: PublishedVersion, configs: Mapping[int, bytes], before: str) -> PublishedVersion:
-    """Add the link to a record; `before` is the link of the previous version, `configs` are in the journal."""
+    """Add the link to a version's record. `configs` are the journal's, `before` is the link of the previous version."""
     since = max((first for first in configs if first < published.version), default=None)
     config = "" if since is None else sha256(configs[since]).hexdigest()
     content = json.dumps([published.version, published.digest, published.batch_digest, config, before])
@@ -213,7 +213,7 @@ def chain_breaks(versions: Mapping[int, PublishedVersion], configs: Mapping[int,
 
 
 class Changes(NamedTuple):
-    """The changes of one transaction, in the order of writing; `PendingChanges` describes those of the curriculum."""
+    """The changes that one transaction writes; `PendingChanges` explains those of the curriculum."""
 
     counters: Counters
     slots: tuple[SavedSlot, ...] = ()

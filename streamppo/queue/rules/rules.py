@@ -50,7 +50,7 @@ from streamppo.types import Batch, Failure, Identity, Ticket, Trajectory
 
 
 class QueueRules:
-    """The rules, applied to `state`. `limits` is set when the model exists, before the first delivery."""
+    """Changes `state` by the rules. `limits` depends on the model, and is set before the first delivery."""
 
     def __init__(self, settings: QueueSettings, state: QueueState) -> None:
         self.settings = settings
@@ -90,9 +90,9 @@ class QueueRules:
         return tuple([Ticket(identity=slot.identity, slot=slot.number) for slot in issued])
 
     def has_ticket(self, engine_version: int) -> bool:
-        """True if `issue` has a ticket, for a reopened or a new slot, for an engine of this version.
+        """True if `issue` can give a reopened or a new slot to an engine of this version.
 
-        If there is a ticket for one version, there is one for every later version.
+        If it can give one to an engine of some version, it can also give one to an engine of any later version.
         """
         state, settings = self.state, self.settings
         while state.open and state.open[0].state is not OPEN:
@@ -165,7 +165,7 @@ class QueueRules:
         self.state.cut_for[actor] = max(version, self.state.cut_for.get(actor, version))
 
     def fail(self, failure: Failure) -> None:
-        """Reopen the slot, or abandon it after `max_attempts`. Raises `TooManyFailures` above the configured rate."""
+        """Reopen the slot, or abandon it after `max_attempts`. Raises `TooManyFailures` above `max_failure_rate`."""
         slot = self._find_issued(failure.identity)
         self._count_delivered(failure.tokens, "failed" if slot else "duplicates")
         if slot is not None:
@@ -335,7 +335,7 @@ class QueueRules:
         unit.end()
 
     def _end_too_old(self, unit: Unit, min_version: int) -> None:
-        """Reopen the slots of a ready unit; abandon a segment, because its completion has been continued."""
+        """End a too old unit: reopen its slots. A segment is abandoned, because its completion has been continued."""
         self.state.ready_units -= 1
         if self.settings.segments:
             self._abandon(unit, "too_old", f"all of it was sampled before version {min_version}")
@@ -347,7 +347,7 @@ class QueueRules:
             self._reopen(slot, "too_old", f"sampled by versions from {oldest} on, {min_version} is the oldest allowed")
 
     def _count_delivered(self, tokens: int, end: str | None = None) -> None:
-        """Count `tokens` as delivered and, if they were refused on arrival, under `end`."""
+        """Count `tokens` as delivered; if they were refused on arrival, count them also for `end`, the reason."""
         self.state.tokens["delivered"] += tokens
         if end is not None:
             self.state.tokens[end] += tokens

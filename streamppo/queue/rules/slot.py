@@ -29,13 +29,13 @@ from streamppo.errors import TooManyFailures
 from streamppo.types import Failure, Identity, Trajectory, flags, ints
 
 NO_CALL = -1
-"""The request number of a part that continues a completion, because it needs no ticket."""
+"""The request number of a slot's later parts: an actor continues a completion without requesting a ticket."""
 WINDOW = 256
 """The number of slots over which the failure rate is computed."""
 FEWEST = 64
-"""The fewest slots for which the rate is checked."""
+"""With fewer slots than this the failure rate is not checked."""
 QUOTED = 3
-"""The most distinct reasons in the error."""
+"""The error quotes at most this many different reasons of failures."""
 
 
 class SlotState(StrEnum):
@@ -66,8 +66,8 @@ NEXT: dict[SlotState, tuple[SlotState, ...]] = {
 class TrajectoryRecord(Trajectory, frozen=True):
     """The queue's record of a trajectory whose columns are in a shard (shard.py); the record's columns are empty.
 
-    `ages` are pairs of a version and the number of tokens that it sampled, oldest version first. A record with a
-    `defect` cannot be trained on, and keeps its columns.
+    `ages` are pairs of a version and the number of tokens that it sampled, oldest version first. A trajectory with a
+    `defect` cannot be trained on, and its record keeps all columns.
     """
 
     length: int = 0
@@ -128,7 +128,7 @@ def make_record(trajectory: Trajectory, defect: str | None) -> TrajectoryRecord:
 
 
 class FailedAttempt(NamedTuple):
-    """What is known of an attempt that failed in `stage`: its sampled tokens, oldest version, and source."""
+    """An attempt that failed in `stage`: its number of sampled tokens, the version of the oldest, and its source."""
 
     stage: str
     tokens: int
@@ -150,9 +150,9 @@ class FailedAttempt(NamedTuple):
 class Slot:
     """Room for one trajectory. Slots are numbered in the order in which they open.
 
-    While the slot is issued, `actor` is the holder of its ticket, which answered request `call`. `failed` is set
-    between a failure and its recorded end. `part` counts the segments of a slot, including those of failed attempts.
-    `place` = (number, part) identifies the part, and sorts by age.
+    While the slot is issued, `actor` holds its ticket, which it got by its request `call`. `failed` describes a failed
+    attempt until the attempt's end is recorded. `part` counts the segments of a slot, including those of failed
+    attempts. `place` = (number, part) identifies the part, and sorts by age.
     """
 
     number: int
@@ -268,7 +268,7 @@ def newest_version(trajectories: Sequence[Trajectory]) -> int:
 
 
 def all_younger(units: Iterable[Unit], version: int) -> bool:
-    """True if no token of `units` was sampled before `version`, by one check of all units together."""
+    """True if no token of `units` was sampled by a version before `version`."""
     trajectories = [trajectory for unit in units for trajectory in unit.trajectories]
     if isinstance(trajectories[0], TrajectoryRecord):
         return all(trajectory.oldest_version >= version for trajectory in trajectories)

@@ -25,8 +25,8 @@ class QueueSettings(NamedTuple):
     learner does not wait (ahead.py). `whole_groups` keeps the `samples_per_prompt` trajectories of a prompt together.
     `resample` defines groups without a learning signal, which other prompts replace; None keeps all groups.
     `curriculum` skips prompts of rows that had such groups; a reward of at least `correct_at` is right. With
-    `segments`, each unit is one part of a slot. Without `hard`, `max_lag` bounds only admission, relative to the
-    learner's version. `first_lag` is the first value of an adaptive admitted lag.
+    `segments`, each unit is one part of a slot. If `hard` is false, `max_lag` bounds only admission, computed with the
+    learner's version, and batches take tokens of any age. `first_lag` is the first value of an adaptive admitted lag.
     """
 
     task: str
@@ -63,7 +63,7 @@ class QueueSettings(NamedTuple):
 
     @property
     def window(self) -> int | None:
-        """The number of units among which a batch may choose (take.py); None means all held units."""
+        """The window of the take in units, W in take.py; None means that any ready unit may be taken."""
         match self.too_old:
             case "wait":
                 return 1
@@ -130,15 +130,16 @@ class TicketRequest(NamedTuple):
 
 
 NEVER = TicketRequest(NO_CALL, [])
-"""Stands for the last request of an actor that has made none."""
+"""The last request of an actor that has not got tickets yet."""
 
 
 @dataclass(slots=True)
 class PendingChanges:
     """Changes since the last write to the journal: changed slots, removed slots, new leases, and endings.
 
-    `slots` and `removed` identify a slot by (number, part). For the curriculum there are new `rows`, changed counts
-    (`zero_variance`, by row), and the counts of the rows of skipped prompts (`skipped`, by the prompt's first slot).
+    `slots` and `removed` identify a slot by (number, part). For the curriculum, `rows` is set if the rows are new,
+    `zero_variance` has the changed count of each data row, and `skipped` has the count of each skipped prompt's row, by
+    the prompt's first slot.
     """
 
     slots: dict[tuple[int, int], Slot]
@@ -211,11 +212,11 @@ class QueueState:
 
     @property
     def last_cut(self) -> int | None:
-        """The newest version for which all sampling actors have cut and delivered; None if no actor samples."""
+        """The newest version for which all sampling actors have delivered due segments; None if no actor samples."""
         return min((self.cut_for.get(actor, -1) for actor in self.issued), default=None)
 
     def expected_cuts(self, settings: QueueSettings) -> int:
-        """The places that cuts by length will open for completions in flight, by the average of ended completions."""
+        """Estimate how many places cuts by length will open for completions in flight: as many as for ended ones."""
         if settings.segments is None or not settings.segments.max_tokens:
             return 0
         cut, ended = self.counts["cut"], self.counts["stored"] - self.counts["cut"]
@@ -228,26 +229,26 @@ class QueueState:
         return min(held, default=self.opened // samples_per_prompt)
 
     def skip(self, slots: int, count: int) -> None:
-        """Skip the next prompt without opening its slots; `count` is the count of its row."""
+        """Skip the next prompt: count its `slots` as opened and abandoned. `count` is the count of its data row."""
         self.pending_changes.skipped[self.opened] = count
         self.opened += slots
         self.abandoned += slots
         self.counts["skipped_prompts"] += 1
 
     def forget_rows(self) -> None:
-        """Set all counts to 0, because the rows are of other data or the curriculum has ended."""
+        """Set the counts of all data rows to 0, because the data are others or the curriculum has ended."""
         for row in [*self.zero_variance]:
             self.count_zero_variance(row, 0)
         self.record_rows(NO_ROWS)
 
     def record_rows(self, rows: RowNumbers) -> None:
-        """Record how prompts map to rows. The same rows keep the version from which their groups count."""
+        """Record how prompts map to rows. Groups of unchanged rows still count from the earlier version."""
         is_same = self.rows is not None and rows.has_rows_of(self.rows.numbers)
         since = self.rows.since if self.rows is not None and is_same else self.version
         self.rows = self.pending_changes.rows = KnownRows(numbers=rows, since=since)
 
     def count_zero_variance(self, row: int, count: int) -> None:
-        """Set a row's number of last groups, in a row, without a learning signal."""
+        """Set the count of a data row: the number of its latest consecutive groups without a learning signal."""
         if count != self.zero_variance.get(row, 0):
             self.pending_changes.zero_variance[row] = count
         if count:

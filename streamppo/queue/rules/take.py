@@ -1,7 +1,7 @@
 """The take: which complete units make the next batch, and which units are too old. Pure; it changes nothing.
 
-Whole completions are taken in the order of issue: any ready unit, or only units in a window that starts at the oldest.
-P units make a batch, S is the lag that admission aims at, W is the size of the window, L is max_lag.
+Without `queue.segments`, a batch consists of the P oldest ready units; a window of W units in the order of issue may
+limit the choice. S is the lag that admission aims at, L is max_lag.
 
     mask, drop   all ready units, the oldest first: any number of units may overtake a slow one
     wait         W = 1: strict first in, first out
@@ -32,8 +32,8 @@ With `queue.segments`, S = max(1, L - 1) if segments are cut just in time, else 
     admission   as for whole completions, with S instead of L, and with the slowest actor's last cut as version
     the take    segments with the oldest tokens first; it waits for actors whose cuts could still be due
 
-So every due segment finds room in a batch. Cuts by length open places too, and admission counts them in advance: for
-each completion in flight, the average number of cuts of an ended completion. The average is not a bound: if completions
+So every due segment finds room in a batch. Cuts by length open places too. Admission counts these places in advance:
+for each completion in flight, as many as an ended completion had on average. The average is not a bound: if completions
 have more cuts, tokens may become too old and are masked.
 """
 
@@ -48,7 +48,7 @@ from streamppo.queue.rules.state import QueueSettings, QueueState
 class ChosenUnits(NamedTuple):
     """The units of a batch, oldest first, and the number of their tokens to mask; no units if there are too few.
 
-    `too_old` are those of the examined units that must not be trained on.
+    `too_old` are the units that were found too old to be trained on.
     """
 
     units: Sequence[Unit]
@@ -116,7 +116,7 @@ def _num_old_tokens(settings: QueueSettings, unit: Unit, min_version: int) -> in
 
 
 def _is_behind(settings: QueueSettings, state: QueueState, min_version: int) -> bool:
-    """True if an actor may still hold a segment with tokens that would be too old for the batch after this one."""
+    """True if a segment that is not delivered yet may have tokens that are too old for the batch after this one."""
     # After a cut for version v, all uncut tokens are of version v - S + 1 or later.
     return state.last_cut is not None and max(0, state.last_cut - settings.flow_lag + 1) <= min_version
 

@@ -17,11 +17,11 @@ LOGPROB_SLACK = 1e-4
 
 
 class TokenLimits(NamedTuple):
-    """Bounds for trajectories: the vocabulary's size, and the most tokens of a completion and a prompt (None: any).
+    """The size of the vocabulary, and the maximum of tokens in a completion and in a prompt (None: any number).
 
-    A trajectory must have candidate tokens if `candidates` is set (top-p or top-k is on), the reward `components` by
-    which samples are compared, log-probs from the teacher's server if `teacher` is set, and the engine's expert choices
-    if `routes` is set. `linear` names the configured choices that do not support branches.
+    The other fields say what a trajectory must have. `candidates`: the candidate tokens of top-p or top-k.
+    `components`: the reward components by which samples are compared. `teacher`: log-probs from the teacher's server.
+    `routes`: the engine's expert choices. `linear` names configured features that do not support branches.
     """
 
     vocabulary: int
@@ -49,7 +49,7 @@ def _is_even(trajectory: Trajectory) -> bool:
 
 
 def _are_sound(trajectories: Sequence[Trajectory], limits: TokenLimits | None) -> bool:
-    """True if `defect` refuses none of these trajectories with even columns; else each must be checked separately."""
+    """True if `defect` accepts all of these even trajectories; otherwise each one must be checked by `defect`."""
     marks = b"".join(trajectory.mask for trajectory in trajectories)
     if max(marks) > 1 or not all(b"\1" in trajectory.mask for trajectory in trajectories):
         return False

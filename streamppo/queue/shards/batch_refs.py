@@ -33,7 +33,7 @@ def put(encoded: NDArray[np.uint8]) -> BatchRef:
 
 
 def encode_slowly(value: Batch | Outline | tuple[Tokens, ...]) -> NDArray[np.uint8]:
-    """Return `encode(value)`, encoded one trajectory at a time, to block the event loop's thread only briefly."""
+    """Return `encode(value)`. Trajectories are encoded one by one, so that the event loop can run in between."""
     encoded = bytearray()
     match value:
         case Batch():
@@ -66,9 +66,9 @@ def _head(count: int) -> bytes:
 
 
 class BatchRefs:
-    """References of the last requested batches, whole or in parts; each is put into the store one time, by `put`.
+    """Keeps the references of the last requested batches, outlines and tokens. `put` puts each into the store once.
 
-    In all methods `read` returns the batch of `version`; `read` is called once, in a thread, and its error is raised.
+    In all methods `read` reads the batch of `version`. It is called once, in a thread, and its error is raised.
     """
 
     def __init__(self, put: Put) -> None:

@@ -4,9 +4,9 @@
     rank          <--its part of a batch-- shard <--the part's identities-- queue
     archive       <--its part of a batch-- shard
 
-Prompt p belongs to shard p modulo K. So K processes receive, validate, journal, serve and archive tokens, while only
-the queue applies the rules: admission, age and leases. A shard has no rules, and its journal is its only state. So its
-calls may be repeated, also by two processes of one shard if one of them was marked dead but still runs.
+With K shards, prompt p belongs to shard p modulo K. So K processes receive, validate, journal, serve and archive
+tokens, while only the queue applies the rules: admission, age and leases. A shard has no rules, and its journal is its
+only state. So a call may be repeated, and a process that was marked dead but still runs does no harm.
 
     a trajectory is in its shard's journal before its record is in the queue's journal
     it is dropped after the queue's journal records that it is in the archive, or will never be trained on
@@ -40,7 +40,7 @@ from streamppo.types import Batch, Identity, TokenRecord, Trajectory, WireStruct
 RecordRef: TypeAlias = "ObjectRef[bytes]"
 """An encoded `TokenRecord` of a whole batch, in the object store."""
 RECORD_S = 60.0
-"""Timeout in seconds to fetch the token record: if its rank is unreachable, the ranks restart and publish a new one."""
+"""Seconds to wait for the token record. If its rank is unreachable, the ranks restart and publish a new record."""
 
 
 class BatchPart(WireStruct, frozen=True):
@@ -146,7 +146,7 @@ class QueueShard:
             try:
                 await asyncio.to_thread(self._bodies.write, together)
             except JournalError:
-                # Each waiting caller tries the write again, so that each of them raises.
+                # Put the trajectories back, so that each waiting caller tries the write itself and raises its error.
                 self._waiting = together | self._waiting
                 raise
 

@@ -42,7 +42,7 @@ class Shards:
     @classmethod
     def attach(cls, config: Config) -> "Shards":
         """Find the shards of this process's run, by the names of their actors."""
-        # By name: Ray reuses the arguments of an actor that it restarts, and references in them may be lost by then.
+        # Ray restarts the queue with its old arguments. References in these may be lost by then; names stay valid.
         return cls([ray.get_actor(name(number)) for number in numbers(config)])
 
     def __bool__(self) -> bool:
@@ -60,7 +60,7 @@ class Shards:
         return tuple(records[row] for row in range(len(trajectories)))
 
     async def take(self, batch: Batch) -> list[BatchRef]:
-        """Return the parts of the whole batch whose records are in `batch`."""
+        """Return references to the parts of a batch, one from each shard that has a part; `batch` has the records."""
         return await asyncio.gather(*(self._actors[shard].take.remote(part) for shard, part in self._parts(batch)))
 
     async def outline(self, batch: Batch) -> list[BatchRef]:
@@ -81,7 +81,7 @@ class Shards:
         return [decode(answer, WrittenFile) for answer in answers]
 
     def drop(self, identities: Sequence[Identity], first_prompt: int) -> None:
-        """Make the shards delete trajectories, without waiting; `first_prompt` makes up for a missed deletion."""
+        """Tell the shards to delete these trajectories and, since a call may be lost, all before `first_prompt`."""
         by_shard = {shard: tuple(identities[row] for row in rows) for shard, rows in self._rows(identities)}
         for number, actor in enumerate(self._actors):
             actor.drop.remote(encode(by_shard.get(number, ())), first_prompt)

@@ -27,9 +27,9 @@ In a part of a batch, the attribute `rows` lists the indices of its trajectories
 batch. With segments, `segment` is a trajectory's number in its completion, and `prefix` is the number of tokens at the
 end of its prompt that belong to earlier segments.
 
-Each writer writes a file under a temporary name of its own. The file gets its final name, and counts, within the
-journal's transaction that records its SHA-256. A queue that was marked dead but still writes cannot make that
-transaction. The journal also has the range of prompts in each file, so that a prompt is found without opening all
+Each writer writes a file under a temporary name of its own. The journal's transaction that records the file's SHA-256
+also gives the file its final name. From then on it counts. A queue that was marked dead but still writes cannot make
+that transaction. The journal also has the range of prompts in each file, so that a prompt is found without opening all
 files.
 """
 
@@ -71,7 +71,7 @@ if TYPE_CHECKING:
 
 
 class WrittenFile(WireStruct, frozen=True):
-    """A written file of a batch or a part, still under its temporary name: its SHA-256, first and last prompt."""
+    """A written file of a batch or a part: its temporary `path`, SHA-256, and smallest and largest prompt number."""
 
     path: str
     sha256: str

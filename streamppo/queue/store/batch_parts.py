@@ -5,7 +5,7 @@
 Each shard of a queue returns its part of a batch or of its outline; `merge` and `merge_outlines` join the parts.
 
 Every rank computes advantages, corrections and metrics from all rows, without token ids. Only forward and backward
-passes need token ids, and each row is passed by one rank.
+passes need token ids, and only one rank runs them for a row.
 """
 
 from collections.abc import Sequence
@@ -27,7 +27,7 @@ def make_outline(batch: Batch) -> Outline:
 
 
 def select_tokens(batch: Batch, rows: Sequence[int]) -> tuple[Tokens, ...]:
-    """Select the token ids of the trajectories at `rows`; from a part of a batch, of those rows that it contains."""
+    """Select the token ids of the trajectories at `rows`; `batch` may be a part, and lack some of them."""
     place = {row: at for at, row in enumerate(ints(batch.rows).tolist())} if batch.rows else None
     return tuple(
         _tokens(row, batch.trajectories[row if place is None else place[row]])

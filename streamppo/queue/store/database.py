@@ -115,7 +115,8 @@ class Database:
     def _verify_places(self) -> None:
         """Raise `JournalError` if the file or its log was moved, replaced or deleted, because writes would be lost.
 
-        All content remains in the moved file, in the file if only its log is lost, or else in a copy beside the path.
+        No content is lost. A moved folder has all files. If only the log is missing, its content is first written to
+        the file. If the file is missing, its content is first copied to a file beside the path.
         """
         lost = next((place for place, opened in self._places.items() if not durable.is_at(place, opened)), None)
         if lost is None:
@@ -178,9 +179,9 @@ class Database:
 
 
 def merge_logs(run: Path) -> None:
-    """Move SQLite's logs into the files of an ended run, whose processes were killed, so that a copy is complete.
+    """Move SQLite's logs into the files of a run whose processes were killed, so that each file is complete.
 
-    A failure is only logged: together with its log, each file is complete too.
+    A failure is only logged, because a file together with its log is complete too.
     """
     for written in [*run.glob(f"*.sqlite{LOG}"), *run.glob(f"shards/*.sqlite{LOG}")]:
         path = written.with_name(written.name.removesuffix(LOG))
@@ -226,6 +227,6 @@ def _holder(path: Path, locks: Path = Path("/proc/locks")) -> str:
         rows = [line.split() for line in locks.read_text().splitlines()]
     except OSError:
         return "another process"
-    # 1: POSIX  ADVISORY  WRITE 4711 fe:00:1234 120 120
+    # A line of /proc/locks is: 1: POSIX ADVISORY WRITE 4711 fe:00:1234 120 120
     pids = [row[4] for row in rows if row[3] == "WRITE" and row[5].endswith(f":{inode}")]
     return f"process {', '.join(pids)}" if pids else "another process"

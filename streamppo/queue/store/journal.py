@@ -5,10 +5,10 @@ runs/NAME/journal.sqlite       held slots, leases, attempts that ended without t
 runs/NAME/journal.tip          the number of the last transaction; a journal that ends before it has lost transactions
 
 A writer starts with `fence`. Earlier writers may still run although they were marked dead. After the fence they can
-neither write nor name a file of the archive.
+neither write rows nor give files of the archive their final names.
 
-A slot's row is deleted when its batch is consumed, because the archive then has it. So the journal is as large as the
-queue, plus a short row for each attempt that was lost, failed, too old or abandoned.
+A slot's row is deleted when its batch is consumed, because the archive then has the trajectory. So the journal is as
+large as the queue, plus a short row for each attempt that was lost, failed, too old or abandoned.
 """
 
 import os
@@ -91,7 +91,7 @@ class Journal(Database):
         path = run / "journal.sqlite"
         if not path.is_file():
             raise JournalError(f"{path}: missing: {run} is not the folder of a run, or nothing was sampled in it yet")
-        # SQLite would wait forever for a pipe.
+        # If one of these files were a pipe, SQLite would wait for it forever.
         for beside in (path.with_name(f"{path.name}{end}") for end in LOGS):
             if beside.exists() and not beside.is_file():
                 raise JournalError(f"{beside}: not a file")

@@ -36,7 +36,7 @@ class ForeignFile(ValueError):
 
 
 class ColumnMetadata(msgspec.Struct):
-    """The fields of a column's metadata that determine all its other fields."""
+    """The fields of a column's metadata from which all its other fields follow."""
 
     shape: list[Annotated[int, msgspec.Meta(ge=0, lt=2**48)]]
     data_type: str
@@ -51,7 +51,10 @@ class Group(msgspec.Struct, forbid_unknown_fields=True):
 
 
 def pack(columns: Mapping[str, NDArray[np.generic]], attributes: Mapping[str, object]) -> memoryview:
-    """The content of a file with `columns`, each as one chunk, and `attributes`; `unpack` accepts it at any size."""
+    """The content of a file with `attributes` and `columns`, one chunk each.
+
+    Columns that compress beyond the bound of `unpack` are stored uncompressed, so that `unpack` accepts the file.
+    """
     assert len(columns) <= MOST_COLUMNS, "more columns than are read"
     contents = {name: _compress(column) for name, column in columns.items()}
     if _is_bomb(sum(array.nbytes for array in columns.values()), sum(map(len, contents.values()))):
@@ -90,7 +93,7 @@ def _is_bomb(total: int, size: int) -> bool:
 
 
 def unpack(file: BinaryIO) -> tuple[dict[str, NDArray[np.generic]], msgspec.Raw]:
-    """Read the columns of a file and its attributes as JSON: the inverse of `pack`. Raises `ForeignFile` for others.
+    """Read the columns of a file and its attributes as JSON: the inverse of `pack`. Raises `ForeignFile` otherwise.
 
     Every size is checked before memory is allocated for it.
     """
