@@ -8,8 +8,8 @@ environment of functions and programs has OPENAI_BASE_URL, OPENAI_API_KEY, ANTHR
 STREAMPPO_PROMPT. A function returns a number, a `Reward`, a `Done`, or None if a scorer gives the reward. A program may
 print {"reward": 1.0} as its last line.
 
-Agents use the pool of processes of reward functions (tasks/rewards/processes). So a run's result, an `AgentOutcome`, is
-sent as JSON in the explanation of a `Reward`.
+Agents run in the same kind of processes as reward functions (tasks/rewards/processes), which return a `Reward`. So the
+result of a run, an `AgentOutcome`, is sent as JSON in the explanation of a `Reward`.
 """
 
 import asyncio
@@ -47,7 +47,7 @@ TAIL_BYTES = 2**16
 QUOTED = 1000
 """Number of characters from the end of the output that a failure quotes."""
 ENDING_S = 1.0
-"""The time for a run's remaining tasks to end after they are cancelled."""
+"""Seconds to wait for the end of a run's remaining tasks after they are cancelled."""
 TIMED_OUT = object()
 """Returned in place of the result of a run that exceeded its time limit."""
 RUN_PARAMETERS = ("prompt", "base_url", "api_key")
@@ -66,7 +66,7 @@ class AgentOutcome(WireStruct, frozen=True):
     """The result of a run: its rewards, or the reason for its failure. `score` is None if the agent returned no reward.
 
     `output` is the end of what the run printed; failures quote it. `lingers` is true if a thread or task of the run
-    continues. It could read the key of a later run from the environment, so its process gets no other run.
+    continues. Such a thread could read the key of a later run from the environment, so the process gets no other run.
     """
 
     score: float | None = None
@@ -158,7 +158,7 @@ class Agent:
         code = None
         with contextlib.suppress(subprocess.TimeoutExpired):
             code = process.wait(call.timeout_s)
-        # The threads end when no process has the pipes open: the program's children may have them open too.
+        # A thread ends when no process has its pipe open. The program's children may have it open, so end them first.
         reaper.end_descendants()
         for thread in threads:
             thread.join(1.0)
@@ -185,7 +185,7 @@ class Agent:
 
 
 class _Threads(ThreadPoolExecutor):
-    """The threads of `asyncio.to_thread`, which are kept for the next run."""
+    """The thread pool of `asyncio.to_thread`; its threads are kept for the next run."""
 
     def __init__(self) -> None:
         super().__init__(thread_name_prefix="agent")
@@ -199,7 +199,7 @@ class _Threads(ThreadPoolExecutor):
         return future
 
     def idle(self) -> Collection[threading.Thread]:
-        """Return all threads if no call is under way, else none."""
+        """Return all threads of the pool if none of them runs a call; otherwise return nothing."""
         return () if self._under_way else self._threads
 
 
@@ -220,7 +220,7 @@ class _Tail(io.TextIOBase):
         return True
 
     def write(self, text: str) -> int:
-        """Append `text`. When the parts are longer than twice the limit, they are joined and cut to it."""
+        """Append `text`. When more than 2 * `TAIL_BYTES` characters are kept, keep only the last `TAIL_BYTES`."""
         self._parts.append(text[-TAIL_BYTES:])
         self._length += len(self._parts[-1])
         if self._length > 2 * TAIL_BYTES:
@@ -235,7 +235,7 @@ class _Tail(io.TextIOBase):
                 self.write(chunk.decode(errors="replace"))
 
     def quoted(self) -> str:
-        """Return the end of the text as a failure quotes it; "" if there is no text."""
+        """Return "; its output ends: ..." with the end of the text, for a failure's reason; "" if there is no text."""
         text = self.text.strip()
         return f"; its output ends: {text[-QUOTED:]!r}" if text else ""
 

@@ -3,8 +3,8 @@
     program -> 127.0.0.1:PORT of the sandbox -> its listening socket, which this process has -> endpoint
 
 The network of the sandbox has only a loopback interface. Before the program begins, a script in the sandbox listens at
-the endpoint's port and sends the listening socket to this process, which relays each connection to the endpoint. The
-program has no other connection, and no keys of other runs.
+the endpoint's port and sends the listening socket to this process. This process relays each connection to the endpoint.
+The program has no other connection, and no keys of other runs.
 """
 
 import asyncio
@@ -29,7 +29,7 @@ CONNECTIONS = 256
 """Maximum number of connections of one program that are relayed concurrently."""
 CHUNK_BYTES = 2**16
 ADDRESS_MIB = 2**22
-"""Limit on the address space of one process. Node and Java reserve far more than they use."""
+"""Limit on the address space of one process. It is high, because Node and Java reserve far more than they use."""
 ALTERNATIVE = (
     "Otherwise name another sandbox, environment.sandbox = { kind = 'class', ... }, or run the agent as your user, "
     "without a sandbox."
@@ -47,7 +47,7 @@ try:
 except OSError as error:
     sys.exit(f"{{words[0]!r}} cannot be started: {{error}}")
 """
-"""The script that starts the program in the sandbox. Its exec keeps the process, its limits and its seccomp filter."""
+"""The script that starts in the sandbox. The program then replaces it in the same process, under the same limits."""
 
 
 class AgentProgram(NamedTuple):

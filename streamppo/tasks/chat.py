@@ -44,7 +44,7 @@ def message(item: object, where: str) -> Message:
 
 
 def template(row: Row, tools: str, base: Template, where: str) -> Template:
-    """Add a row's tools (its column `tools`) and its `ARGUMENTS` to `base`. Raises `TaskError` if they are invalid."""
+    """Add to `base` a row's tools, of the column named `tools`, and its `ARGUMENTS`. Raises `TaskError` if invalid."""
     tool_list, arguments = _parse_column(row.get(tools)) if tools else None, _parse_column(row.get(ARGUMENTS))
     if not tool_list and not arguments:
         return base
@@ -83,9 +83,9 @@ def _text(content: object, where: str) -> object:
 
 
 def _read_arguments(call: object) -> object:
-    """Return a call with its arguments as values, because templates would encode OpenAI's JSON a second time.
+    """Parse the arguments of a call if they are JSON, as OpenAI's are, because templates encode them as JSON.
 
-    `call` may be JSON too.
+    `call` itself may be JSON too.
     """
     match call := _parse_column(call):
         case {"function": {"arguments": str(text)}}:
@@ -98,7 +98,7 @@ def _read_arguments(call: object) -> object:
 
 
 def _parse_column(value: object) -> object:
-    """Parse a text that is JSON, as in tables with a fixed schema; return any other value unchanged."""
+    """If `value` is JSON, as in tables with a fixed schema, return the parsed value; otherwise return it unchanged."""
     if not isinstance(value, str):
         return value
     try:

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 SENTINEL = "qk7vAssistantTurn"
 """Placeholder for an assistant's text, searched in the rendered conversation. It occurs in no template."""
 WORDS = "qk7vWords"
-"""Replaces a message's text, to check that a template writes it."""
+"""Placeholder for the text of any other message, to check that a template writes the message."""
 PLAIN = Template()
 """A template without arguments and tools."""
 RESERVED = {
@@ -43,7 +43,7 @@ CLOCK = (
 )
 """A macro named `NOW` that writes a fixed time. Put before a chat template, it replaces the function.
 
-`streamppo_clock` has the text of every directive.
+Its variable `streamppo_clock` has the text of every directive, such as %d.
 """
 Calls: TypeAlias = Sequence[Mapping[str, Any]]
 """The `tool_calls` of a message."""
@@ -54,11 +54,11 @@ log = logging.getLogger(__name__)
 
 
 class AfterTurn(NamedTuple):
-    """The text after an assistant's words, or after the last argument of its calls.
+    """The rendered `text` after an assistant's words, or after the last argument of its calls.
 
-    `others` are the texts that the template writes there before no message and before a user's message. The common
-    beginning of all these texts ends the calls and the turn. `again` is the text between two calls, if the template can
-    write two. It begins with the end of the first call.
+    After calls, `others` are the texts that the template writes at the same place if no message follows, and if a
+    user's message follows. The beginning that all texts share ends the calls and the turn. `again` is the text between
+    two calls, if the template can write two. It begins with the end of the first call.
     """
 
     text: str
@@ -73,11 +73,11 @@ class ChatTemplate:
         self._tokenizer = tokenizer
         self._control = control
         self._complete_shapes = set[tuple[object, ...]]()
-        """Shapes of prompts, and of messages after a turn, that the template is known to write completely."""
+        """Shapes of messages (`_message_shape`) that were checked: the template writes all of the messages."""
         self._clock = _directives(datetime.fromisoformat(clock)) if clock else {}
 
     def render(self, messages: Sequence[Message], template: Template) -> str:
-        """Render a prompt with the opening of the answer, or with an open end if its last message is the assistant's.
+        """Render a prompt and the opening of the answer. A last message of the assistant is left open, to be continued.
 
         Names of control tokens in the messages are escaped, see `ControlTokens`. Raises `TaskError` if there is no
         template, or if it rejects the messages or leaves out one of them.
@@ -145,9 +145,9 @@ class ChatTemplate:
     def after_turn(self, said: Sequence[Message], template: Template, calls: Calls = ()) -> AfterTurn:
         """Return the text after an assistant's words: the turn's end, the messages `said`, the next turn's opening.
 
-        Some templates write the answers of tools only after calls: `calls` are those at the end of the turn. If `said`
-        is empty, the text is only the end of the turn. Raises `TaskError` as `render` does, and if the template writes
-        the assistant's words never or repeatedly.
+        `calls` are the calls at the end of the turn: some templates write the answers of tools only after calls. If
+        `said` is empty, the text is only the end of the turn. Raises `TaskError` as `render` does, and if the template
+        does not write the assistant's words exactly once.
         """
         after = self._after_words(said, template, calls)
         shape = (tuple(map(_message_shape, said)), bool(calls), *_template_shape(template))
@@ -180,7 +180,7 @@ class ChatTemplate:
         return AfterTurn(suffixes[0])
 
     def _after_calls(self, said: Sequence[Message], template: Template, calls: Calls) -> AfterTurn:
-        """Return the text after the last argument of the calls, and the texts there if other messages follow."""
+        """Return the text after the last argument of the calls if `said` follows, and if other messages follow."""
 
         def turn(*calls_made: dict[str, Any]) -> tuple[Message, ...]:
             return Message(role="user", content="?"), Message(role="assistant", content="", tool_calls=calls_made)
@@ -227,9 +227,9 @@ class ChatTemplate:
         return private
 
     def _timed(self, template: Template, tools: list[dict[str, Any]] | None) -> dict[str, Any]:
-        """Return the arguments of `template`, and those that make the chat template write the run's time.
+        """Return the arguments of `template`, and if the chat template calls `NOW`, those by which it writes `clock`.
 
-        The time is a macro, because newer versions of transformers pass no functions to a template.
+        A macro writes the time, because newer versions of transformers pass no functions to a template.
         """
         text = self._tokenizer.get_chat_template(template.arguments.get("chat_template"), tools) if self._clock else ""
         if NOW not in text:
@@ -274,7 +274,7 @@ def _message_shape(message: Message) -> tuple[object, ...]:
 
 
 def _template_shape(template: Template) -> tuple[object, ...]:
-    """Return the other inputs on which a template may depend: a tokenizer may have a separate template for tools."""
+    """Return whether there are tools, for which a tokenizer may have a separate template, and the arguments."""
     return bool(template.tools), repr(template.arguments)
 
 

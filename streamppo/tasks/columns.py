@@ -19,10 +19,10 @@ from streamppo.tasks.dataset_files import Row, Unreadable
 
 ATOMS = frozenset({type(None), bool, int, float, str, bytes})
 EXACT = frozenset({Decimal, Fraction, UUID, datetime.date, datetime.time, datetime.timedelta})
-"""Types that `plain` leaves unchanged. It converts a datetime, because a time zone need not be a fixed offset."""
+"""Types that `plain` leaves unchanged. It replaces the time zone of a datetime by a fixed offset."""
 
 PLAIN_TYPES: Mapping[type, Callable[..., object]] = {kind: kind for kind in (int, float, bytes, Decimal, Fraction)}
-"""Plain types; a call of the type converts a value of a subclass."""
+"""For each of these plain types, the function that converts a value of a subclass to it."""
 
 
 class NotPlain(Exception):
@@ -64,7 +64,7 @@ def plain(value: object) -> object:
         case datetime.datetime():
             return _fixed_offset(value)
         case np.datetime64():
-            # numpy would convert nanoseconds to an integer.
+            # `item` would convert nanoseconds to an integer.
             return plain(value.astype("datetime64[us]").item())
         case np.timedelta64():
             return plain(value.astype("timedelta64[us]").item())

@@ -1,4 +1,4 @@
-"""Separates a tokenizer's control tokens from untrusted text with their names.
+"""Separates a tokenizer's control tokens from untrusted text that spells their names.
 
 A row or a tool's output may contain "<|im_end|>" or "<tool_call>". A tokenizer would turn every such name into the
 control token. Here only names that the chat template writes become control tokens:
@@ -47,8 +47,8 @@ class ControlTokens:
         self.added = frozenset(added)
         self.special = frozenset({number for number, token in added.items() if token.special})
         """Ids of the special tokens."""
-        # A template may compose a name from parts. The tokenizer then lists it; older transformers keep the list in
-        # init_kwargs.
+        # If a template composes a name from parts, the tokenizer's configuration lists the name. Older transformers
+        # keep this list in init_kwargs.
         listed_names = getattr(tokenizer, LIST_ENTRY, None) or tokenizer.init_kwargs.get(LIST_ENTRY) or ()
         source = "\n".join([*templates, *listed_names])
         markers = [token.content for number, token in added.items() if number not in self.special]
@@ -85,7 +85,7 @@ class ControlTokens:
                 return value
 
     def restore(self, text: str) -> str:
-        """Replace every escaped name by the name."""
+        """Replace every escaped name by the original name."""
         return ESCAPED.sub(lambda match: self._names[int(match[1])], text) if MARK in text else text
 
     def text_ids(self, text: str) -> list[int]:
@@ -159,7 +159,7 @@ def _refuse_marks(text: str) -> None:
 
 
 def _rename(model: dict[str, object], renamed: Mapping[str, str]) -> None:
-    """Rename the words of the model's vocabulary that are names of control tokens."""
+    """Replace names of control tokens in the model's vocabulary by their private names."""
     if model["type"] not in RENAMED:
         return
     match model["vocab"]:

@@ -1,4 +1,4 @@
-"""Runs users' coroutines: within a time limit, with observed steps, or without a task up to the first wait.
+"""Runs users' coroutines: within a time limit, with a call before and after each step, or at once up to the first wait.
 
 A step is the code between two waits of a coroutine; it blocks the event loop. A coroutine may swallow its cancellation.
 """
@@ -66,17 +66,17 @@ def _step_by_step(coroutine: Coroutine[Any, Any, T], observer: StepObserver) -> 
             observer.leave()
         try:
             step = partial(coroutine.send, (yield wait))
-        # A cancellation too must reach the coroutine.
+        # Raise the error, which may be a cancellation, inside the coroutine.
         except BaseException as error:
             step = partial(coroutine.throw, error)
 
 
 class EagerCoroutine(Generator[Any, Any, T]):
-    """Runs `coroutine` up to its first wait at once, and the remainder in the task that awaits it.
+    """Runs `coroutine` up to its first wait at once, and the remainder in the task that awaits this object.
 
-    So a reward that never waits needs no timer, which would cost more than most such rewards. `result` is the result of
-    a coroutine without a wait; else it is None, and this object must be awaited once. `start_s` is the event loop's
-    time at the start. The constructor passes on an error raised before the first wait.
+    So a reward that never waits needs no timer; a timer costs more than most such rewards. If the coroutine ends
+    without a wait, `result` is its result. Otherwise `result` is None, and this object must be awaited once. `start_s`
+    is the event loop's time at the start. The constructor passes on an error raised before the first wait.
     """
 
     def __init__(self, coroutine: Coroutine[Any, Any, T]) -> None:
@@ -93,7 +93,7 @@ class EagerCoroutine(Generator[Any, Any, T]):
         return self
 
     def send(self, value: Any, /) -> Any:
-        """Return the first wait, and then the coroutine's further waits."""
+        """Resume the coroutine and return its next wait; the first call only returns the first wait."""
         if self._is_resumed:
             return self._coroutine.send(value)
         self._is_resumed = True

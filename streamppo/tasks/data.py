@@ -116,7 +116,7 @@ class Data:
         return fitting
 
     def _prompt(self, row: Row, where: str) -> Prompt | None:
-        """Make the prompt of a row; None for a skipped one."""
+        """Make the prompt of a row; None if the prompt is too long and thus skipped."""
         plain = columns.plain_columns(row)
         self._omitted |= plain.omitted
         converted = prompt(plain.columns, where, self._name, self._source)
@@ -159,7 +159,7 @@ class Data:
 
 
 def _source_of_subset(source: Source) -> Source:
-    """Return `source` with the subset's folders as its data, if the data are local."""
+    """If the data are local, replace their folders in `source` by the folders of the source's subset."""
     evaluation = source.evaluation
     if evaluation is not None:
         evaluation = dataset_files.subset_folder(evaluation, source.subset, is_required=False)
@@ -218,7 +218,7 @@ def reward_columns(row: Row, where: str, source: Source) -> dict[str, object]:
 
 
 def present_columns(row: Row, source: Source) -> Source:
-    """Return `source` without the answer and the columns that the row lacks; the prompt's column is unchanged."""
+    """Remove from `source` the answer and the columns that the row lacks, but not the prompt's column."""
     answer = source.answer if source.answer and has_column(row, _answer_column(row, source.answer)) else ""
     return structs.replace(
         source, answer=answer, columns={new: old for new, old in source.columns.items() if has_column(row, old)}
@@ -226,15 +226,15 @@ def present_columns(row: Row, source: Source) -> Source:
 
 
 def _template(row: Row, where: str, source: Source, *, chats: bool) -> Template:
-    """Return the chat template's inputs besides the messages. For a plain text, the row's inputs are ignored."""
+    """Return the chat template's tools and arguments, from `source` and, if the prompt is a chat, from the row."""
     base = Template(arguments=source.template, control_tokens=source.control_tokens)
     return chat.template(row, source.tools, base, where) if chats else base
 
 
 def _answer_column(row: Row, name: str) -> str:
-    """Return the name of the answer's column. In verl's rows it is nested, even beside a column `answer`.
+    """Return the name of the answer's column. In verl's rows it is `reward_model.ground_truth`.
 
-    Example: verl's own conversion of gsm8k keeps the solution as the column `answer`, but rewards get `ground_truth`.
+    A column `answer` beside it does not count: in verl's conversion of gsm8k it has the worked solution.
     """
     nested = row.get("reward_model")
     if (name == ANSWER or name not in row) and isinstance(nested, Mapping) and "ground_truth" in nested:

@@ -23,7 +23,7 @@ SUFFIXES = (".jsonl", ".gz", ".parquet", ".arrow", ".csv", ".tsv")
 
 
 class Unreadable(NamedTuple):
-    """Replaces an unreadable value of a column."""
+    """Stands in a row for a value that cannot be read; `reason` says why."""
 
     reason: str
 
@@ -39,7 +39,7 @@ def rows(data: str, split: str, subset: str = "") -> Iterator[tuple[str, Row]]:
 
 
 def subset_folder(data: str, subset: str, *, is_required: bool) -> str:
-    """Return the folder of a data set's configuration `subset`; a name on the hub is unchanged.
+    """Return the folder of the configuration `subset` in the folder `data`; return `data` if it is a name on the hub.
 
     Example: in a copy of openai/gsm8k the subset `main` is the folder `main`. Raises `TaskError` if a required folder
     is missing.
@@ -235,7 +235,7 @@ def _parse_json(value: Any, kind: "pyarrow.DataType") -> Any:
 
 
 def _in_microseconds(kind: "pyarrow.DataType") -> "pyarrow.DataType":
-    """Return the type with microseconds in place of nanoseconds, which Python's datetime lacks."""
+    """Replace nanoseconds in a type by microseconds, because Python's datetime has no nanoseconds."""
     import pyarrow as pa
 
     types = pa.types

@@ -90,7 +90,7 @@ class EnvSession:
         """Return the environment's answer to a turn, with numbers as plain finite floats."""
         answer = await _within_time("step", self._calls, partial(self._environment.step, text))
         if isinstance(answer, Done):
-            # `plain` converts any mapping to a dict.
+            # `_plain` accepts any mapping and converts it to a dict.
             components = cast(dict[str, float], answer.components)
             checked = _plain(Reward(score=answer.reward, components=components, explanation=answer.explanation))
             return Done(checked.score, checked.components, checked.explanation)
@@ -112,9 +112,9 @@ async def open_session(make: Make, stalls: EventLoopStalls) -> AsyncGenerator[En
     session = EnvSession(await _within_time("the constructor", calls, make), calls)
     try:
         yield session
-    # A cancellation must close the environment too.
+    # Close the environment after any error, also after a cancellation.
     except BaseException:
-        # A failure of `close` must not hide the first reason.
+        # If `close` fails too, raise only the first error.
         with suppress(EnvironmentFailed):
             await session.close()
         raise

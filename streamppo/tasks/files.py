@@ -23,7 +23,7 @@ SPLITS = frozenset({"train", "training", "test", "testing", "validation", "valid
 
 
 class SplitFiles(NamedTuple):
-    """The files of a split, and the names of ambiguous files that mention it."""
+    """The files of a split, and the names of ambiguous files whose paths mention the split."""
 
     of_split: list[Path]
     doubtful: list[str]

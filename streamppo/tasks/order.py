@@ -11,7 +11,7 @@ from streamppo.types import WireStruct
 BLOCK = 1024
 """Length of a mixture's blocks. In every block the sources occur in proportion to their weights."""
 EASIEST = 0.1
-"""Share of the rows, the easiest ones, from which the start of a ramp is drawn."""
+"""A ramp begins with this share of the rows: the easiest ones."""
 
 
 class ShuffledOrder:
@@ -21,7 +21,7 @@ class ShuffledOrder:
     """
 
     def __init__(self, count: int, *key: int) -> None:
-        # The prompts in flight may belong to two consecutive epochs.
+        # Keep two permutations, because the prompts in flight may belong to two consecutive epochs.
         self._permutation = lru_cache(maxsize=2)(
             lambda epoch: np.random.default_rng((key[0], epoch, *key[1:])).permutation(count)
         )
@@ -56,7 +56,7 @@ class RampedOrder:
 
 
 class Mixture:
-    """Mixes sources in proportion to their weights, exact to 1 / `BLOCK` in every block, in a seeded order."""
+    """Mixes sources in a seeded order. In each block a source's share is its weight, rounded to 1 / `BLOCK`."""
 
     def __init__(self, weights: Mapping[str, float], seed: int) -> None:
         total = sum(weights.values())

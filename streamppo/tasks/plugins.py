@@ -25,13 +25,13 @@ Arguments = TypeVarTuple("Arguments")
 PACKAGE = "streamppo"
 EXTRA = re.compile(r"extra == [\"']([^\"']+)")
 DEVELOPMENT = {"test", "docs", "peers"}
-"""Extras that are not for runs."""
+"""Extras for development, which no run needs."""
 
 
 def export_path() -> None:
     """Put the current folder first on the import path of this process and of its child processes.
 
-    Raises `RunError` if a module there has the name of a module of Python or of a library in use, which Ray imports.
+    Raises `RunError` if a module there would hide a module of Python or of a library, because Ray would import it.
     """
     folder = os.getcwd()
     if shadowing := _shadowing_modules(Path(folder)):
@@ -45,7 +45,7 @@ def export_path() -> None:
 
 
 def _shadowing_modules(folder: Path) -> list[Path]:
-    """Return the modules and packages in `folder` with the name of a standard or an imported module."""
+    """Return the modules and packages in `folder` that would hide modules of Python or of imported libraries."""
     installed = {
         name
         for name, module in sys.modules.items()

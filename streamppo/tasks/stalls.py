@@ -2,7 +2,7 @@
 
 All environments of a rollout actor share its event loop with the engine and the heartbeats. A step that computes or
 sleeps without awaiting blocks them all and cannot be ended. It is logged with file and line. Its duration counts only
-for its own call: the deadlines of all other calls are extended by it.
+for its own call: the deadlines of all other calls are extended by this time.
 """
 
 import asyncio

@@ -12,8 +12,8 @@ at its length limit: rollout.max_tokens, or less by a user's function:
     def limit(prompt: Prompt, identity: Identity | None) -> int      None for an evaluation's greedy answer
 
 The function is called in the rollout actor's event loop, once for each trajectory, so it must be fast. It may return a
-limit by source or difficulty, or a random limit. If it seeds that by `identity`, a retried trajectory gets the same
-limit.
+limit by source or difficulty, or a random limit. If it seeds a random limit by `identity`, a retried trajectory gets
+the same limit.
 """
 
 import logging
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 SENTINEL = "\N{WHITE STAR}streamppo\N{BLACK STAR}"
 """The assistant's text in a rendered test conversation; it occurs in no template."""
 SLACK = 4
-"""Tokens in which a stop string is searched, besides one per byte: the first may be a part of a character."""
+"""A stop string of n bytes is searched in the last n + `SLACK` tokens; the first of them may be part of a character."""
 
 log = logging.getLogger(__name__)
 
@@ -71,7 +71,7 @@ class Stop(NamedTuple):
         """
         if not self.strings:
             return None
-        # A token has at least one byte.
+        # A token has at least one byte, so this many tokens contain every stop string.
         window = max(len(string.encode(errors="surrogatepass")) for string in self.strings) + SLACK
 
         def completes(tokens: Ints) -> bool:
@@ -125,7 +125,7 @@ def end_of_turn(tokenizer: "PreTrainedTokenizerFast") -> int | None:
     if not sentinel:
         log.debug("the chat template leaves out an assistant's words")
         return None
-    # At one position the longer name wins. Added tokens that are only white space do not end a turn.
+    # Of two names at the same position the longer one counts. Added tokens that are only white space do not end a turn.
     named = [(name, token) for name, token in tokenizer.get_added_vocab().items() if name.strip(" \n\t\u2581")]
     places = [(at, -len(name), token) for name, token in named if (at := suffix.find(name)) >= 0]
     return min(places)[2] if places else None

@@ -34,7 +34,8 @@ class TaskRows(Protocol):
 class PromptStream(NamedTuple):
     """One source of prompts: `rows`, and `order`, which maps each position >= 0 to a training row.
 
-    `lengths` counts too long prompts by treatment; `notes` are sentences about rows, files and columns.
+    `lengths` counts the too long prompts that were "skipped" or "truncated"; `notes` are sentences about rows, files
+    and columns.
     """
 
     name: str
@@ -121,7 +122,7 @@ def build(
     limit: int | None = None,
     visit: VisitPrompt | None = None,
 ) -> Task:
-    """Build the configured task. Without a `tokenizer` no prompt is measured.
+    """Build the configured task. Without a `tokenizer` the lengths of prompts are not checked.
 
     At most `limit` rows of each data set are read. `visit` is called for each row. Raises `TaskError` if the data
     cannot be read.

@@ -183,8 +183,8 @@ class Tokenizer:
     def turn_end(self) -> int | None:
         """Return the token that the chat template writes after an assistant's message; None if it writes none.
 
-        It is the first special or added token there: `<|im_end|>` for Qwen, `<end_of_turn>` for Gemma, none for GLM,
-        whose turns end with the role of the next turn.
+        It is the first special or added token after the message: `<|im_end|>` for Qwen, `<end_of_turn>` for Gemma, none
+        for GLM, whose turns end with the role of the next turn.
         """
         if self._turn_end is UNKNOWN:
             self._turn_end = stop.end_of_turn(self._tokenizer)
@@ -211,26 +211,27 @@ class Tokenizer:
             # The policy has sampled the end of its turn, or the next role.
             start = 1
         elif suffix.others and end not in ids[:1]:
-            # The answers follow the calls in the same turn.
+            # The template writes the answers of tools in the same turn as the calls.
             start = 0
         else:
             start = self._observation_start(ids, end, last)
         return np.asarray(ids[start:], dtype=np.int32)
 
     def _ids_after_calls(self, suffix: AfterTurn, end: int | None) -> list[int]:
-        """Return the ids of a text after calls, without the end of the calls, but with the end of the turn."""
+        """Return the ids of a text after calls, without the tokens that end the calls, but with the end of the turn."""
         ids = self._rendered_ids(suffix.text)
         closed = min(_common_length(ids, self._rendered_ids(other)) for other in suffix.others)
         if end in ids[:closed]:
             return ids[ids.index(end) :]
-        # Some templates open an answer after calls in any case. The text before a second call has no such opening.
+        # Some templates open an answer after calls whatever follows. The text before a second call has no such opening.
         second_call = [] if suffix.again is None else [_common_length(ids, self._rendered_ids(suffix.again))]
         return ids[min([closed, *second_call]) :]
 
     def _observation_start(self, ids: list[int], end: int | None, last: int | None) -> int:
         """Find the position at which an observation begins in `ids`, which follow an assistant's words."""
         if end not in ids and ids and ids[0] in self._control.added:
-            # Either the next role ends turns, or turns within a conversation end with another token than the last one.
+            # Either turns end with the role of the next turn, or the last turn of a conversation ends with another
+            # token than earlier turns.
             end, is_role = ids[0], end is None
         else:
             is_role = False
@@ -358,8 +359,8 @@ def _decodes_plainly(tokenizer: PreTrainedTokenizerFast) -> bool:
 def character_tokenizer(alphabet: str) -> PreTrainedTokenizerFast:
     """Make a Hugging Face tokenizer with one token for each character; 0 is padding, 1 end-of-sequence, 2 unknown.
 
-    A non-ASCII character is one token per byte. The tokenizer is Qwen2's without merges, because transformers uses that
-    class for every folder of a Qwen2 model. With other pre-tokenizers that class would lose spaces.
+    A non-ASCII character is one token per byte. The tokenizer is Qwen2's without merges: for every folder of a Qwen2
+    model, transformers uses Qwen2's class, which would lose spaces with other pre-tokenizers.
     """
     from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
     from transformers import PreTrainedTokenizerFast

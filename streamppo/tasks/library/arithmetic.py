@@ -40,7 +40,7 @@ def _prompt(a: int, b: int) -> Prompt:
 
 
 def difficulty(prompt: Prompt) -> int:
-    """Return (digits of both numbers + carries of their sum) * 10^12 + sum."""
+    """Return (digits + carries) * 10^12 + sum, which sorts problems by digits plus carries, and then by sum."""
     a, b = (int(number) for number in prompt.text.removesuffix("=").split("+"))
     digits = len(str(a)) + len(str(b))
     carries = (sum(map(int, str(a) + str(b))) - sum(map(int, str(a + b)))) // 9

@@ -33,8 +33,8 @@ def rows(config: GymTask, seed: int) -> SplitPrompts:
 
 
 def _prompt(entry: Row, config: GymTask) -> Prompt:
-    # The verifier runs in another process, where some data sets generate another entry from the same seed. So the
-    # entry itself is sent, as a Python literal, because JSON would turn tuples into lists.
+    # The verifier runs in another process, where some data sets generate a different entry from the same seed. So the
+    # row has the entry itself. It is a Python literal, because JSON would turn tuples into lists.
     with np.printoptions(legacy="1.25"):  # writes numpy's numbers without their types
         literal = repr(entry)
     columns = {

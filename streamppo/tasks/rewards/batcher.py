@@ -27,8 +27,9 @@ class _Waiting(NamedTuple):
 class Batcher:
     """Sends up to `size` calls per batch and up to `places` batches concurrently; no call waits for a batch to fill.
 
-    If a batch's call raises, dies or takes too long, its trajectories are tried one by one, so that one does not fail
-    the others. Returned values, even wrong ones, are final. After a retryable failure the caller retries instead.
+    If the call of a batch raises, dies or takes too long, its trajectories are scored one by one, so that one does not
+    fail the others. After a retryable failure the caller retries instead. A returned value is final, even if it is
+    invalid.
     """
 
     def __init__(self, call: CallBatch, size: int, places: int) -> None:
@@ -42,7 +43,7 @@ class Batcher:
         done: asyncio.Future[Outcome] = asyncio.get_running_loop().create_future()
         self._line.append(_Waiting(text, columns, done))
         async with self._places:
-            # Another call's batch may already include this one.
+            # The batch of another call may already have scored this trajectory.
             if not done.done() and self._line:
                 await self._run([self._line.popleft() for _ in range(min(self._size, len(self._line)))])
         return await done
@@ -54,7 +55,7 @@ class Batcher:
             outcomes = await self._call(texts, columns)
             if len(batch) > 1 and all(outcome.whole and not outcome.retryable for outcome in outcomes):
                 outcomes = [(await self._call((waiting.text,), (waiting.columns,)))[0] for waiting in batch]
-        # A cancellation too must reach the batch's other calls, which wait for this one.
+        # Raise the error, which may be a cancellation, also in the batch's other calls, which wait for this one.
         except BaseException as error:
             for waiting in batch:
                 waiting.done.set_exception(error)

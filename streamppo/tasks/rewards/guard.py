@@ -96,7 +96,7 @@ class Guard(Generic[P, E]):
 
     async def _call_alone(self, *arguments: P.args, **named: P.kwargs) -> E:
         async with self._probe:
-            # After a success the waiting calls run concurrently again.
+            # If the call before this one has succeeded, the waiting calls run concurrently again.
             if not self._closed.is_set():
                 await asyncio.sleep(self._limits.breaker_s)
                 return await self._try(*arguments, **named)
@@ -120,7 +120,7 @@ class Guard(Generic[P, E]):
         await asyncio.sleep(self._next_s - 1 / self._limits.calls_per_s - now)
 
     def _count_failures(self, outcome: CallResult) -> None:
-        """Open the breaker after retryable failures without a success. Only a success closes it, not a timeout."""
+        """Open the breaker after `breaker_failures` retryable failures without a success. Only a success closes it."""
         if not outcome.reason:
             self._failures = 0
             self._closed.set()

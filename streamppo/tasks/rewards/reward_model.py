@@ -1,7 +1,7 @@
 """A reward model: a sequence classification model in its own Ray actor, shared by all rollout actors.
 
-An actor ends with its creator, and rollout actors may be replaced, so the driver creates the reward model's actor. If
-this actor dies, Ray restarts it; calls until then are retryable failures.
+A Ray actor ends with the process that created it. Rollout actors may be replaced, so the driver creates the reward
+model's actor. If this actor dies, Ray restarts it; until then every call is a retryable failure.
 
 A conversation is rendered by the reward model's chat template; a plain text is prompt plus completion.
 """
@@ -55,7 +55,7 @@ class RewardModel:
 
     @ray.method(max_task_retries=-1)
     def ready(self) -> bool:
-        """Return True once the model has loaded. A call during a restart waits for it."""
+        """Return True once the model has loaded. A call during a restart waits for the restarted actor."""
         return True
 
     @ray.method

@@ -1,4 +1,4 @@
-"""All scorers of a run: their selection for a trajectory, and the combination of their scores to one reward."""
+"""Selects a run's scorers for each trajectory, and combines their scores to one reward."""
 
 from __future__ import annotations
 
@@ -52,9 +52,9 @@ class Rewards:
         self._services: dict[str, Service] = {}
 
     async def start(self, sources: set[str], *, every: bool = False) -> None:
-        """Load every scorer, and log how each is called. With `every`, these are all sources of prompts.
+        """Load every scorer, and log how it is called. `every` is true if `sources` are the sources of all prompts.
 
-        Raises `TaskError` if a scorer cannot be loaded, and as `match` does.
+        Raises `TaskError` if a scorer cannot be loaded, and if `match` raises it.
         """
         self.match(sources, every=every)
         for name, scorer in self._scorers.items():
@@ -126,7 +126,7 @@ class Rewards:
     # --- combining -------------------------------------------------------------------------------------------
 
     def _weights(self, names: list[str]) -> list[float]:
-        """Return the weight of each scorer, which is 0 for functions if the scores of models have precedence."""
+        """Return the weight of each scorer. With `model_first`, functions get 0 if another kind of scorer is named."""
         scorers = [self._scorers[name] for name in names]
         models_only = self._combine_as == "model_first" and any(map(_is_model, scorers))
         return [scorer.weight if _is_model(scorer) or not models_only else 0.0 for scorer in scorers]

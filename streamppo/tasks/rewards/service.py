@@ -28,7 +28,7 @@ class Service:
                     return (check_verl(await self._post(url, _question(texts[0], columns[0])), texts[0]),)
                 case JudgeScorer() as judge:
                     return (await self._judge(judge, texts[0], columns[0]),)
-        # A foreign server's answer may raise any exception.
+        # A foreign server's answer may have any form, so reading it may raise any exception.
         except Exception as error:
             return (failure_of(error),)
 

@@ -31,16 +31,17 @@ TRL_ONLY = {
     "log_metric": "return a Reward with its numbers as components, and give it a default",
     "environments": "an environment is the table [environment], and gives rewards itself",
 }
-"""Further arguments of TRL's trainer, and their substitutes."""
+"""Arguments that only TRL's trainer gives, and what to use instead."""
 VERL = frozenset({"data_source", "solution_str", "ground_truth", "extra_info"})
 
 
 class Signature(NamedTuple):
     """How a reward is called.
 
-    `style_parameters` are parameters of its style, and `named_columns` are its other parameters, which get columns.
-    `required_columns` are those without a default, and the answer if verl's `ground_truth` lacks one. With `takes_all`
-    it gets every column except those named like a `bound` argument or a style parameter.
+    `style_parameters` are the parameters that its style defines. `named_columns` are other parameters, each of which
+    gets the column of its name. `required_columns` are those without a default, and the answer if verl's `ground_truth`
+    has no default. If `takes_all` (**kwargs), the reward gets every column, except columns with the name of a style
+    parameter or of a `bound` argument.
     """
 
     style: Style
@@ -74,7 +75,7 @@ def detect_signature(reward: object, name: str, arguments: Mapping[str, object])
     if inspect.isclass(reward):
         plugins.check_arguments(reward, arguments, f"reward.function {name!r}")
     parameters = list(plugins.parameters_of(function, f"reward.function {name!r}").values())[inspect.isclass(reward) :]
-    # The keywords of a partial are arguments too, which columns of the same names do not replace.
+    # The keywords of a partial are bound, too: columns of the same names do not replace them.
     preset = frozenset(function.keywords) if isinstance(function, partial) else frozenset[str]()
     bound = preset if inspect.isclass(reward) else preset | arguments.keys()
     named = {p.name: p for p in parameters if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)}
@@ -99,7 +100,7 @@ def detect_signature(reward: object, name: str, arguments: Mapping[str, object])
 def _check_bound(
     bound: Iterable[str], named: Iterable[str], style_parameters: Set[str], subject: str, *, takes_all: bool
 ) -> None:
-    """Raise `TaskError` for arguments that a function lacks, or through which it gets the scored trajectory."""
+    """Raise `TaskError` if a `bound` argument is no parameter, or a parameter that gets the scored trajectory."""
     plugins.check_names(bound, set(named) - style_parameters, subject, takes_all=takes_all)
     if conflicts := style_parameters & set(bound):
         raise TaskError(f"{subject}: {min(conflicts)!r} is not an argument: it is the scored trajectory")

@@ -1,8 +1,8 @@
 """The default sandbox: Linux namespaces made by bubblewrap (https://github.com/containers/bubblewrap).
 
 A program has its own users, processes, network (without an interface), shared memory and files. It can read /usr and
-our Python with its packages. /tmp and /dev/shm are writable, empty, small, and deleted after it. It sees no home
-folder, no folder of a run, and no other processes.
+our Python with its packages. /tmp and /dev/shm are writable, empty and small, and are deleted when the program has
+ended. The program sees no home folder, no folder of a run, and no other processes.
 """
 
 import asyncio
@@ -66,7 +66,7 @@ def run(
 ) -> Ran:
     """Run a Python program as `Sandbox.run` does; it can also read `files`, and has the descriptors `inherits`.
 
-    `address_mib` bounds the address space of each process; by default the limit is that on memory.
+    `address_mib` bounds the address space of each process; by default it is `limits.memory_mib`.
     """
     # bubblewrap copies the program into the sandbox from an unlinked file.
     with tempfile.TemporaryFile() as source, capture.StartSignal() as started:
@@ -126,8 +126,8 @@ def _sandbox_command(disk_bytes: int, files: Sequence[str] = ()) -> list[str]:
 def _as_nobody(bwrap: str, files: Sequence[str]) -> list[str]:
     """Return the command prefix that drops root's rights, because the kernel does not limit root's processes.
 
-    The user nobody cannot read a Python in root's home. So an outer bubblewrap, started as root, mounts it in readable
-    folders.
+    The user nobody cannot read a Python in root's home. So an outer bubblewrap, started as root, mounts this Python in
+    readable folders.
     """
     if os.geteuid() != 0:
         return []

@@ -22,7 +22,7 @@ START_S = 5.0
 CHECK_S = 0.02
 """Time between two checks of the memory of all processes of a program."""
 SHARED_KIB = 16 * 2**10
-"""If the processes' shared memory adds up to more, pages that several processes share are counted once."""
+"""Only if the processes' shared memory adds up to more, pages that several processes share are counted once."""
 
 
 class RunLimits(NamedTuple):
@@ -49,7 +49,7 @@ class CommandContext(NamedTuple):
 
 
 class StartSignal:
-    """A pipe on which the launcher signals that the program begins. If the command ends before, the sandbox failed."""
+    """A pipe on which the launcher signals that the program begins. Without the signal the sandbox has failed."""
 
     def __enter__(self) -> "StartSignal":
         self._reader, self.writer = os.pipe()
@@ -75,10 +75,11 @@ class StartSignal:
 def run(command: list[str], stdin: str, limits: RunLimits, started: StartSignal, context: CommandContext) -> Ran:
     """Run a command whose last part is the launcher.
 
-    Raises `Retryable` if the program did not begin in time, and `TaskError` if the sandbox ended before.
+    Raises `Retryable` if the program did not begin in time, and `TaskError` if the sandbox ended before the program
+    began.
     """
-    # Descendants of the program could hold a pipe open, so these are files. They could replace a path, so these have
-    # none.
+    # Input and output are files, because the program's descendants could hold a pipe open. The files have no path,
+    # because descendants could replace a path.
     with (
         cgroup.group(limits.memory_mib) as group,
         tempfile.TemporaryFile() as stdin_file,
@@ -144,7 +145,7 @@ def _has_ended(process: subprocess.Popen[bytes], timeout_s: float) -> bool:
     try:
         watched, poll = os.pidfd_open(process.pid), select.poll()
     except (AttributeError, OSError):
-        # Other systems, old kernels and seccomp filters have no pidfd.
+        # Other systems and old kernels have no pidfd, and seccomp filters may refuse it.
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(timeout_s)
         return process.returncode is not None

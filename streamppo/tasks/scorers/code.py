@@ -66,7 +66,7 @@ class Exchange:
     def take_verdict(self, verdict: Verdict) -> None:
         """Apply the checker's verdict.
 
-        Each round must confirm at least one more operation. Raises `TaskError` for a test whose operations change in
+        Each round must answer at least one more operation. Raises `TaskError` for a test whose operations change in
         every run.
         """
         if "ask" not in verdict:
@@ -93,13 +93,13 @@ class CodeTests:
     list of these, also as JSON.
 
     The program can never read or change a test: test code runs in another sandbox, and only calls and plain values pass
-    between them (isolated_tests.py). A test that compares objects of the program's classes fails; one that passes a
-    function to the program raises `TaskError`, because no program could pass it.
+    between them (isolated_tests.py). A test that compares objects of the program's classes fails. A test that passes a
+    function to the program raises `TaskError`, because no program could pass this test.
 
     Every test runs the program again, for at most `test_timeout_s`; all tests together have `all_timeout_s`, which must
     be below the reward's `timeout_s`. A test that does not pass in time has failed. `sandbox` is a class,
-    `package.module:name`. The scorer is sync, so that the reward's `processes` bound the number of concurrent programs
-    and waiting for a process does not count as time.
+    `package.module:name`. The scorer is sync. So the reward's `processes` bound the number of concurrent programs, and
+    the time in which a call waits for a process does not count.
     """
 
     def __init__(

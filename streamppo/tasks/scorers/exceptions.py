@@ -1,11 +1,11 @@
-"""Records the program's exceptions inside a test, which fails unless its code accepts every one of them.
+"""Records the exceptions that the program raises in a test. The test fails unless its code accepts every one of them.
 
     iteration, `hasattr`, `Mapping.get`, a thread    swallow an exception: the test continues, and has failed
     `except`, `with`, functions named ...raises...   code of the test: exceptions that they catch are accepted
     `except StopIteration`                           may end an iteration of the test, so it accepts no exception
 
 An exception is raised in the checker as Python's class with the program's message, so that `except ValueError` and
-`pytest.raises` work. Each one is recorded, and any that is not accepted by the end fails the test.
+`pytest.raises` work.
 """
 
 import ast
@@ -16,13 +16,13 @@ from typing import Protocol
 
 ITERATION = (StopIteration, StopAsyncIteration, GeneratorExit)
 QUOTED = 300
-"""Number of characters of a message that are sent."""
+"""An exception's message is cut to this many characters."""
 ACCEPT, WATCH = "__accept__", "__watch__"
-"""Names in a rewritten test. Names of this form are not mangled in classes."""
+"""Names of functions that a rewritten test calls. Python does not mangle names of this form in classes."""
 
 
 class Refused(TypeError):
-    """The program returned something that a test cannot use. A test cannot accept it."""
+    """The program returned something that a test cannot use. The test's code cannot accept this exception."""
 
 
 class Manager(Protocol):

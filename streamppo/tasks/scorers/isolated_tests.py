@@ -4,8 +4,8 @@
     program    runs the program, executes the operations, and answers each with data or with "an object"
 
 The processes never communicate directly: the scorer passes the checker's operations to the program and the answers
-back, until every test has ended. So the program sees only inputs. In the checker its answers are plain values of
-Python's types, so that no class of the program can take part in a comparison.
+back, until every test has ended. So the program sees only inputs. In the checker the program's answers are plain values
+of Python's types, so that no class of the program can take part in a comparison.
 
 Sandboxes lack our package. So the source of this file is sent to them, after the sources of plain_data.py and
 exceptions.py, the only modules of ours that it imports.
@@ -43,7 +43,7 @@ NUMPY = {"np": "numpy", "numpy": "numpy"}
 
 
 class Unusable(Exception):
-    """The test needs something that cannot be sent; no program could pass it."""
+    """The test needs something that cannot be sent, so no program could pass the test."""
 
 
 class Stopped(BaseException):
@@ -119,7 +119,7 @@ def _encode_error(error: Exception) -> dict[str, Data]:
 
 
 class Trace:
-    """The operations of one test. The first have the program's answers; later ones are assumed to fulfil the test."""
+    """The operations of one test. The first have the program's answers, later ones stand-ins that pass every check."""
 
     def __init__(self, operations: list[Operation], answers: list[dict[str, Data]]) -> None:
         self._known = list(zip(operations, answers, strict=False))
@@ -149,7 +149,7 @@ class Trace:
             return RemoteObject(self, place)
         if not isinstance(value, Exception):
             return value
-        # With `hasattr` a test may look up attributes that the program's objects lack.
+        # Not recorded, because a test may use `hasattr` to look for attributes that the program's objects lack.
         if operation["do"] == "name" or (operation["do"] == "attribute" and isinstance(value, AttributeError)):
             raise value
         raise self.exceptions.record(value)
@@ -249,7 +249,7 @@ def _encode_for_program(value: object) -> Data:
 
 
 def _apply_change(argument: object, new: object) -> None:
-    """Change the argument as the program has changed its copy."""
+    """Change the test's argument in the same way as the program has changed its copy."""
     match argument, new:
         case (list(), list()) | (bytearray(), bytearray()):
             argument[:] = new

@@ -1,7 +1,8 @@
 """Runs program.py of the current folder under limits: walled|require|try PARENT_PID MEMORY_MIB CPU_S READY.
 
-`walled`: this process is already inside a sandbox. A byte is written to the descriptor READY when all limits are set
-and the program begins. This file imports no other module of ours.
+`walled`: this process is already inside a sandbox. `require` and `try`: leave the network; if this is impossible,
+`require` ends the process. A byte is written to the descriptor READY when all limits are set and the program begins.
+This file imports no other module of ours.
 """
 
 import contextlib
@@ -82,7 +83,8 @@ def unaccounted_calls_filter(machine: str) -> bytes:
     arch, numbers = UNACCOUNTED_CALLS.get(machine, (0, []))
     if not numbers:
         return b""
-    # Instructions of struct seccomp_data's nr (offset 0) and arch (4): (code, jump if true, jump if false, operand).
+    # The program reads struct seccomp_data: nr (offset 0) and arch (4). Instructions are (code, jump if true, if false,
+    # operand).
     load, equal, at_least, ret = 0x20, 0x15, 0x35, 0x06
     allow, refuse = (ret, 0, 0, 0x7FFF0000), (ret, 0, 0, 0x00050000 | ENOSYS)
     count = len(numbers)
@@ -93,7 +95,7 @@ def unaccounted_calls_filter(machine: str) -> bytes:
 
 
 def _die_with(parent: int) -> None:
-    """Make the kernel kill this process when its parent ends. Call it last: a new user namespace resets it."""
+    """Make the kernel kill this process when its parent ends. Call it after `_leave_network`, which resets it."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() != parent:

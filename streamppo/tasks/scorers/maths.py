@@ -61,7 +61,7 @@ class Math:
         # The import takes 0.5 s. Here it is done only if needed, and once in the template, before processes are forked.
         import math_verify
 
-        # It warns that its timeouts are off. They would use SIGALRM; our timeout kills the process.
+        # math-verify warns that its timeouts are off. They would use SIGALRM; our timeout kills the process.
         logging.getLogger("math_verify").setLevel(logging.ERROR)
         self._library = math_verify
         self._boxed_only = boxed_only

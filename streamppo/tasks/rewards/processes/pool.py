@@ -9,7 +9,7 @@ unblocks     by killing: a stuck process is replaced by a fork of the template w
     async        shared -> held: one step of a call has run too long; only this call stays in the process until its
                  time is over, and all other calls restart at once, together, in a new process
 
-A call's `timeout_s` covers all processes in which it runs. A busy event loop is not held: its steps continue.
+`timeout_s` bounds the sum of a call's times in all processes. A busy process is not held: its steps are short.
 """
 
 import asyncio
@@ -28,13 +28,13 @@ from streamppo.tasks.rewards.processes.wire import UNSENDABLE, Call
 from streamppo.tasks.rewards.signature import Columns, Texts
 
 HELD_SHARE, HELD_MIN_S, HELD_MAX_S = 0.1, 0.25, 2.0
-"""A step of an async reward holds its process after this share of the call's time limit, between these bounds."""
+"""A step holds its process if it runs for `HELD_SHARE` of the call's time limit, raised or cut to the two bounds."""
 CHECKS = 4
-"""Number of checks of a process during that time."""
+"""A running step is checked this many times before it counts as holding its process."""
 HELD_AT_ONCE = 16
-"""Maximum number of held processes. One more holding step also blocks the other calls of its process."""
+"""Maximum number of held processes. A step that holds one more process blocks the other calls of that process, too."""
 ALONE = 16
-"""Maximum number of calls that run in separate processes because one of them may have ended their shared process."""
+"""Maximum number of calls that run each alone in a process, because one of them may have ended a shared process."""
 LIVES = 3
 """Number of tries of a call if the template dies during each."""
 
@@ -125,7 +125,7 @@ class _Exclusive(Pool):
                 process = await self._forks.fork()
                 self.respawns += 1
             return await self._ask(process, texts, columns, remaining_s)
-        # Also on cancellation: the process is still busy with the call, so end it.
+        # The process is still busy with a call that was cancelled or has failed, so end it.
         except BaseException:
             self._forks.end(process)
             raise
@@ -161,7 +161,7 @@ class _SharedProcess(Pool):
         return (too_late(self._config.timeout_s),) * len(texts)
 
     async def _run_alone(self, texts: Texts, columns: Columns, remaining_s: float) -> tuple[Outcome, ...]:
-        """Run a call that may have ended a shared process alone in a process, where it cannot end other calls."""
+        """Run a call alone in a process: it may have ended the shared process, and must not end other calls."""
         async with self._alone:
             process = await self._forks.fork()
             try:

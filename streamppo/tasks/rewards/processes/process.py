@@ -60,7 +60,7 @@ class Process:
             if answer.done():
                 return answer.result()
             # A free event loop would have run the call's timeout, which is a step. If another call's step is running,
-            # this call does not hold it.
+            # this call does not hold the loop.
             self.held |= self.page.read() == step and step.call in (0, call.number)
             return None
         finally:

@@ -26,7 +26,7 @@ ROUND_S, ROUNDS = 0.01, 500
 
 
 def adopt_orphans() -> None:
-    """Become the parent of every orphaned descendant, which then can be found. Works only on Linux."""
+    """Become the parent of every orphaned descendant, so that `_descendants` finds it. Works only on Linux."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
 
@@ -59,11 +59,11 @@ def _wait(actor: int, template: int) -> None:
         # With SIGCHLD ignored, the kernel collects ended orphans.
         signal.signal(number, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit())
-    # Old kernels and seccomp filters have no pidfd.
+    # Old kernels have no pidfd, and seccomp filters may refuse it.
     watched = list[int]()
     with suppress(OSError):
         watched += [os.pidfd_open(pid) for pid in (actor, template)]
-    # Only the template may keep the socket and the output open, because their end signals its end.
+    # Only the template may have its socket and its output open: when they close, the actor knows that it has ended.
     for name in os.listdir("/proc/self/fd"):
         if int(name) not in watched:
             with suppress(OSError):

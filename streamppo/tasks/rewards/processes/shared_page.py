@@ -1,7 +1,7 @@
 """A memory page shared by an async reward's process and its actor: the call of the running step, and a step count.
 
-It distinguishes a busy event loop from a held one and identifies the holding call, even while the interpreter is
-blocked or after the process has died.
+From it the actor learns if one step holds the event loop, and the step's call, even while the interpreter is blocked or
+after the process has died.
 """
 
 import asyncio
@@ -23,14 +23,14 @@ T = TypeVar("T")
 
 
 class Step(NamedTuple):
-    """Number of steps so far, and the call of the running step: 0 between steps and in a step of no call."""
+    """Number of steps so far, and the call of the running step: 0 if no step runs, or if it belongs to no call."""
 
     steps: int = 0
     call: int = 0
 
 
 class SharedPage:
-    """The page of a file descriptor, which the caller keeps and closes."""
+    """The page in the file of descriptor `fd`, which the caller must close."""
 
     def __init__(self, fd: int) -> None:
         self._memory = mmap.mmap(fd, FORMAT.size)

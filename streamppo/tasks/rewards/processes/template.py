@@ -1,7 +1,7 @@
 """The actor's side of the template process, which has imported the reward and forks on demand (see worker.py).
 
-multiprocessing's forkserver is as fast (15 ms per fork; 33,000 calls/s). But it survives a kill -9 of its parent, and
-so do its stuck children and their descendants.
+multiprocessing's forkserver is as fast (15 ms per fork; 33,000 calls/s). But if its parent is killed by SIGKILL, it
+continues, and so do its stuck children and their descendants.
 
 The output of the processes is forwarded with a bound, because user code may print any amount. Each line gets the prefix
 `reward FUNCTION: `, so that it cannot imitate one of our log lines.
@@ -30,7 +30,7 @@ CLOSE_S = 2.0
 """Time for a template to end by itself before it is terminated."""
 WINDOW_S = 60.0
 WINDOW_BYTES = 64 * 2**10
-"""Bytes of output forwarded per window for all processes of a reward together; more is dropped."""
+"""Bytes of output that are forwarded in `WINDOW_S` seconds, for all processes of a reward together; more is dropped."""
 
 log = logging.getLogger(__name__)
 

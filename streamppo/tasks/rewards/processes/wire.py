@@ -106,7 +106,7 @@ def read_exactly(channel: socket.socket, count: int) -> bytes:
 class Outbox:
     """Writes all frames of one turn of the event loop together, because one write costs as much as the rest of a call.
 
-    If another call holds or ends the process before the write, the frames are lost, and their calls count as running.
+    If a call blocks or ends the process before the write, the queued frames are lost, and their calls count as running.
     """
 
     def __init__(self, writer: asyncio.StreamWriter) -> None:

@@ -144,7 +144,7 @@ def _seed() -> None:
 
 
 def _limit_memory(memory_mib: int) -> None:
-    """Allow `memory_mib` of private memory beyond the present use; a larger allocation is a MemoryError."""
+    """Allow `memory_mib` of private memory beyond the present use; a larger allocation raises MemoryError."""
     status = Path("/proc/self/status")
     if not status.exists():
         return
