@@ -277,10 +277,10 @@ class QueueActor(ArchivedRuns):
         """Publish a version when every rank has called with its share. All ranks get a `PublishReply`.
 
         Archives and consumes the batch that made the version, which frees slots. Then engines can pull the weights.
-        `record` is the encoded `TokenRecord` of the batch; it is empty without a batch. A version that is published
-        again keeps its first digest. If all configurations up to the version have `learner.exact`, its weights must be
-        the first ones. Raises `Diverged` if they differ, `QueueError` for a learner marked as dead, and `WeightsError`
-        if the shares are not of one version.
+        `record` is the encoded `TokenRecord` of the batch; it is empty if no batch made the version. A version that is
+        published again keeps its first digest. If all configurations up to the version have `learner.exact`, its
+        weights must equal its first weights. Raises `Diverged` if they differ, `QueueError` for a learner marked as
+        dead, and `WeightsError` if the shares are not of one version.
         """
         share = RankShare(decode(push, Push), refs, record)
         if learner < self._learner:
@@ -332,7 +332,7 @@ class QueueActor(ArchivedRuns):
         return ledger.reply_to(digest)
 
     def _newest(self) -> int | None:
-        """The newest version that engines can pull; None while a learner redoes versions."""
+        """The newest version that engines can pull; None while a learner repeats updates."""
         newest = self._ledger.newest
         return newest if newest is not None and newest >= self._queue.state.version else None
 
@@ -344,14 +344,14 @@ class QueueActor(ArchivedRuns):
     ) -> list[BatchRef] | None:
         """Wait for the batch of `version` and return its references; None after `stop`.
 
-        `from_shards` makes them for a batch of records, `from_queue` for the batch that its argument returns.
+        `from_shards` makes the references for a batch of records, `from_queue` for the batch that its argument returns.
         """
         if version < self._queue.state.version:
             # Wait for the transaction that gives the archive's files their final names.
             await self._commits.commit()
             return [await from_queue(lambda: self._archive.batch(version))]
         future = self._batches.batch(version)
-        # The take may have reopened slots of stale trajectories.
+        # Taking a batch may have reopened slots of trajectories that are too old.
         self._tickets.serve()
         if (batch := await asyncio.shield(future)) is None:
             return None
@@ -378,7 +378,7 @@ class QueueActor(ArchivedRuns):
             self._shards.drop([*consumed, *(attempt.identity for attempt in ended)], transaction.horizon)
 
     async def _archive_batch(self, version: int, record: EncodedRecord) -> ArchivedBatch:
-        """Write a leased batch to the archive once; later calls return the same record. A failed write is repeated."""
+        """Write a leased batch to the archive once; later calls return the same record, or repeat a failed write."""
         if version not in self._archiving:
             self._archiving[version] = asyncio.create_task(self._write_batch(self._queue.leased_batch(version), record))
         task = self._archiving[version]

@@ -53,7 +53,7 @@ class BatchSource(Protocol):
     async def publish(self, push: bytes, refs: "list[BucketRef]", record: EncodedRecord, learner: int) -> bytes:
         """Receive one rank's share of a new version: its `Push`, its buckets, and the `TokenRecord` of its batch.
 
-        `learner` counts the groups of ranks that the run has had. Returns a `PublishReply` when all shares have
+        `learner` is the number of this group of ranks in the run. Returns a `PublishReply` when all shares have
         arrived.
         """
         ...

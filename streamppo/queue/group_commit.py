@@ -3,8 +3,8 @@
     changed -> commit -> drained -> written -> acknowledged
 
 When `commit` returns, its caller's change is in the journal. If nothing has changed since the last transaction, no
-transaction is written. If a write fails, the changes taken for it are lost. From then on every `commit` raises, and
-nothing is acknowledged.
+transaction is written. If a write fails, its changes are lost. From then on every `commit` raises, and nothing is
+acknowledged.
 """
 
 import asyncio

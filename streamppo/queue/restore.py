@@ -132,7 +132,7 @@ def _restore_journal(remote: Store, folder: str, run: Path) -> tuple[Journal, st
 
 
 def _read_transactions(remote: Store, folder: str, names: Sequence[str]) -> Iterator[tuple[str, Entry]]:
-    """Read transactions. The last one may be truncated, if its writer died before acknowledging it."""
+    """Read transactions. The last file may be truncated, if its writer died before acknowledging the transaction."""
     for name in names:
         row = copies.read_row(remote, folder, name)
         if row is not None:

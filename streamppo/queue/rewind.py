@@ -99,7 +99,7 @@ def rewind(run: Path, fork: Path, config: Config, point: RewindPoint) -> None:
 def link_or_copy(source: Path, target: Path, sha256: str = "") -> None:
     """Link `source` at `target`; on a disk without links, copy and flush it.
 
-    Raises `OSError` if `source` is not a file, and `JournalError` if it has another `sha256`.
+    Raises `OSError` if `source` is not a file, and `JournalError` if its SHA-256 is not `sha256`.
     """
     digest = durable.sha256(source)
     if sha256 and digest != sha256:
@@ -164,10 +164,10 @@ def _slots(
 
 
 def _opened(versions: Mapping[int, PublishedVersion], version: int, most: int, shape: GroupShape) -> int:
-    """The number of slots up to the newest prompt in batches before `version`, of the `most` that the run has opened.
+    """The number of slots of all prompts up to the newest one in batches before `version`; at most `most`.
 
-    The newest prompt may be in any batch: with segments, or after `max_lag` was reduced, many later batches may have
-    only older prompts.
+    `most` is the number of slots that the run has opened. The newest prompt may be in any batch: with segments, or
+    after `max_lag` was reduced, many later batches may have only older prompts.
     """
     later = [published for published in versions.values() if published.version > version]
     if dropped := [published.version for published in later if published.archived is None]:

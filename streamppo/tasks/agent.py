@@ -278,7 +278,7 @@ def timeout_reason(timeout_s: float) -> str:
 def _select_arguments(function: Callable[..., object], available: Mapping[str, object]) -> dict[str, object]:
     """Select the arguments that `function` has parameters for, or all if it takes **kwargs.
 
-    Raises `TaskError` for a required parameter without a column.
+    Raises `TaskError` if no column has the name of a required parameter.
     """
     parameters = inspect.signature(function).parameters.values()
     takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)

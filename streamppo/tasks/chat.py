@@ -83,7 +83,7 @@ def _text(content: object, where: str) -> object:
 
 
 def _read_arguments(call: object) -> object:
-    """Parse the arguments of a call if they are JSON, as OpenAI's are, because templates encode them as JSON.
+    """Parse the arguments of a call if they are JSON, as OpenAI's are: a template would encode the JSON a second time.
 
     `call` itself may be JSON too.
     """

@@ -67,13 +67,13 @@ class AfterTurn(NamedTuple):
 
 
 class ChatTemplate:
-    """Renders messages by the chat template of `tokenizer`. `clock` is its present time, unless it is empty."""
+    """Renders messages by the chat template of `tokenizer`. Its present time is `clock`; if empty, the clock's."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, control: ControlTokens, clock: str) -> None:
         self._tokenizer = tokenizer
         self._control = control
         self._complete_shapes = set[tuple[object, ...]]()
-        """Shapes of messages (`_message_shape`) that were checked: the template writes all of the messages."""
+        """Shapes (`_message_shape`) of messages that the template was found to write completely."""
         self._clock = _directives(datetime.fromisoformat(clock)) if clock else {}
 
     def render(self, messages: Sequence[Message], template: Template) -> str:
@@ -180,7 +180,7 @@ class ChatTemplate:
         return AfterTurn(suffixes[0])
 
     def _after_calls(self, said: Sequence[Message], template: Template, calls: Calls) -> AfterTurn:
-        """Return the text after the last argument of the calls if `said` follows, and if other messages follow."""
+        """Return what `after_turn` returns for a turn with `calls`, whose arguments the template writes."""
 
         def turn(*calls_made: dict[str, Any]) -> tuple[Message, ...]:
             return Message(role="user", content="?"), Message(role="assistant", content="", tool_calls=calls_made)

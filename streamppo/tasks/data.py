@@ -43,8 +43,8 @@ VisitPrompt: TypeAlias = Callable[[str, Prompt], object]
 class Data:
     """The prompts of a source, or of its first `limit` rows. Raises `TaskError` with file and row for an unusable row.
 
-    `lengths` counts the prompts that are "skipped" or "truncated". `keys` are `split.key` of the training prompts,
-    `held_out_keys` of the held-out ones. `notes` are sentences about files and columns.
+    `lengths` counts the prompts that are "skipped" or "truncated". `keys` has `split.key` of each training prompt,
+    `held_out_keys` that of each held-out prompt. `notes` are sentences about files and columns.
     """
 
     def __init__(

@@ -89,7 +89,7 @@ class Mixture:
 class PromptOrder:
     """Maps the number of a prompt to its source and row.
 
-    `orders` has the order of each source, `weights` its name and weight in the mixture.
+    `orders` has the order of each source. `weights` has its weight in the mixture, by its name.
     """
 
     def __init__(self, orders: Sequence[Callable[[int], int]], weights: Mapping[str, float], seed: int) -> None:

@@ -51,7 +51,7 @@ def _shadowing_modules(folder: Path) -> list[Path]:
         for name, module in sys.modules.items()
         if "site-packages" in Path(getattr(module, "__file__", "") or "").parts
     }
-    # The folder may be a checkout of streamppo while an installed streamppo is in use.
+    # `streamppo` is not reserved: the folder may be a checkout while an installed streamppo is in use.
     reserved = {*sys.stdlib_module_names, *installed} - {"streamppo"}
     modules = [*folder.glob("*.py"), *(init.parent for init in folder.glob("*/__init__.py"))]
     return sorted(path for path in modules if path.stem in reserved and "site-packages" not in path.parts)

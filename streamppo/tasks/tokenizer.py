@@ -33,7 +33,7 @@ CACHED_PROMPTS = 256
 PROBE = "a"
 """A probe text, to find the tokens that a tokenizer adds around a text."""
 UNKNOWN = -1
-"""Placeholder for the token at a turn's end while it has not been computed."""
+"""Value of `_turn_end` until the token at a turn's end has been computed."""
 NAMED = ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
 """Names of the special tokens that the text of a completion never contains."""
 
@@ -218,7 +218,7 @@ class Tokenizer:
         return np.asarray(ids[start:], dtype=np.int32)
 
     def _ids_after_calls(self, suffix: AfterTurn, end: int | None) -> list[int]:
-        """Return the ids of a text after calls, without the tokens that end the calls, but with the end of the turn."""
+        """Return the ids of `suffix` from the turn's `end` on or, if it is not there, after the end of the calls."""
         ids = self._rendered_ids(suffix.text)
         closed = min(_common_length(ids, self._rendered_ids(other)) for other in suffix.others)
         if end in ids[:closed]:
@@ -347,7 +347,7 @@ def _common_length(first: Sequence[int], second: Sequence[int]) -> int:
 
 
 def _decodes_plainly(tokenizer: PreTrainedTokenizerFast) -> bool:
-    """Return True if `decode` only calls the backend's: it cleans up no spaces, and its class does not override it."""
+    """Return True if `decode` only calls the backend: it cleans up no spaces, and its class does not override it."""
     from transformers import PreTrainedTokenizerFast
 
     base = PreTrainedTokenizerFast

@@ -15,7 +15,7 @@ NOT_USER_CODE = (*{sysconfig.get_path(name) for name in ("stdlib", "purelib", "p
 """Folders of files that are not user code."""
 
 USER_ERRORS = (Exception, SystemExit, asyncio.CancelledError)
-"""Errors of user code that fail one trajectory. A coroutine must re-raise an error that `is_cancellation`."""
+"""Errors of user code that fail one trajectory. `is_cancellation` tells which a coroutine must re-raise."""
 
 
 def is_cancellation(error: BaseException) -> bool:

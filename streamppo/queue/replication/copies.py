@@ -1,4 +1,4 @@
-"""Copies at a run's fsspec address, made before anything is acknowledged.
+"""Copies a run's files to its fsspec address, before anything is acknowledged.
 
     written here -> copied -> acknowledged        all that was acknowledged is in the copy
 

@@ -213,7 +213,10 @@ class CopiedTrajectoryStore(TrajectoryStore):
         self._copy(encoded)
 
     def drop(self, identities: Iterable[Identity], first_prompt: int) -> None:
-        """Drop trajectories as `TrajectoryStore.drop` does, and delete copies, if necessary again at the next drop."""
+        """Drop trajectories as `TrajectoryStore.drop` does, and delete their copies.
+
+        If a deletion fails, the next call of `drop` repeats it.
+        """
         dropped = set(identities)
         super().drop(dropped, first_prompt)
         for old in self._needless(dropped, first_prompt):
@@ -234,14 +237,14 @@ class CopiedTrajectoryStore(TrajectoryStore):
 
 
 def open_journal(run: Path, config: Config) -> Journal:
-    """Open the journal of the run in the folder `run`, for its only writer; with `queue.standby`, a `CopiedJournal`."""
+    """Open the journal of the run in the folder `run`, for its only writer: with `queue.standby` a `CopiedJournal`."""
     if not config.queue.standby:
         return Journal(run / "journal.sqlite")
     return CopiedJournal(run, store.known_address(run), config.checkpoint.every)
 
 
 def open_trajectory_store(run: Path, number: int, config: Config) -> TrajectoryStore:
-    """Open the journal of shard `number` of the run in the folder `run`; with `queue.standby`, one with copies."""
+    """Open the journal of shard `number` of a run in the folder `run`, if `queue.standby` a `CopiedTrajectoryStore`."""
     return (
         CopiedTrajectoryStore(run, number, store.known_address(run))
         if config.queue.standby
@@ -250,7 +253,7 @@ def open_trajectory_store(run: Path, number: int, config: Config) -> TrajectoryS
 
 
 def archive_copy_name(path: Path, checksum: str) -> str:
-    """The name of an archived file's copy. It has the checksum, because a restored run may make a batch again."""
+    """The name of an archived file's copy. It has the checksum: a restored run may make another batch of a version."""
     stem, dot, end = path.name.partition(".zarr.")
     return f"{stem}.{checksum[:12]}{dot}{end}"
 

@@ -26,8 +26,8 @@ from streamppo.types import Trajectory
 class RowCurriculum:
     """Counts the groups of each row in `state`, and decides which prompts are skipped.
 
-    `settings` define the groups without a learning signal. The rows of prompts are those recorded in `state`, if any,
-    until `map_rows` is called.
+    `settings` define the groups without a learning signal. Until `map_rows` is called, prompts have the rows that are
+    recorded in `state`, if any.
     """
 
     def __init__(self, config: Curriculum, settings: QueueSettings, state: QueueState) -> None:
@@ -121,8 +121,8 @@ def _counts(rewards: Sequence[float], settings: QueueSettings) -> bool:
 def no_signal_reason(group: Sequence[Trajectory], resample: Resample) -> str | None:
     """The reason why a group has no learning signal, or None if it has one.
 
-    Every new delivery has the component (`validation.defect`). A group without the component was delivered under an
-    earlier configuration, and is not judged.
+    `validation.defect` refuses a new delivery without the component. A group without the component was delivered under
+    an earlier configuration, and is not judged.
     """
     name = resample.component
     if name and any(name not in trajectory.components for trajectory in group):

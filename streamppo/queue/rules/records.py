@@ -193,7 +193,7 @@ class PublishedVersion(WireStruct, frozen=True, omit_defaults=True):
 
 
 def with_link(published: PublishedVersion, configs: Mapping[int, bytes], before: str) -> PublishedVersion:
-    """Add the link to a version's record. `configs` are the journal's, `before` is the link of the previous version."""
+    """Add the link to a version's record. `configs` come from the journal, `before` is the previous version's link."""
     since = max((first for first in configs if first < published.version), default=None)
     config = "" if since is None else sha256(configs[since]).hexdigest()
     content = json.dumps([published.version, published.digest, published.batch_digest, config, before])
@@ -213,7 +213,7 @@ def chain_breaks(versions: Mapping[int, PublishedVersion], configs: Mapping[int,
 
 
 class Changes(NamedTuple):
-    """The changes that one transaction writes; `PendingChanges` explains those of the curriculum."""
+    """The changes that one transaction writes; `PendingChanges` explains `zero_variance`, `skipped` and `rows`."""
 
     counters: Counters
     slots: tuple[SavedSlot, ...] = ()

@@ -92,7 +92,7 @@ class QueueRules:
     def has_ticket(self, engine_version: int) -> bool:
         """True if `issue` can give a reopened or a new slot to an engine of this version.
 
-        If it can give one to an engine of some version, it can also give one to an engine of any later version.
+        If an engine of one version can get a slot, so can an engine of any later version.
         """
         state, settings = self.state, self.settings
         while state.open and state.open[0].state is not OPEN:
@@ -196,7 +196,7 @@ class QueueRules:
     def take(self, version: int, *, leased_only: bool = False) -> Batch | None:
         """Lease the batch of the update that starts at `version`; None while it is incomplete.
 
-        With `leased_only`, no new batch is leased. Raises `QueueError` unless this is the present or the next update.
+        With `leased_only`, no new batch is leased. Raises `QueueError` unless it is the present or the next update.
         """
         state = self.state
         if version in state.leases:
@@ -253,7 +253,7 @@ class QueueRules:
         state.needed.follow(left_over, is_full=is_full, has_surplus=has_surplus, at_most=self.settings.flow_lag)
 
     def _next_open(self) -> Slot:
-        """Take the slot of the next ticket, which must be available, from the heap."""
+        """Pop the slot to issue next from the heap. `has_ticket` must be true."""
         if not self.state.open:
             self._open_unit()
         return heapq.heappop(self.state.open)
@@ -347,7 +347,7 @@ class QueueRules:
             self._reopen(slot, "too_old", f"sampled by versions from {oldest} on, {min_version} is the oldest allowed")
 
     def _count_delivered(self, tokens: int, end: str | None = None) -> None:
-        """Count `tokens` as delivered; if they were refused on arrival, count them also for `end`, the reason."""
+        """Count `tokens` as delivered and, if they were refused on arrival, also under the reason `end`."""
         self.state.tokens["delivered"] += tokens
         if end is not None:
             self.state.tokens[end] += tokens

@@ -206,7 +206,7 @@ class Slot:
 
 @dataclass(slots=True, eq=False)
 class Unit:
-    """The slots that are trained on together: a whole group or a single slot. `missing` of them are not ready."""
+    """The slots that are trained on together: a whole group or one slot. `missing` is the number of slots not ready."""
 
     slots: list[Slot] = field(default_factory=list[Slot])
     missing: int = 0

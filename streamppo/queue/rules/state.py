@@ -236,13 +236,13 @@ class QueueState:
         self.counts["skipped_prompts"] += 1
 
     def forget_rows(self) -> None:
-        """Set the counts of all data rows to 0, because the data are others or the curriculum has ended."""
+        """Set the counts of all data rows to 0, because the data have changed or the curriculum has ended."""
         for row in [*self.zero_variance]:
             self.count_zero_variance(row, 0)
         self.record_rows(NO_ROWS)
 
     def record_rows(self, rows: RowNumbers) -> None:
-        """Record how prompts map to rows. Groups of unchanged rows still count from the earlier version."""
+        """Record how prompts map to rows. Unchanged rows keep the version from which their groups count."""
         is_same = self.rows is not None and rows.has_rows_of(self.rows.numbers)
         since = self.rows.since if self.rows is not None and is_same else self.version
         self.rows = self.pending_changes.rows = KnownRows(numbers=rows, since=since)

@@ -49,7 +49,7 @@ def _is_even(trajectory: Trajectory) -> bool:
 
 
 def _are_sound(trajectories: Sequence[Trajectory], limits: TokenLimits | None) -> bool:
-    """True if `defect` accepts all of these even trajectories; otherwise each one must be checked by `defect`."""
+    """True if `defect` accepts all these `_is_even` trajectories. If false, each must be checked by `defect`."""
     marks = b"".join(trajectory.mask for trajectory in trajectories)
     if max(marks) > 1 or not all(b"\1" in trajectory.mask for trajectory in trajectories):
         return False

@@ -35,9 +35,9 @@ log = logging.getLogger(__name__)
 class Database:
     """One SQLite file with `tables`, in the format `number`; several threads may use it in turn.
 
-    A reader sees the content at the time of opening. Every method raises `JournalError`, which names the file, if
-    SQLite or the disk fails. Opening also raises it for a damaged file and for one made by another version of
-    streamppo.
+    A reader sees the content as of the time when it opened the file. Every method raises `JournalError`, which names
+    the file, if SQLite or the disk fails. Opening also raises it for a damaged file and for one made by another version
+    of streamppo.
     """
 
     def __init__(self, path: Path, tables: str, number: int, *, read_only: bool = False) -> None:
@@ -158,7 +158,7 @@ class Database:
             raise JournalError(f"{self.path}: damaged: {first}")
 
     def _verify_format(self, tables: str, number: int, *, read_only: bool) -> None:
-        """Create the tables of a new file. Raises `JournalError` for another format, or an empty read-only file."""
+        """Create the tables of a new file. Raises `JournalError` for a different format or an empty read-only file."""
         ((stored,),) = self._db.execute("pragma user_version").fetchall()
         schema = self._db.execute(SCHEMA).fetchall()
         if not schema and read_only:

@@ -4,9 +4,8 @@
     [environment]  agent = "streamppo.tasks.library.verifiers:run"      its turns, tools and rewards
 
 The library plays a whole episode itself: its harness sends requests to its proxy, which forwards them to the run's
-endpoint. The requests of all seats of an environment belong to one run. The name of an environment is the id of its
-taskset: then its programs run in processes on this machine. Or it is a TOML file with an `[env]` table, as for
-verifiers' own commands.
+endpoint. The requests of all seats of an environment belong to one run. `environment` is the id of a taskset, whose
+programs then run in processes on this machine, or a TOML file with an `[env]` table, as for verifiers' own commands.
 """
 
 import tomllib

@@ -73,7 +73,7 @@ class RewardModel:
         return encode(tuple(outcomes))
 
     def _ids(self, text: ScoredText) -> list[int]:
-        """Return the tokens of prompt and completion. A control token spelled in them stays text, as in a prompt."""
+        """Return the tokens of prompt and completion. A control token's name in them stays text, as in a prompt."""
         if not text.messages:
             return self._tokenizer(text.prompt + text.completion, split_special_tokens=True)["input_ids"]
         if not self._tokenizer.chat_template:

@@ -126,7 +126,7 @@ class Rewards:
     # --- combining -------------------------------------------------------------------------------------------
 
     def _weights(self, names: list[str]) -> list[float]:
-        """Return the weight of each scorer. With `model_first`, functions get 0 if another kind of scorer is named."""
+        """Return the scorers' weights. With `model_first`, functions get 0 if `names` has a scorer of another kind."""
         scorers = [self._scorers[name] for name in names]
         models_only = self._combine_as == "model_first" and any(map(_is_model, scorers))
         return [scorer.weight if _is_model(scorer) or not models_only else 0.0 for scorer in scorers]

@@ -52,7 +52,7 @@ def first_number(text: str) -> str | None:
 
 
 def _plain(text: str) -> str:
-    """Write minus signs as hyphens, and thousands without spaces."""
+    """Replace minus signs by hyphens, and remove the spaces between thousands."""
     return GROUPS.sub("", text.translate(MINUS))
 
 

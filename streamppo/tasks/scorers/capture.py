@@ -160,7 +160,7 @@ def _has_ended(process: subprocess.Popen[bytes], timeout_s: float) -> bool:
 def memory_bytes(pid: int) -> int:
     """Return the memory of a process and its descendants in bytes; 0 without Linux's /proc.
 
-    It is their anonymous and swapped memory, their shared memory, counted once, and the capacity of their sockets.
+    Counted are their anonymous and swapped memory, their shared memory (once), and the capacity of their sockets.
     """
     private, shared, sockets = 0, 0, 0
     members: list[int] = []

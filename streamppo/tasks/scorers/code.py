@@ -21,7 +21,7 @@ TEST_PROGRAM = re.sub(r"^from streamppo.*\n", "", "".join(TEXTS), flags=re.MULTI
 """The program for both sides of a code test, as one source, because sandboxes lack our package."""
 DONE = '"done"'
 REMEMBERED = 1024
-"""Number of rows for whose tests the first operations are cached."""
+"""The first operations of a row's tests are cached for this many rows."""
 QUOTED = 300
 """Number of characters of an output that an explanation quotes."""
 
@@ -90,7 +90,7 @@ class CodeTests:
 
     A test is Python code that calls the program's definitions (a failed `assert` fails it), or an object {"input",
     "output"}: standard input and the expected standard output, compared without white space at line ends. `tests` is a
-    list of these, also as JSON.
+    list of tests, or its JSON.
 
     The program can never read or change a test: test code runs in another sandbox, and only calls and plain values pass
     between them (isolated_tests.py). A test that compares objects of the program's classes fails. A test that passes a
@@ -186,7 +186,7 @@ class CodeTests:
         return first
 
     async def _check(self, exchanges: list[Exchange], end: float) -> list[Verdict]:
-        """Run each test with a time limit on the answers so far. Raises `TaskError` for an unusable test."""
+        """Run each test on the answers so far, with a time limit. Raises `TaskError` for an unusable test."""
         tests = [
             {"code": exchange.code, "operations": exchange.operations, "answers": exchange.answers}
             for exchange in exchanges
@@ -234,7 +234,7 @@ def _sandbox(name: str) -> Sandbox:
 
 
 def read_tests(tests: object) -> list[Test]:
-    """Return the tests of a row, which may be JSON. Raises `TaskError` for anything except a nonempty list of tests."""
+    """Return a row's `tests`: a list or its JSON. Raises `TaskError` for anything except a nonempty list of tests."""
     if isinstance(tests, str):
         try:
             return read_tests(json.loads(tests) or None)

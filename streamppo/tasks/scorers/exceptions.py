@@ -105,7 +105,7 @@ def python_error(kind: str, text: str, arguments: list[object] | None) -> Except
     if not isinstance(known, type) or not issubclass(known, Exception):
         known = RuntimeError
     for attempted in (arguments, [text]):
-        # Some classes take other arguments: UnicodeDecodeError five, an ExceptionGroup a list.
+        # Some classes take other arguments: UnicodeDecodeError takes five, an ExceptionGroup takes a list.
         try:
             error = known(*attempted or [])
             if str(error) == text or attempted == [text]:

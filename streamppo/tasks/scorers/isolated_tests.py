@@ -119,7 +119,7 @@ def _encode_error(error: Exception) -> dict[str, Data]:
 
 
 class Trace:
-    """The operations of one test. The first have the program's answers, later ones stand-ins that pass every check."""
+    """The operations of one test. The first ones have answers; stand-ins for the other answers pass every check."""
 
     def __init__(self, operations: list[Operation], answers: list[dict[str, Data]]) -> None:
         self._known = list(zip(operations, answers, strict=False))
@@ -261,7 +261,7 @@ def _apply_change(argument: object, new: object) -> None:
 
 
 def verdict(code: str, operations: list[Operation], answers: list[dict[str, Data]]) -> dict[str, Data]:
-    """Run one test: {"passed": true}, {"failed": reason}, {"unusable": reason}, or {"ask": operations}."""
+    """Run one test; return {"passed": true}, {"failed": reason}, {"unusable": reason}, or {"ask": operations}."""
     trace = Trace(operations, answers)
     try:
         tree = ast.parse(code)

@@ -1,6 +1,6 @@
 """Sandboxes for programs of the policy: the protocol, and a local process with limits but without isolation.
 
-The default is in bubblewrap.py; docs/security.md compares them.
+The default sandbox is in bubblewrap.py; docs/security.md compares the sandboxes.
 """
 
 import asyncio
@@ -53,8 +53,8 @@ def scratch_folder() -> Generator[str]:
 class Local:
     """A process in its own group and an empty folder, with limits on memory, CPU time, file size and processes.
 
-    It is not isolation: the program sees the machine's files and runs as the trainer's user. It has no network if the
-    kernel allows a network namespace. On Linux the program ends with its parent process, even after kill -9.
+    It is not isolation: the program sees the machine's files and runs as the trainer's user. The program has no network
+    if the kernel allows a network namespace. On Linux the program ends with its parent process, even after kill -9.
     """
 
     def __init__(self, require_no_network: bool = False) -> None:

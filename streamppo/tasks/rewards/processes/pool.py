@@ -32,7 +32,7 @@ HELD_SHARE, HELD_MIN_S, HELD_MAX_S = 0.1, 0.25, 2.0
 CHECKS = 4
 """A running step is checked this many times before it counts as holding its process."""
 HELD_AT_ONCE = 16
-"""Maximum number of held processes. A step that holds one more process blocks the other calls of that process, too."""
+"""Maximum number of held processes. If so many are held, a step that holds another one blocks its other calls."""
 ALONE = 16
 """Maximum number of calls that run each alone in a process, because one of them may have ended a shared process."""
 LIVES = 3

@@ -59,8 +59,8 @@ class Process:
                 await asyncio.wait((answer,), timeout=grace_s)
             if answer.done():
                 return answer.result()
-            # A free event loop would have run the call's timeout, which is a step. If another call's step is running,
-            # this call does not hold the loop.
+            # If the event loop were free, it would have run the call's timeout, which counts as a step. If another
+            # call's step is running, this call does not hold the loop.
             self.held |= self.page.read() == step and step.call in (0, call.number)
             return None
         finally:
@@ -78,14 +78,14 @@ class Process:
             return
 
     def leave_to(self, culprit: int) -> None:
-        """Give this process no other calls, and fail all except `culprit` with `CallLost(innocent=True)`."""
+        """Give this process no new calls, and fail all calls except `culprit` with `CallLost(innocent=True)`."""
         self.held = True
         for number, waiting in self.calls.items():
             if number != culprit and not waiting.done():
                 waiting.set_exception(CallLost(innocent=True))
 
     def fail_calls(self, status: int) -> None:
-        """Fail the waiting calls of an ended process: a known culprit with the reason, the others with `CallLost`."""
+        """Fail an ended process's calls: the call that ended it, if known, with the reason, others with `CallLost`."""
         culprit = self.page.read().call
         if culprit not in self.calls and len(self.calls) == 1 and not self.killed:
             (culprit,) = self.calls
