@@ -65,12 +65,6 @@ class TrajectoryStore(Database):
             while rows := cursor.fetchmany(together):
                 yield {self._decode("bodies", row, checksum, Trajectory).identity: row for row, checksum in rows}
 
-    def count(self) -> int:
-        """The number of trajectories."""
-        with self._lock, self._errors_named():
-            ((count,),) = self._db.execute("select count(*) from bodies").fetchall()
-        return count
-
     def _read(self, identity: Identity) -> Trajectory:
         query = f"select row, checksum from bodies where {ONE}"
         trajectories = self._rows("bodies", query, Trajectory, *_key(identity))

@@ -52,7 +52,7 @@ def queue_of(config: bytes, run: Path) -> QueueActor:
 
 def bodies(run: Path) -> list[int]:
     """How many trajectories each shard has."""
-    return [TrajectoryStore(run, number).count() for number in range(SHARDS)]
+    return [sum(map(len, TrajectoryStore(run, number).all(100))) for number in range(SHARDS)]
 
 
 def told(*, rows: int) -> tuple[list[Trajectory], TokenRecord]:
@@ -131,7 +131,7 @@ def test_what_a_shard_has_acknowledged_is_there_after_a_kill_and_once(config: by
             (make_record(one, None),) for one in made
         ]
         another = QueueShard(config, str(tmp_path), str(tmp_path), 0, as_it_is)
-        assert another._bodies.count() == len(made)
+        assert sum(map(len, another._bodies.all(100))) == len(made)
         assert another._bodies.read([one.identity for one in made[::-1]]) == made[::-1]
 
     asyncio.run(main())
