@@ -42,7 +42,7 @@ from streamppo.types import Reward, ScoredText, WireStruct, utf8_safe
 
 CALL = "streamppo/call"
 """The column with the JSON of an `AgentCall`."""
-TAIL_BYTES = 2**16
+TAIL = 2**16
 """Maximum number of characters kept from the end of a run's output."""
 QUOTED = 1000
 """Number of characters from the end of the output that a failure quotes."""
@@ -212,26 +212,26 @@ class _Tail(io.TextIOBase):
 
     @property
     def text(self) -> str:
-        """The last `TAIL_BYTES` characters."""
-        return "".join(self._parts)[-TAIL_BYTES:]
+        """The last `TAIL` characters."""
+        return "".join(self._parts)[-TAIL:]
 
     def writable(self) -> bool:
         """Always true."""
         return True
 
     def write(self, text: str) -> int:
-        """Append `text`. When more than 2 * `TAIL_BYTES` characters are kept, keep only the last `TAIL_BYTES`."""
-        self._parts.append(text[-TAIL_BYTES:])
+        """Append `text`. When more than 2 * `TAIL` characters are kept, keep only the last `TAIL`."""
+        self._parts.append(text[-TAIL:])
         self._length += len(self._parts[-1])
-        if self._length > 2 * TAIL_BYTES:
+        if self._length > 2 * TAIL:
             self._parts = [self.text]
-            self._length = TAIL_BYTES
+            self._length = TAIL
         return len(text)
 
     def follow(self, pipe: IO[bytes]) -> None:
         """Keep the end of a pipe's output, until its last writer closes it."""
         with pipe:
-            while chunk := os.read(pipe.fileno(), TAIL_BYTES):
+            while chunk := os.read(pipe.fileno(), TAIL):
                 self.write(chunk.decode(errors="replace"))
 
     def quoted(self) -> str:

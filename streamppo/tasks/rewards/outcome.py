@@ -27,9 +27,6 @@ class Outcome(WireStruct, frozen=True):
     """True if the whole call raised, died or took too long: in a batch, another trajectory may be the cause."""
 
 
-NO_OPINION = Outcome()
-
-
 def failure_of(error: BaseException) -> Outcome:
     """Convert an exception to a failure, with file and line of the user's code if known."""
     retryable = all(getattr(cause, "retryable", False) for cause in user_traceback.errors_of(error))
@@ -60,7 +57,7 @@ def check_batch(values: object, texts: tuple[ScoredText, ...]) -> tuple[Outcome,
     if len(items) != len(texts):
         values, completions = counted(len(items), "value"), counted(len(texts), "completion")
         return (Outcome(reason=f"returned {values} for {completions}"),) * len(texts)
-    return tuple(NO_OPINION if value is None else check(value, text) for value, text in zip(items, texts, strict=True))
+    return tuple(Outcome() if value is None else check(value, text) for value, text in zip(items, texts, strict=True))
 
 
 def check_verl(value: object, text: ScoredText) -> Outcome:

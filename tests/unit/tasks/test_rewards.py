@@ -22,7 +22,7 @@ from streamppo.errors import Retryable, RewardFailed, TaskError
 from streamppo.tasks import plugins
 from streamppo.tasks.dataset_files import Row
 from streamppo.tasks.rewards import guard as guards
-from streamppo.tasks.rewards.outcome import NO_OPINION, Outcome, check, check_batch, check_verl, failure_of
+from streamppo.tasks.rewards.outcome import Outcome, check, check_batch, check_verl, failure_of
 from streamppo.tasks.rewards.scoring import Rewards
 from streamppo.tasks.rewards.signature import LoadedReward, call, detect_signature
 from streamppo.types import Prompt, ScoredText, decode, encode
@@ -576,7 +576,7 @@ def test_numbers_of_all_kinds_are_scores() -> None:
 
 def test_a_batch_needs_one_value_for_each_and_none_is_no_opinion() -> None:
     texts = (text("a"), text("b"))
-    assert check_batch([1.0, None], texts) == (Outcome(reward=Given(score=1.0)), NO_OPINION)
+    assert check_batch([1.0, None], texts) == (Outcome(reward=Given(score=1.0)), Outcome())
     for wrong in ([1.0], 1.0, "ab", {"a": 1, "b": 2}):
         assert all(outcome.reason for outcome in check_batch(wrong, texts))
 
