@@ -110,7 +110,7 @@ class QueueActor(ArchivedRuns):
         before, newest = resume_checks.newest_config(self._journal), self._queue.state.version
         resume_checks.refuse_changed_settings(before, self.config)
         if version < newest:
-            log.info("versions %d to %d are redone, as first configured", version + 1, newest)
+            log.info("updates to versions %d to %d are repeated, as first configured", version + 1, newest)
         if before is None or differ(before, self.config):
             self._journal.configure(newest, encode(self.config))
         await self._commits.commit()

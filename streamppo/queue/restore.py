@@ -45,7 +45,7 @@ def restore(address: str, run: Path) -> None:
     Raises `CheckpointError` if `run` exists or there are no copies, and `JournalError` if the copies are incomplete.
     """
     if run.exists():
-        raise CheckpointError(f"{run}: exists; name a folder that does not")
+        raise CheckpointError(f"{run}: exists; name a new folder")
     source = Store(address)
     if earlier := set(RUN_FILES).intersection(source.names(RUN)):
         raise CheckpointError(
@@ -97,9 +97,7 @@ def _restore_files(remote: Store, folder: str, run: Path, journal: Journal) -> N
                 durable.write(run / file, content)
     config = resume_checks.newest_config(journal)
     if not (run / configfile.CONFIG).is_file() and config is not None:
-        log.info(
-            "%s/%s: no complete copy of %s: the one in the journal is used", remote.address, folder, configfile.CONFIG
-        )
+        log.info("%s/%s: no complete copy of %s: the journal's copy is used", remote.address, folder, configfile.CONFIG)
         configfile.save(config, run)
 
 

@@ -50,7 +50,7 @@ def refuse_without_journal(run: Path) -> None:
     if trained is not None and not path.is_file():
         quoted = shlex.quote(str(run))
         raise JournalError(
-            f"{path}: missing, though {trained} is there: only it has the trajectories that were trained on. "
+            f"{path}: missing, though {trained} exists: only it records what was trained on. "
             f"Put it back, with journal.tip, to continue; `streamppo export {quoted} --to FOLDER` gets the weights out"
         )
 

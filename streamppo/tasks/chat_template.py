@@ -221,8 +221,8 @@ class ChatTemplate:
         private = self._render_checked(escaped, escaped_tools, escaped_arguments)
         if self._control.restore(private) != rendered:
             raise TaskError(
-                "the chat template changes, cuts or searches a text that spells a control token, so that cannot stay "
-                'text: remove it from the row, or choose control_tokens = "parse"'
+                "the chat template changes, cuts or searches a text that spells a control token, so the name cannot "
+                'stay text: remove it from the row, or choose control_tokens = "parse"'
             )
         return private
 

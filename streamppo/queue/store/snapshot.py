@@ -93,7 +93,7 @@ def refuse_other_shape(settings: QueueSettings, counters: Counters, path: Path) 
     if counters.shape != settings.shape:
         raise JournalError(
             f"{path}: of another run: its (task.kind, queue.samples_per_prompt, trajectories taken together) are "
-            f"{tuple(counters.shape)}, which a run keeps, and the configuration says {tuple(settings.shape)}"
+            f"{tuple(counters.shape)}, which a run must keep, and the configuration says {tuple(settings.shape)}"
         )
 
 

@@ -26,7 +26,7 @@ BATCHED = frozenset({"prompts", "completions", "completion_ids"})
 BATCH_MARKS = frozenset({"completions", "completion_ids"})
 """Parameters that identify the batched style. `prompts` does not, because a column may have that name."""
 TRL_ONLY = {
-    "trainer_state": "here is no Trainer: give it a default",
+    "trainer_state": "there is no Trainer here: give it a default",
     "log_extra": "return a Reward with its numbers as components, and give it a default",
     "log_metric": "return a Reward with its numbers as components, and give it a default",
     "environments": "an environment is the table [environment], and gives rewards itself",

@@ -58,7 +58,7 @@ class Exchange:
         """Store the program's answers; the program may have ended before the last answer."""
         self._before = self.answers
         lines = [line for line in ran.stdout.split("\n") if line]
-        self._short = "" if lines[-1:] == [DONE] else _failure_of(ran, limits) or "it ended before its test"
+        self._short = "" if lines[-1:] == [DONE] else _failure_of(ran, limits) or "the program ended before its test"
         self.answers = [line for line in lines if line != DONE]
         if self._short and not self.answers:
             self.reason = self._short
@@ -203,7 +203,7 @@ class CodeTests:
         for exchange, verdict in zip(exchanges, verdicts, strict=False):
             if "unusable" in verdict:
                 raise TaskError(f"the test {exchange.code[:QUOTED]!r} is unusable: {verdict['unusable']}")
-        reason = f"its test could not be run on its answers: {_failure_of(ran, limits) or 'they are too long'}"
+        reason = f"the test could not run on the program's answers: {_failure_of(ran, limits) or 'they are too long'}"
         lost: Verdict = {"failed": reason, "lost": True}
         return [*verdicts, *[lost] * (len(tests) - len(verdicts))]
 

@@ -486,7 +486,7 @@ def test_a_store_that_is_away_is_waited_for_and_nothing_is_acknowledged_meanwhil
 def test_an_address_without_a_copy_and_a_folder_that_is_there_are_refused(address: str, tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"there is no copy of a journal: only a run with queue\.standby"):
         restore(address, tmp_path / "new")
-    with pytest.raises(CheckpointError, match="exists; name a folder that does not"):
+    with pytest.raises(CheckpointError, match="exists; name a new folder"):
         restore(address, tmp_path)
 
 

@@ -332,7 +332,7 @@ def test_standard_input_and_output_are_compared() -> None:
 
 @pytest.mark.parametrize("leave", ["import os; os._exit(0)", "raise SystemExit", "import sys; sys.exit(0)"])
 def test_a_program_that_leaves_before_its_test_has_not_passed(leave: str) -> None:
-    assert run_tests(leave, ["assert add(1, 2) == 3"]).explanation == "test 1: it ended before its test"
+    assert run_tests(leave, ["assert add(1, 2) == 3"]).explanation == "test 1: the program ended before its test"
 
 
 def test_a_program_that_runs_on_is_killed_with_all_that_it_has_started() -> None:

@@ -203,7 +203,7 @@ class _SharedProcess(Pool):
         if not self._warned:
             self._warned = True
             log.warning(
-                "%s: a call runs for more than %g s without awaiting: %d other calls of its process restart in another",
+                "%s: a call runs for more than %g s without awaiting: %d other calls restart in a new process",
                 self._config.function,
                 self._held_s,
                 len(process.calls) - 1,
