@@ -56,7 +56,7 @@ class RampedOrder:
 
 
 class Mixture:
-    """Mixes sources in a seeded order. In each block a source's share is its weight, rounded to 1 / `BLOCK`."""
+    """Mixes sources in a seeded order. In each block a source has its share of the weights, rounded to 1 / `BLOCK`."""
 
     def __init__(self, weights: Mapping[str, float], seed: int) -> None:
         total = sum(weights.values())

@@ -237,14 +237,14 @@ class CopiedTrajectoryStore(TrajectoryStore):
 
 
 def open_journal(run: Path, config: Config) -> Journal:
-    """Open the journal of the run in the folder `run`, for its only writer: with `queue.standby` a `CopiedJournal`."""
+    """Open the journal of the run in `run` for its only writer; with `queue.standby`, it is a `CopiedJournal`."""
     if not config.queue.standby:
         return Journal(run / "journal.sqlite")
     return CopiedJournal(run, store.known_address(run), config.checkpoint.every)
 
 
 def open_trajectory_store(run: Path, number: int, config: Config) -> TrajectoryStore:
-    """Open the journal of shard `number` of a run in the folder `run`, if `queue.standby` a `CopiedTrajectoryStore`."""
+    """Open the journal of shard `number` of the run in `run`; with `queue.standby`, it is a `CopiedTrajectoryStore`."""
     return (
         CopiedTrajectoryStore(run, number, store.known_address(run))
         if config.queue.standby

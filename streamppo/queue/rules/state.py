@@ -48,7 +48,7 @@ class QueueSettings(NamedTuple):
 
     @property
     def judged(self) -> Resample:
-        """The groups that the curriculum counts as without a learning signal."""
+        """The definition of a group without a learning signal, for the curriculum."""
         return self.resample or Resample()
 
     @property
@@ -216,7 +216,7 @@ class QueueState:
         return min((self.cut_for.get(actor, -1) for actor in self.issued), default=None)
 
     def expected_cuts(self, settings: QueueSettings) -> int:
-        """Estimate how many places cuts by length will open for completions in flight: as many as for ended ones."""
+        """Estimate how many places cuts by length will open for completions in flight, by the average of ended ones."""
         if settings.segments is None or not settings.segments.max_tokens:
             return 0
         cut, ended = self.counts["cut"], self.counts["stored"] - self.counts["cut"]

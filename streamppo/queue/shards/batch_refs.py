@@ -61,7 +61,7 @@ def _add(encoded: bytearray, members: Sequence[WireStruct]) -> None:
 
 
 def _head(count: int) -> bytes:
-    """The msgpack header of an array of `count` members: an encoded array of None without its one-byte members."""
+    """The msgpack header of an array of `count` members: encode as many None, and cut off the one byte of each."""
     return encode((None,) * count)[: -count or None]
 
 

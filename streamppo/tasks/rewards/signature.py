@@ -113,7 +113,7 @@ def _callable_of(reward: object, name: str) -> Callable[..., object]:
 
 
 def _style(named: Mapping[str, inspect.Parameter], name: str) -> tuple[Style, Set[str]]:
-    """Return the style, and its parameters, which are not columns."""
+    """Return the style, and the parameters that the style defines; all other parameters get columns."""
     if {"solution_str", "ground_truth"} <= named.keys():
         return "verl", VERL & named.keys()
     if BATCH_MARKS & named.keys():

@@ -288,7 +288,7 @@ def verdict(code: str, operations: list[Operation], answers: list[dict[str, Data
 
 
 def fix_random_numbers(text: str) -> None:
-    """Make random numbers and ids equal in each run of one text, because tests and programs run several times."""
+    """Make random numbers and ids the same in each run of `text`, because tests and programs run several times."""
     if any(word in text for word in ("random", "uuid", "secrets", "shuffle")):
         import random
 

@@ -3,8 +3,8 @@
     actor -> reaper -> template -> processes -> their children: forks, process pools, programs
 
 Orphaned descendants of any session and group become the reaper's children (PR_SET_CHILD_SUBREAPER). SIGKILL also ends
-stopped processes. When the actor ends, the kernel sends SIGCONT to the reaper, which may be stopped. This needs Linux;
-elsewhere the template is the actor's child and ends when its socket closes.
+stopped processes. When the actor ends, the kernel sends SIGCONT to the reaper, which may be stopped. A reaper needs
+Linux. Elsewhere the template is the actor's child and ends when its socket closes.
 """
 
 import ctypes
