@@ -125,7 +125,7 @@ class QueueActor(ArchivedRuns):
 
     @ray.method
     async def silent(self, actors: list[str], limit_s: float) -> list[str]:
-        """Return those of `actors` that have not called for more than `limit_s` seconds."""
+        """Return the `actors` that have not called for more than `limit_s` seconds."""
         present = time.monotonic()
         return [actor for actor in actors if present - self._last_call_s.setdefault(actor, present) > limit_s]
 
@@ -236,7 +236,8 @@ class QueueActor(ArchivedRuns):
     async def weights_after(self, actor: str, version: int, have: int) -> "list[PushedRefs]":
         """Return the pushes, in order, that lead from version `have` (-1: no weights) to the newest version.
 
-        Waits until there is a version above `version`, which the engine holds; returns an empty list after a timeout.
+        `version` is the version that the engine holds. Waits for a newer version; returns an empty list after a
+        timeout.
         """
         self._note_call(actor, version)
         if (newest := self._newest()) is None or newest <= version:

@@ -199,7 +199,7 @@ class _Threads(ThreadPoolExecutor):
         return future
 
     def idle(self) -> Collection[threading.Thread]:
-        """Return all threads of the pool if none of them runs a call; otherwise return nothing."""
+        """Return all threads of the pool if none of them runs a call; otherwise an empty tuple."""
         return () if self._under_way else self._threads
 
 

@@ -58,7 +58,7 @@ class AfterTurn(NamedTuple):
 
     After calls, `others` are the texts that the template writes at the same place if no message follows, and if a
     user's message follows. The beginning that all texts share ends the calls and the turn. `again` is the text between
-    two calls, if the template can write two. It begins with the end of the first call.
+    two calls, if the template can write two. `again` begins with the end of the first call.
     """
 
     text: str
@@ -67,7 +67,7 @@ class AfterTurn(NamedTuple):
 
 
 class ChatTemplate:
-    """Renders messages by the chat template of `tokenizer`. Its present time is `clock`; if empty, the clock's."""
+    """Renders messages by the chat template of `tokenizer`. `clock` replaces the present time, unless it is empty."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, control: ControlTokens, clock: str) -> None:
         self._tokenizer = tokenizer

@@ -7,7 +7,8 @@ control token. Here only names that the chat template writes become control toke
     ids       a twin of the tokenizer, whose control tokens have private names, tokenises the rendered text:
               the template's names become private names; escaped names become names again, plain text for the twin
 
-The twin splits, merges and normalises texts as the tokenizer does. It is made when a text first contains a name.
+The twin splits, merges and normalises texts as the tokenizer does. The twin is made when a text first contains the name
+of a control token.
 """
 
 from __future__ import annotations

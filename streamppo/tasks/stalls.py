@@ -1,8 +1,8 @@
 """Finds steps of environments that block the event loop: logs and counts them, and extends other calls' deadlines.
 
 All environments of a rollout actor share its event loop with the engine and the heartbeats. A step that computes or
-sleeps without awaiting blocks them all and cannot be ended. It is logged with file and line. Its duration counts only
-for its own call: the deadlines of all other calls are extended by this time.
+sleeps without awaiting blocks all of these, and cannot be ended. Such a step is logged with file and line. Its duration
+counts only for its own call: the deadlines of all other calls are extended by this time.
 """
 
 import asyncio

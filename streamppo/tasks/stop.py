@@ -6,8 +6,8 @@
     chat template           "...!<|im_end|>\\n"  the first added token after the text of an assistant's message
     rollout.stop            "</s>", "\\n\\nQ:"    the name of an added token, or a string
 
-A completion ends with the first of these tokens, or with the token that completes one of the strings. Otherwise it ends
-at its length limit: rollout.max_tokens, or less by a user's function:
+A completion ends with the first stop token, or with the token that completes a stop string. Otherwise it ends at its
+length limit: rollout.max_tokens, or less by a user's function:
 
     def limit(prompt: Prompt, identity: Identity | None) -> int      None for an evaluation's greedy answer
 

@@ -183,8 +183,8 @@ class Tokenizer:
     def turn_end(self) -> int | None:
         """Return the token that the chat template writes after an assistant's message; None if it writes none.
 
-        It is the first special or added token after the message: `<|im_end|>` for Qwen, `<end_of_turn>` for Gemma, none
-        for GLM, whose turns end with the role of the next turn.
+        The token is the first special or added token after the message: `<|im_end|>` for Qwen, `<end_of_turn>` for
+        Gemma, none for GLM, whose turns end with the role of the next turn.
         """
         if self._turn_end is UNKNOWN:
             self._turn_end = stop.end_of_turn(self._tokenizer)

@@ -253,7 +253,7 @@ def open_trajectory_store(run: Path, number: int, config: Config) -> TrajectoryS
 
 
 def archive_copy_name(path: Path, checksum: str) -> str:
-    """The name of an archived file's copy. It has the checksum: a restored run may make another batch of a version."""
+    """The name of an archived file's copy, with the checksum: a restored run may make another batch of a version."""
     stem, dot, end = path.name.partition(".zarr.")
     return f"{stem}.{checksum[:12]}{dot}{end}"
 

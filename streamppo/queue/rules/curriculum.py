@@ -5,7 +5,7 @@
     opening       prompt p is skipped with probability 1 - max(floor, repeat^z), by a number drawn from (seed, p)
 
 Groups are counted when the version that trained on them is published, together with groups that were resampled since
-the version before. So with `max_lag = 0` the earlier batches determine the prompts of a batch. A group counts once,
+the previous version. So with `max_lag = 0` the earlier batches determine the prompts of a batch. A group counts once,
 even if samples were lost or too old and had to be sampled again.
 """
 

@@ -6,7 +6,7 @@ The versions of a run form a chain. Each row has a link, a digest of its content
 
 The configuration is the one with which version v was trained. A change of a row, or of the weights, batch or
 configuration in it, changes every later link. The chain has no key, so the owner of a folder can recompute all links.
-Only a copy of the last link reveals such a change.
+Only a copy of the last link reveals that they were recomputed.
 """
 
 import json
@@ -163,7 +163,7 @@ class ArchivedBatch(WireStruct, frozen=True):
 
     @property
     def digest(self) -> str:
-        """The SHA-256 of the file or, if there are several, of the list of their SHA-256."""
+        """The SHA-256 of the batch's file; for several files, the SHA-256 of the list of their SHA-256."""
         return self.files[0] if len(self.files) == 1 else sha256(",".join(self.files).encode()).hexdigest()
 
 

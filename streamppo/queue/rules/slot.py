@@ -151,7 +151,7 @@ class Slot:
     """Room for one trajectory. Slots are numbered in the order in which they open.
 
     While the slot is issued, `actor` holds its ticket, which it got by its request `call`. `failed` describes a failed
-    attempt until the attempt's end is recorded. `part` counts the segments of a slot, including those of failed
+    attempt until the attempt's end is recorded. `part` counts the segments of a slot, including segments of failed
     attempts. `place` = (number, part) identifies the part, and sorts by age.
     """
 

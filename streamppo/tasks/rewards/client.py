@@ -18,7 +18,7 @@ CONNECTIONS = 32
 DIRECT: Mapping[str, httpx.AsyncBaseTransport | None] = dict.fromkeys(
     f"all://{host}" for host in ("localhost", "127.0.0.1", "[::1]")
 )
-"""Hosts that are called without the environment's proxy. To a proxy these names mean its own machine."""
+"""Hosts that are called without the environment's proxy. A proxy would take these names for its own machine."""
 
 
 class Client:

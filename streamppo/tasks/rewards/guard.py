@@ -23,7 +23,7 @@ log = logging.getLogger(__name__)
 
 
 class CallResult(Protocol):
-    """The result of a call, which has failed if there is a `reason`."""
+    """The result of a call; the call has failed if there is a `reason`."""
 
     @property
     def reason(self) -> str:

@@ -39,9 +39,9 @@ class Signature(NamedTuple):
     """How a reward is called.
 
     `style_parameters` are the parameters that its style defines. `named_columns` are other parameters, each of which
-    gets the column of its name. `required_columns` are those without a default, and the answer if verl's `ground_truth`
-    has no default. If `takes_all` (**kwargs), the reward gets every column, except columns with the name of a style
-    parameter or of a `bound` argument.
+    gets the column of its name. `required_columns` are the named columns without a default, and the answer if verl's
+    `ground_truth` has no default. If `takes_all` (**kwargs), the reward gets every column, except columns with the name
+    of a style parameter or of a `bound` argument.
     """
 
     style: Style

@@ -5,8 +5,8 @@
     .../app.slice/streamppo-4711-5e6f7a8b      a program, with all that it starts
 
 capture.py measures the memory of all processes every 20 ms and enforces a program's limit. The group's limits are
-higher. They cover what the measurements miss: memory used between two of them, pipes full of data, children that have
-left the tree of processes. With cgroups of version 1, and in most containers, no group can be made.
+higher. The group's limits cover what the measurements miss: memory used between two of them, pipes full of data,
+children that have left the tree of processes. With cgroups of version 1, and in most containers, no group can be made.
 """
 
 import functools

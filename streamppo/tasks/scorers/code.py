@@ -118,7 +118,7 @@ class CodeTests:
 
     @staticmethod
     def place(arguments: Mapping[str, object]) -> str:
-        """Describe the sandbox of these arguments. Raises `TaskError` if it does not work here."""
+        """Describe the sandbox that the scorer's `arguments` name. Raises `TaskError` if it does not work here."""
         name = str(arguments.get("sandbox", DEFAULT))
         _sandbox(name)
         return f"programs run in {name}{', which does not isolate them' if name.endswith('sandbox:Local') else ''}"

@@ -177,7 +177,7 @@ def _value_of(answer: dict[str, Data], arguments: tuple[object, ...]) -> object:
 
 
 class RemoteObject:
-    """An object of the program, or a value that is not known yet. It can be called and has attributes.
+    """An object of the program, or a value that is not known yet. A test can call it and get its attributes.
 
     A test that compares an object of the program, or uses its truth value or length, fails with `TypeError`, because
     the program would decide the result.

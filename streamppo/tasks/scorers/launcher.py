@@ -78,7 +78,7 @@ def refuse_unaccounted_calls() -> bool:
 def unaccounted_calls_filter(machine: str) -> bytes:
     """Return the BPF program that refuses `UNACCOUNTED_CALLS`, and every system call of another architecture.
 
-    The program has 8 bytes for each instruction. It is empty for an unknown machine.
+    The program has 8 bytes for each instruction, and is empty for an unknown machine.
     """
     arch, numbers = UNACCOUNTED_CALLS.get(machine, (0, []))
     if not numbers:

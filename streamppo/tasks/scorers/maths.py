@@ -31,7 +31,7 @@ REMEMBERED = 1024
 
 
 async def gsm8k(trajectory: ScoredText, answer: str | float) -> float:
-    """Compare `answer` with the number after the completion's last ####, else in its last \boxed{}, else its last one.
+    r"""Compare `answer` with the number after the completion's last ####, in its last \boxed{}, or else its last one.
 
     `answer` is a number, a GSM8K solution that ends in "#### 72", or a solution with \boxed{72}. Raises `TaskError` for
     an answer without a number.

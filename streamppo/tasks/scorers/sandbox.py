@@ -53,8 +53,9 @@ def scratch_folder() -> Generator[str]:
 class Local:
     """A process in its own group and an empty folder, with limits on memory, CPU time, file size and processes.
 
-    It is not isolation: the program sees the machine's files and runs as the trainer's user. The program has no network
-    if the kernel allows a network namespace. On Linux the program ends with its parent process, even after kill -9.
+    The process is not isolated: the program sees the machine's files and runs as the trainer's user. The program has no
+    network if the kernel allows a network namespace. On Linux the program ends with its parent process, even after kill
+    -9.
     """
 
     def __init__(self, require_no_network: bool = False) -> None:
