@@ -61,7 +61,7 @@ POLL_S = 5.0
 
 
 class QueueActor(ArchivedRuns):
-    """Ray repeats calls when this process dies, so every method may be called twice with the same arguments."""
+    """The queue's actor. Ray repeats calls when its process dies: each method may run twice with the same arguments."""
 
     def __init__(
         self,

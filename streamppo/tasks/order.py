@@ -34,7 +34,7 @@ class ShuffledOrder:
 
 
 class RampedOrder:
-    """A curriculum: the first `ramp` positions draw from a growing set of the easiest rows, later ones are shuffled.
+    """A curriculum: the first `ramp` positions draw from a growing set of the easiest rows, later positions from all.
 
     eligible = round(n * (EASIEST + (1 - EASIEST) * position / ramp)) easiest of n rows
     """
@@ -89,7 +89,7 @@ class Mixture:
 class PromptOrder:
     """Maps the number of a prompt to its source and row.
 
-    `orders` has the order of each source. `weights` has its weight in the mixture, by its name.
+    `orders` has the order of each source. `weights` has each source's weight in the mixture, by name.
     """
 
     def __init__(self, orders: Sequence[Callable[[int], int]], weights: Mapping[str, float], seed: int) -> None:

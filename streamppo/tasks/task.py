@@ -47,7 +47,7 @@ class PromptStream(NamedTuple):
 
 
 class Task:
-    """Prompt number p is a function of only (configuration, seed, p).
+    """The prompts of a task. Prompt number p is a function of only (configuration, seed, p).
 
     A prompt can thus be rebuilt from an identity, and a resumed run continues with exactly the prompts of an
     uninterrupted one.

@@ -47,21 +47,21 @@ TRAJECTORIES_PER_FILE = 64
 
 
 class WriteEntry(WireStruct, frozen=True, tag="wrote"):
-    """A call of `Journal.write`."""
+    """The arguments of a call of `Journal.write`, which a restore repeats."""
 
     changes: Changes
     made: tuple[PublishedVersion, ...]
 
 
 class ConfigureEntry(WireStruct, frozen=True, tag="configured"):
-    """A call of `Journal.configure`."""
+    """The arguments of a call of `Journal.configure`, which a restore repeats."""
 
     version: int
     config: bytes
 
 
 class ForgetEntry(WireStruct, frozen=True, tag="forgot"):
-    """A call of `Journal.forget`."""
+    """The arguments of a call of `Journal.forget`, which a restore repeats."""
 
     before: int
     first_slot: int

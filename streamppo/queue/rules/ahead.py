@@ -27,7 +27,7 @@ MOST_PATIENCE = 8
 
 @dataclass(slots=True)
 class NeededLag:
-    """The lag that the learner needs, and what was measured since the last change."""
+    """The lag that the learner needs, and the numbers of batches `left_over` that are measured for its next change."""
 
     lag: int = FIRST
     has_fallen: bool = False

@@ -97,7 +97,7 @@ class Counters(WireStruct, frozen=True):
 
 
 class Lease(WireStruct, frozen=True):
-    """The batch of `version`, as a list of its slots (number, part) in order."""
+    """The leased batch of `version`: its slots (number, part) in order, and the oldest version that it may train on."""
 
     version: int
     min_version: int

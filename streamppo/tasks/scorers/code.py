@@ -31,7 +31,7 @@ Operations: TypeAlias = str
 
 
 class Verdict(TypedDict, total=False):
-    """One line of the checker: see `isolated_tests.verdict`."""
+    """One line of the checker's output: the result of a test, see `isolated_tests.verdict`."""
 
     passed: bool
     failed: str
