@@ -103,7 +103,7 @@ class ArchivedRuns:
 
 
 class ArchiveSource(ArchivedRuns):
-    """Gives a learner that replays a run the run's archived batches, and keeps the digests of the replayed versions."""
+    """Gives a run's archived batches to a learner that replays the run, and keeps the digests of its new versions."""
 
     def __init__(self, run: str, put: Put = batch_refs.put) -> None:
         self._archive = archive.open(Path(run))

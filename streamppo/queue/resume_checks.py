@@ -56,7 +56,7 @@ def refuse_without_journal(run: Path) -> None:
 
 
 def refuse_without_shards(run: Path, config: Config) -> None:
-    """Raise `JournalError` if the folder `run` of a run that has begun lacks the journal of a shard."""
+    """Raise `JournalError` if the folder `run` lacks the journal of a shard. The run must have begun."""
     for number in shards.numbers(config):
         if not (path := trajectory_store.path(run, number)).is_file():
             raise JournalError(f"{path}: missing: it has the tokens of waiting trajectories. Put it back to continue")

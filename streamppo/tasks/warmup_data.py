@@ -30,7 +30,7 @@ class Lesson(NamedTuple):
 
 
 class Characters:
-    """Measures prompts like the character tokenizer of builtin:tiny."""
+    """Measures prompts as the character tokenizer of builtin:tiny does."""
 
     def render(self, prompt: Prompt) -> str:
         """Return the text of a prompt. Raises `TaskError` if it has messages."""
