@@ -11,9 +11,9 @@ Example: two samples of a prompt have the rewards 1 and 0.5, and a third sample 
 third counted as 0, the mean would be 0.5, and the advantage of each trained sample would be 0.25 larger.
 
 The length test compares the lengths of failed and trained completions. If they differ, the training set is biased. The
-test is the rank test of van Elteren (1960) over windows of `WINDOW` versions, so that a drift of the lengths or of the
-failure rate is not taken for dependence. In each window, the first failed and the first trained attempt of a prompt
-count: a prompt that always fails is one failure. A window has n failed and m trained prompts, and N = n + m.
+test is the rank test of van Elteren (1960). It compares only attempts of the same window of `WINDOW` versions, so that
+a drift over the run does not look like a difference. In each window, only the first failed and the first trained
+attempt of each prompt are compared. A window has n failed and m trained prompts, and N = n + m.
 
     q = P(failed is longer) + P(equal) / 2      U = q n m
     z = sum (U - n m / 2) / (N + 1)  /  sqrt(sum n m (N + 1 - ties) / 12 / (N + 1)^2)
@@ -30,7 +30,7 @@ End: TypeAlias = Literal["trained", "failed", "dropped", "lost"]
 WINDOW = 20
 """The number of versions in a window of the length test."""
 LEAST_FAILED, LEAST_Z, LEAST_SHIFT = 20, 4.0, 0.1
-"""The sign fires at this number of failed prompts, this |z|, and this distance of `longer` from one half."""
+"""The length test is significant from this number of failed prompts, this |z|, and this |`longer` - 1/2| on."""
 FIRES = (
     f"failed completions are longer than trained ones in more than {0.5 + LEAST_SHIFT:.0%} of the pairs, or in less "
     f"than {0.5 - LEAST_SHIFT:.0%}, at a z beyond ±{LEAST_Z:g} (by chance in one run of 15,000), with {LEAST_FAILED} "
@@ -41,11 +41,12 @@ ADVICE = (
     "remaining training set is biased"
 )
 MOST_NAMES, MOST_HOURS, EXACT = 12, 24, 8
-"""The maximum number of rows by reason and by source, of rows by hour, and of lags with a row each."""
+"""At most `MOST_NAMES` reasons and sources have a row each. Hours share at most `MOST_HOURS` rows. Each lag below
+`EXACT` has a row."""
 
 
 class Attempt(NamedTuple):
-    """One attempt. `version` is the first version of its batch, or the queue's version at the attempt's end.
+    """One attempt. `version` is the version that its update trained, or the queue's version when the attempt ended.
 
     `tokens` is the number of sampled tokens, 0 if unknown. `lag` is the lag of the oldest token. `hour` is the hour of
     the run in which the attempt ended.
@@ -65,11 +66,11 @@ class Attempt(NamedTuple):
 
 
 class AttemptRow(TypedDict):
-    """Numbers of some attempts: the share of each end, and the shares of trained attempts with masked or undelivered
-    tokens.
+    """A row of the table: the attempts whose property `by` (such as "length") has the value `name`.
 
-    `reward` is the mean reward of the trained attempts. `as_zero` is the mean of all, with 0 for each untrained
-    attempt.
+    `failed`, `dropped` and `lost` are shares of all attempts. `masked` and `undelivered` are the shares of trained
+    attempts with such tokens. `reward` is the mean reward of the trained attempts. `as_zero` is the mean over all
+    attempts if each untrained attempt had a reward of 0.
     """
 
     by: str
@@ -85,7 +86,7 @@ class AttemptRow(TypedDict):
 
 
 class LengthTest(TypedDict):
-    """The compared prompts, the statistic, and the probability that a failed completion exceeds a trained one."""
+    """The numbers of `failed` and `trained` prompts, the statistic `z`, and `longer`, the mean q of all pairs."""
 
     failed: int
     trained: int
@@ -94,11 +95,11 @@ class LengthTest(TypedDict):
 
 
 class AttemptTable(TypedDict):
-    """All attempts of a run, by reason, length, source, lag and hour. Trained attempts come from `read` of its
-    `batches`.
+    """All attempts of a run, by reason, length, source, lag and hour.
 
-    An advantage is the reward minus the mean reward of the prompt, or of the batch if samples are not compared.
-    `advantage_shift` is the mean rise of the trained completions' advantages if untrained attempts counted as 0.
+    The run has `batches`. Only `read` of them were read, and the numbers of trained attempts are scaled up to all
+    batches. An advantage is the reward minus the mean reward of the prompt (of the batch if samples are not compared).
+    `advantage_shift` is the mean rise of the trained attempts' advantages if each untrained attempt had a reward of 0.
     `advantage_deviation` is the standard deviation of the advantages.
     """
 
@@ -113,10 +114,10 @@ class AttemptTable(TypedDict):
 def table(
     attempts: Sequence[Attempt], batches: int, read: int, *, compared: bool, whole_completions: bool
 ) -> AttemptTable:
-    """Count attempts. The trained attempts come from `read` of the run's `batches`.
+    """Make the table. The trained ones of `attempts` come from `read` of the run's `batches`.
 
-    `compared` says whether samples of a prompt are compared. `whole_completions` is false for a run with segments,
-    whose lengths are not tested.
+    `compared` is true if the algorithm compares the samples of a prompt. The length test is made only if
+    `whole_completions` is true; it is false for a run with segments.
     """
     scale = batches / max(read, 1)
     rows = [_row("all", "", attempts, scale), *_reasons(attempts, scale)]
@@ -152,7 +153,7 @@ def table(
 
 
 def length_test(attempts: Iterable[Attempt]) -> LengthTest | None:
-    """Compare the lengths of failed and trained completions; None if no window has both."""
+    """Compare the lengths of failed and trained completions; None if no window has a failed and a trained one."""
     windows: dict[int, tuple[dict[int, int], dict[int, int]]] = defaultdict(lambda: ({}, {}))
     for attempt in attempts:
         if attempt.tokens and attempt.end in ("failed", "trained"):
@@ -192,8 +193,7 @@ def dependence(test: LengthTest | None) -> str | None:
 
 
 def _mann_whitney(failed: Sequence[int], trained: Sequence[int]) -> tuple[float, float]:
-    """Return the number of pairs with a longer failed completion (equal pairs count half), and the ties' share of N +
-    1."""
+    """Return U and the correction for ties: `ties` in the formula at the top of this file."""
     count, rank, ranks, ties = len(failed) + len(trained), 0, 0.0, 0
     ordered = sorted([*((length, True) for length in failed), *((length, False) for length in trained)])
     for _, equal in groupby(ordered, key=lambda pair: pair[0]):
@@ -230,7 +230,10 @@ def _row(by: str, name: str, attempts: Sequence[Attempt], scale: float) -> Attem
 def _rows(
     by: str, attempts: Iterable[Attempt], scale: float, key: Callable[[Attempt], tuple[int, str] | None]
 ) -> Iterable[AttemptRow]:
-    """Return a row for each name that `key` gives, in the order of `key`'s numbers; none if there is only one name."""
+    """Group attempts by the name that `key` returns, and return a row for each name; no rows for a single name.
+
+    The rows are ordered by the number that `key` returns with the name. Attempts are left out if `key` returns None.
+    """
     by_name: dict[str, list[Attempt]] = defaultdict(list)
     places: dict[str, int] = {}
     for attempt in attempts:
@@ -245,7 +248,7 @@ def _rows(
 def _reasons(attempts: Sequence[Attempt], scale: float) -> Iterable[AttemptRow]:
     """Yield a row for each reason, the most frequent first, and one row for the remaining reasons.
 
-    In these rows, `as_zero` is the mean reward if only the attempts of this row counted as 0.
+    In these rows, `as_zero` is the mean reward over the trained attempts and this row's attempts, each with 0.
     """
     trained = [attempt for attempt in attempts if attempt.end == "trained"]
     counted = Counter(attempt.reason for attempt in attempts if attempt.end != "trained").most_common()
@@ -282,7 +285,7 @@ def _advantages(attempts: Iterable[Attempt], group: Callable[[Attempt], int]) ->
 
 
 def _power(number: int, exact: int = 1) -> str:
-    """Return the range between powers of two that has the number: 5 -> "4 to 7"; below `exact` only the number."""
+    """Return the range of powers of two that contains `number`: 5 -> "4 to 7". Below `exact`, return the number."""
     if number < exact:
         return f"{number}"
     low = 1 << (number.bit_length() - 1)

@@ -18,15 +18,14 @@ LINES = {
     "restart": "a stage died and is restarted: the stage and the reason",
     "end": "the driver ends: `finished`, or the reason for an early end",
 }
-"""The kinds of lines, by a line's first name. Every line has `wall_s`, the seconds of the run over all parts."""
+"""The first name in a line of metrics.jsonl is its kind. Every line has `wall_s`, the run's seconds over all parts."""
 
 BESIDE = {
     "update": "the version that it made",
     "wall_s": "seconds that the run has lasted, over all its parts",
     "lag_histogram": "tokens of the batch that the policy sampled, by their lag in versions",
 }
-"""Entries of an update's line that are not metrics."""
-
+"""Entries of an update's line besides the metrics."""
 
 PHASES = {
     "process": "the whole process, with Ray and overhead",
@@ -55,7 +54,7 @@ PHASES = {
     "snapshot": "learner: copy the weights for a push",
     "publish": "learner: hash and store the copy, during training",
 }
-"""The phases in lines of phases, by the kind of process. Of the learner, only the first rank writes lines of phases."""
+"""The phases that lines of kind "phases" report. Of the learner's ranks, only rank 0 reports phases."""
 
 UPDATE = {
     "tokens": "tokens of the batch that the policy sampled",
@@ -104,8 +103,9 @@ UPDATE = {
     "learner_tokens_per_s": "tokens, prompts included, per second of score_s and train_s, over all ranks",
     "learner_tflops": "10^12 operations per second of one rank, without recomputation",
 }
-"""Metrics of every update. "learner" is the learner's policy before the first step, in the scoring pass over the batch
-or, without a scoring pass, in the first pass over each row. "proximal" is the policy chosen by algorithm.proximal."""
+"""Metrics of every update. "learner" is the learner's policy in its first pass over each row: the scoring pass before
+the first step or, without a scoring pass, the first training pass. "proximal" is the policy that algorithm.proximal
+chooses."""
 
 SOMETIMES = {
     "reward": "mean reward of the completions that end in the batch",
@@ -136,7 +136,7 @@ SOMETIMES = {
     "ess_lag_": "effective sample size of the tokens in a bucket of lags",
     "behavior_kl_lag_": "nats per token, k3 estimate of KL(behavior || learner) in a bucket of lags",
 }
-"""Metrics of the updates to which they apply. A name that ends in _ is followed by a bucket or a component."""
+"""Metrics that only some updates have. A name that ends in _ is a prefix: a bucket's or a component's name follows."""
 
 TRACKED = {
     "evaluation_accuracy": "share of held-out prompts with a correct answer",
@@ -154,14 +154,14 @@ TRACKED = {
     "engine_kv_age_": "versions, mean age of the weights that computed a rollout actor's reused tokens",
     "restarts_": "number of restarts of a stage in this part of the run",
 }
-"""Numbers of lines other than updates', which trackers and Prometheus get under these names."""
+"""Numbers that trackers and Prometheus get from lines of other kinds than "update" and "remade"."""
 
 ENTRIES = {"wall_s": BESIDE["wall_s"], **UPDATE, **SOMETIMES, **TRACKED}
 """All numbers sent to trackers and Prometheus."""
 
 
 class CatalogueEntry(NamedTuple):
-    """A name of the catalogue and its text. If the name ends in _, `of` is the end of the metric's name."""
+    """A name of the catalogue and its text. Example: `ess_lag_3-4` has the name `ess_lag_`, and `of` is "3-4"."""
 
     name: str
     of: str

@@ -2,7 +2,7 @@
 
 prefix_reused     share of the tokens of all prompts that came from a cache
 context_reused    share of the tokens of earlier turns that came from a cache; 1 is possible
-kv_ages           tokens from a cache, by the number of versions since their computation; above 0 with kv = "keep"
+kv_ages           tokens from a cache, by the age of the weights that computed them: 0 unless kv = "keep"
 kv_age            mean of kv_ages
 """
 
@@ -16,7 +16,7 @@ from streamppo.types import EngineReport
 
 
 class ReuseNumbers(TypedDict):
-    """The numbers of one engine or several. A number is absent while there are no tokens to compute it from."""
+    """The numbers above, of one rollout actor or several. A number without tokens to compute it from is absent."""
 
     prefix_reused: NotRequired[float]
     context_reused: NotRequired[float]
@@ -25,7 +25,7 @@ class ReuseNumbers(TypedDict):
 
 
 class ContextShares(NamedTuple):
-    """The present numbers of all rollout actors. The shares are means over actors."""
+    """The newest numbers of all rollout actors: the means of their shares, and tokens from caches by `ages`."""
 
     prefixes: float | None
     contexts: float | None
@@ -55,7 +55,7 @@ def sum_reports(reports: Sequence[EngineReport]) -> ReuseNumbers:
 
 
 def mean_shares(lines: Sequence[EngineLine]) -> ContextShares:
-    """Return the mean of the shares, and the sum of the ages, over one line of each rollout actor."""
+    """Average the shares and add up the counts by age, over one line of each rollout actor."""
     prefixes = [line["prefix_reused"] for line in lines if "prefix_reused" in line]
     contexts = [line["context_reused"] for line in lines if "context_reused" in line]
     ages: Counter[int] = Counter()

@@ -1,8 +1,8 @@
 """Applies the rules to a run's lines, either as they are written or all at once after the run.
 
 The rules are checked every `WINDOW` updates, and once more at the end with the summary. Early rules are also checked
-after the first `EARLY` updates. A finding begins when its rule fires. A finding ends when a later check does not fire
-the rule.
+after the first `EARLY` updates. A finding begins when its rule fires, and ends at the first later check at which the
+rule does not fire.
 """
 
 from collections import deque
@@ -52,7 +52,7 @@ class Diagnosis:
         return {sign.name: sign for sign in sorted(signs, key=lambda sign: sign.first > EARLY)}
 
     def add(self, line: Line) -> list[Sign]:
-        """Add a line of metrics.jsonl. Returns the findings that begin or end with it."""
+        """Add a line of metrics.jsonl, and check the rules if due. Returns the findings that begin or end."""
         if "evaluation" in line:
             self._evaluations = sorted([*self._evaluations, line], key=lambda evaluation: evaluation["evaluation"])
         if "part" in line:

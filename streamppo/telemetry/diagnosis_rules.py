@@ -23,9 +23,9 @@ COLLAPSED, DRIFTED = 0.1, 2.0
 FEW_EFFECTIVE, TOO_OLD, MISMATCH = 0.3, 0.05, 0.05
 WAITS, WAITS_CPU, IDLE, IDLE_CPU = 0.8, 0.95, 0.5, 0.75
 LEAST_AHEAD = 2
-"""Engines work concurrently with the learner if they may be this number of versions behind it."""
+"""Engines sample during updates only if their weights may be at least this number of versions old."""
 FALLEN = 0.1
-"""The reward has fallen if it is lower by this share of reward.correct_at."""
+"""The reward has fallen if it is lower by more than this share of reward.correct_at."""
 TRUNCATED, EQUAL, FAILED, EMPTY = 0.2, 0.8, 0.05, 0.5
 NEARLY_ALL = 0.9
 CUT, EXPLAINED = 0.3, 0.1
@@ -120,7 +120,7 @@ def _explains_nothing(run: Evidence) -> str | None:
 
 
 def _cuts_without_critic(run: Evidence) -> str | None:
-    # The metric is absent from an update without cuts.
+    # An update without cuts has no metric `segments_cut`, and counts as 0.
     share, explained = sum(run.series("segments_cut")) / max(len(run.recent), 1), run.mean("explained_variance")
     if explained is None or share <= CUT or explained >= EXPLAINED or run.is_solved:
         return None
@@ -161,7 +161,7 @@ def _held_out_falls(run: Evidence) -> str | None:
 
 def _few_effective(run: Evidence) -> str | None:
     values = sorted(run.series("ess"))
-    # A quarter of such updates can ruin a policy, and the mean over all updates hides them.
+    # A policy can be ruined if a quarter of the updates has a low ESS, which the mean over all updates hides.
     if not values or (quartile := values[len(values) // 4]) >= FEW_EFFECTIVE:
         return None
     return f"ess is at most {quartile:.2f} in a quarter of the updates: few of the tokens count"
@@ -235,8 +235,8 @@ def _starved(run: Evidence) -> str | None:
 
 def _blocked(run: Evidence) -> str | None:
     engines = run.summary and run.summary["engines"]
-    # With segments, admission reserves one version. Engines that are at most one version behind alternate with the
-    # learner.
+    # With segments, admission allows one version less. If engines may be only one version behind, they and the learner
+    # take turns, and idle engines are no fault.
     queue = run.config.queue
     ahead = queue.bound - (queue.segments is not None)
     most = IDLE if run.config.rollout.gpus else IDLE_CPU
@@ -253,7 +253,7 @@ def _contexts_recomputed(run: Evidence) -> str | None:
 
 
 def _first(run: Evidence, name: str) -> float | None:
-    """Return the mean of a metric in the first window; None while that is the only window."""
+    """Return the mean of a metric in the first window; None if there are fewer than two windows."""
     return run.windows[0].get(name) if len(run.windows) > 1 else None
 
 

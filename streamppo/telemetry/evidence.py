@@ -14,7 +14,7 @@ WINDOW = 20
 SOLVED = 0.8
 """A task is nearly solved at this share of reward.correct_at, or at this held-out accuracy."""
 RISEN, RISE_WINDOWS = 0.01, 3
-"""The reward rises if it gained this share of reward.correct_at over the last `RISE_WINDOWS` windows."""
+"""The reward rises if it gained more than this share of reward.correct_at over the last `RISE_WINDOWS` windows."""
 
 Numbers: TypeAlias = Mapping[str, float]
 
@@ -88,6 +88,6 @@ class Evidence(NamedTuple):
         return accuracy >= SOLVED or reward >= SOLVED * self.config.reward.correct_at
 
     def _share(self, reward: float | None) -> float:
-        """Return the share of correct answers for a mean reward, if wrong answers get 0."""
+        """Return the share of correct answers that a mean reward means, if wrong answers get 0."""
         at = self.config.reward.correct_at
         return (reward or 0.0) / at if at > 0 else float((reward or 0.0) >= at)

@@ -20,9 +20,9 @@ METRICS = "metrics.jsonl"
 FINISHED = "finished"
 """The outcome of a run that made all its updates."""
 Number: TypeAlias = Annotated[float, msgspec.Meta(ge=-1e15, le=1e15)]
-"""A finite number that can be rounded: the type of the numbers that a line must have."""
+"""The type of a line's required numbers: finite, and small enough to be rounded."""
 Digits: TypeAlias = Annotated[str, msgspec.Meta(pattern=r"^-?[0-9]{1,18}$")]
-"""A lag or an age in versions, in the form of a JSON name."""
+"""A lag or an age in versions as a string, because JSON allows only strings as names."""
 
 
 class PartLine(TypedDict):
@@ -88,7 +88,7 @@ class PhasesLine(TypedDict):
 
 
 class QueueLine(TypedDict):
-    """The trajectories of the queue: `queue` of them are ready, and `in_flight` are being sampled.
+    """The number of trajectories that are ready in the queue (`queue`), and that are being sampled (`in_flight`).
 
     `skipped_prompts` counts the prompts that `algorithm.curriculum` has skipped so far.
     """
@@ -172,7 +172,7 @@ KINDS: dict[str, type[Line]] = {
 
 
 class Content(NamedTuple):
-    """The valid lines of a file, and a sentence about each damaged line."""
+    """The valid `lines` of a file, and a sentence about each damaged line (`damage`)."""
 
     lines: list[Line]
     damage: list[str]
@@ -181,8 +181,8 @@ class Content(NamedTuple):
 class Tail:
     """Reads each new line of the run in `folder` once, starting at byte `end` of metrics.jsonl.
 
-    If the file was replaced or truncated, reading starts again at its beginning, and `times_begun` grows by one.
-    `written_s` is the time of the last write in seconds since 1970, or 0 if the file does not exist.
+    If the file was replaced or truncated, the next read starts at byte 0, and `times_begun` grows by one. `written_s`
+    is the time of the last write in seconds since 1970, or 0 if the file does not exist.
     """
 
     def __init__(self, folder: Path, end: int = 0) -> None:
@@ -191,7 +191,7 @@ class Tail:
         self._file: tuple[int, int] | None = None
 
     def read(self, most_bytes: int = -1) -> list[bytes]:
-        """Return the next complete lines: about `most_bytes` of them, by default all. Raises `RunError`."""
+        """Return the next complete lines, of about `most_bytes` bytes together; by default all. Raises `RunError`."""
         try:
             with durable.reading(self.path, whole=True) as file:
                 status = os.fstat(file.fileno())
@@ -221,8 +221,8 @@ class Tail:
 class LineReader:
     """Reads and parses each new line of the run in `folder` once.
 
-    `content` has all lines so far, and keeps them if the file is deleted. If the file is replaced, `content` starts
-    empty.
+    `content` has all lines so far, and keeps them if the file is deleted. If the file was replaced, the next read
+    empties `content` first.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -276,7 +276,7 @@ def recorded_versions(lines: Iterable[Line]) -> set[int]:
 
 
 def drop_truncated_line(folder: Path) -> None:
-    """Remove a truncated last line, so that the next line does not continue it."""
+    """Remove a truncated last line. Otherwise the next line would be appended to it."""
     path = folder / METRICS
     if path.exists():
         os.truncate(path, len(_to_newline(durable.read(path))))
@@ -310,11 +310,11 @@ def numbers(line: UpdateLine | RemadeLine) -> dict[str, float]:
 
 
 def is_line(content: object) -> TypeGuard[Line]:
-    """Return whether `content` has all fields of its kind of line, and the first name of no other kind."""
+    """Return whether `content` has all fields of its kind, and no name that is another kind's first name."""
     if not isinstance(content, dict):
         return False
     kind = next(iter(content), "")
-    # Readers recognize a line by its kind's name at any position.
+    # Readers recognize a line by the name of its kind ("update" in line), so each line must have only one such name.
     if KINDS.keys() & content != {kind}:
         return False
     try:

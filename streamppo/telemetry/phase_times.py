@@ -11,7 +11,7 @@ Spending: TypeAlias = tuple[int, float, float]
 NOTHING: Spending = (0, 0.0, 0.0)
 
 ELSEWHERE = "elsewhere"
-"""The name for a process's CPU time outside its phases: overhead, other threads, and Ray."""
+"""The name for the CPU time that a process spends outside its phases: overhead, other threads, and Ray."""
 
 
 class PerUpdate(NamedTuple):
@@ -40,7 +40,7 @@ def per_update(lines: Sequence[Line]) -> dict[str, dict[str, PerUpdate]]:
 
 
 def _began(line: PhasesLine) -> float:
-    """Return the second of the run at which a line's process began; without `WHOLE`, the second of the line."""
+    """Return the second of the run at which the line's process began; the line's own second if `WHOLE` is missing."""
     return line["wall_s"] - line["spent"].get(WHOLE, NOTHING)[1]
 
 

@@ -1,7 +1,8 @@
 """Compares held-out accuracies, considers their noise, and states the result in a sentence. Pure.
 
-0.398 -> 0.953: better than at the start 0.398 -> 0.000: worse than at the start; best 0.531 at version 25 0.398 ->
-0.410: as at the start, within the noise of 256 prompts
+0.398 -> 0.953: better than at the start
+0.398 -> 0.000: worse than at the start; best 0.531 at version 25
+0.398 -> 0.410: as at the start, within the noise of 256 prompts
 """
 
 from collections.abc import Sequence
@@ -10,7 +11,7 @@ from typing import NamedTuple
 from streamppo.telemetry.metrics_file import EvaluationLine
 
 SIGMAS = 3.0
-"""Two accuracies differ if their difference exceeds this many of its standard errors."""
+"""Two accuracies differ if their difference exceeds this number of standard errors of the difference."""
 
 WORSE = "worse than at the start"
 

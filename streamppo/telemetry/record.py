@@ -34,7 +34,7 @@ PACKAGES = ("streamppo", "torch", "ray", "transformers", "msgspec", "numpy")
 SUMMARY = "summary.json"
 
 REPORTS_S = 8.0
-"""The minimum number of seconds between two lines about a process. Reports come at least every 10 s."""
+"""The minimum number of seconds between two lines about a process, which reports at least every 10 s."""
 
 DAMAGE_SHOWN = 3
 """The maximum number of damaged lines that are logged one by one."""
@@ -43,7 +43,7 @@ log = logging.getLogger(__name__)
 
 
 def read_summary(folder: Path) -> Summary | None:
-    """Read summary.json of the run in `folder`; None if it does not exist: the run continues, or was killed.
+    """Read summary.json of the run in `folder`; None if the file does not exist: the run continues, or was killed.
 
     Raises `RunError` for a file that is no summary of streamppo.
     """
@@ -57,8 +57,9 @@ def read_summary(folder: Path) -> Summary | None:
 class RunRecord:
     """The record of one run. `started` is the `time.perf_counter()` at the start of the command.
 
-    The record of a resumed run continues after `version`, the last recorded update, and `wall_s` continues from the
-    last line. `display` shows the run to the user. New findings of `diagnosis` are logged. `sinks` are the trackers.
+    `version` is that of the last recorded update. In a resumed run, `version` and `wall_s` continue from the lines of
+    the earlier parts. `display` shows the run to the user. New findings of `diagnosis` are logged. `sinks` are the
+    trackers.
     """
 
     def __init__(
@@ -103,38 +104,38 @@ class RunRecord:
 
     @property
     def wall_s(self) -> float:
-        """Seconds of the run: since the start of this command, and of earlier parts up to the last line."""
+        """Seconds of the run: of earlier parts up to their last line, and since the start of this command."""
         return time.perf_counter() - self._started
 
     @property
     def complete_to(self) -> float:
-        """The version from which updates may continue without a gap in the lines.
+        """The newest version from which a resume can continue without a gap in the lines of updates.
 
-        The version is infinite if metrics.jsonl is missing or damaged, because updates are not repeated for such lines.
+        It is infinite if metrics.jsonl is missing or damaged, because a resume does not repeat updates for lost lines.
         """
         return math.inf if self._lost else self.version
 
     def begin(self, version: int) -> None:
-        """Continue after the learner's `version`, even if lines up to it are lost."""
+        """Record the updates after the learner's `version`, even if lines of earlier updates are lost."""
         self.version = max(self.version, version)
         self._lost = False
 
     def drop_unpublished(self, newest: int) -> None:
-        """Remove the line of an update after `newest`, the newest version in the journal.
+        """Remove the lines of updates to versions above `newest`, the newest version in the journal.
 
-        The driver was killed before that update's version was published. The update is repeated, perhaps with another
+        The driver was killed before such a version was published. Its update is repeated, perhaps with another
         configuration.
         """
         if self.version > newest:
             with durable.naming(self.folder / metrics_file.METRICS, RunError):
-                # If the disk refuses, the end of the run is still written to the open file.
+                # If `drop_after` raises a disk error, the run's last line is still written to the open file.
                 metrics_file.drop_after(self.folder, newest)
                 self._file.close()
                 self._file = self._open()
             self.version = newest
 
     def update(self, report: UpdateReport) -> bool:
-        """Record an update. Returns False if it is a repetition of an update that has a line."""
+        """Record an update. Returns False if the update is repeated and already has a line."""
         if report.version <= self.version:
             self._write("redone", report.version)
             return False
@@ -147,7 +148,7 @@ class RunRecord:
         return True
 
     def remade(self, version: int, metrics: Mapping[str, float], lag_histogram: Mapping[int, int]) -> None:
-        """Write a line with the known metrics of an update whose line was lost."""
+        """Write a line with the metrics that the archived batch gives for an update whose line was lost."""
         self._write("remade", version, {**metrics, "lag_histogram": _named(lag_histogram)})
 
     def evaluation(self, version: int, parts: Sequence[EvaluationReport]) -> None:
@@ -208,7 +209,7 @@ class RunRecord:
 
     def _line(self, report: UpdateReport) -> str:
         m = report.metrics
-        # A batch of segments may contain no end of a completion. Only segments with the end have a reward.
+        # Only the last segment of a completion has a reward, and a batch may contain no last segment.
         reward = f"{m['reward']:.3f}" if "reward" in m else "-"
         return (
             f"[{self.wall_s:6.1f}s] update {report.version:4d}/{self.updates}  reward {reward}  "
@@ -285,7 +286,7 @@ class RunRecord:
             with self._after(outcome), durable.naming(path, RunError):
                 durable.write(path, (json.dumps(content, indent=2) + "\n").encode())
         finally:
-            # Closing fails if a buffered line cannot be written. That write has already reported the error.
+            # Closing fails if a buffered line cannot be written. The first write of the line has reported the error.
             with suppress(OSError):
                 self._file.close()
             if self._sinks is not None:
@@ -294,7 +295,7 @@ class RunRecord:
 
     @contextmanager
     def _after(self, outcome: str) -> Generator[None]:
-        """Log a disk error after a failed run instead of raising it, because it would hide the run's error."""
+        """If the run has failed, log a disk error of the block, which must not hide the run's error; else raise it."""
         try:
             yield
         except RunError as error:

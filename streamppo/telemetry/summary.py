@@ -23,14 +23,17 @@ WINDOW = 10
 
 
 class StartAndEnd(TypedDict):
-    """A number at the start of a run and at its end."""
+    """The value of a number at the start of a run and at its end."""
 
     start: float | None
     final: float | None
 
 
 class LagSummary(TypedDict):
-    """Lags of tokens in versions; the numbers are None if there are no tokens."""
+    """Lags of tokens in versions: the number of tokens by lag, and the mean, 99th percentile and maximum.
+
+    The last three are None without tokens.
+    """
 
     mean: float | None
     p99: int | None
@@ -66,7 +69,7 @@ class LineTotals(TypedDict):
 
 
 class QueueTotals(TypedDict):
-    """The queue's counts since the start of the run; None if the run ended before the queue reported."""
+    """The queue's counts since the start of the run. Each is None if the run ended before the queue's first report."""
 
     trajectories: int | None
     dropped: dict[str, int] | None
@@ -78,10 +81,10 @@ class QueueTotals(TypedDict):
 
 
 class EngineTotals(ReuseNumbers):
-    """Counts of the engines at the end of the run, each since its start, and their cache reuse (context_reuse.py).
+    """Sums over the engines that ran at the end, each since its start, and their cache reuse (context_reuse.py).
 
-    `tokens_per_s` is the sum over engines of tokens per second. `restarts` counts the restarts of engine processes by
-    their actors. `stalls` counts environment steps that blocked an actor, by file and line. `agents` counts requests by
+    `tokens_per_s` adds up the engines' tokens per second. `restarts` counts engine processes that an actor restarted.
+    `stalls` counts environment steps that blocked an actor, by file and line. `agents` counts requests by
     outcome.
     """
 
@@ -118,8 +121,8 @@ def line_totals(lines: Sequence[Line]) -> LineTotals:
     updates = sorted((line for line in lines if "update" in line), key=lambda line: line["update"])
     all_updates = updates_in_order(lines)
     evaluations = [(line["evaluation"], line["accuracy"]) for line in lines if "evaluation" in line]
-    # The order of the lines is the order in which evaluations ended. If a resumed run evaluated a version again, the
-    # stable sort leaves the newest result last.
+    # Lines are in the order in which evaluations ended. The sort is stable, so the newest of several results for one
+    # version comes last.
     evaluations.sort(key=lambda evaluation: evaluation[0])
     restarts = Counter(line["restart"] for line in lines if "restart" in line)
     update_s = sum(line["update_s"] for line in updates)
@@ -170,7 +173,7 @@ def final_line(summary: Summary) -> str:
 
 
 def queue_totals(queue: QueueReport | None) -> QueueTotals:
-    """Return the queue's counts in the form of the summary."""
+    """Return the queue's counts under the names of `QueueTotals`."""
     return {
         "trajectories": queue and queue.consumed,
         "dropped": queue and queue.dropped,
@@ -210,7 +213,7 @@ def engine_totals(engines: Sequence[EngineReport]) -> EngineTotals | None:
 
 
 def _youngest(histogram: Mapping[str, int], too_old: int) -> dict[str, int]:
-    """Remove the `too_old` tokens with the largest lags, because `max_lag` excludes exactly these."""
+    """Remove the `too_old` tokens with the largest lags: `max_lag` excluded these tokens from the loss."""
     remaining: dict[str, int] = {}
     for lag in sorted(histogram, key=int, reverse=True):
         excluded = min(too_old, histogram[lag])
@@ -237,7 +240,7 @@ def _lag(histograms: Sequence[Mapping[str, int]]) -> LagSummary:
 
 
 def _percentile(histogram: Mapping[int, int], share: float) -> int:
-    """Return the smallest lag such that at least `share` of all tokens have this lag or a smaller one."""
+    """Return the smallest lag such that at least `share` of all tokens have this lag or a smaller lag."""
     least, count = share * sum(histogram.values()), 0
     for lag in sorted(histogram):
         count += histogram[lag]

@@ -26,7 +26,7 @@ class EngineInterval(NamedTuple):
 
 
 def engine_intervals(lines: Sequence[Line]) -> Iterator[EngineInterval]:
-    """Pair each line of a rollout actor with the previous line, and the first with a line of zeros at its start."""
+    """Pair each line of a rollout actor with the actor's previous line; its first line with a made-up line of zeros."""
     engines: dict[str, EngineLine] = {}
     for line in lines:
         if "part" in line:
@@ -40,18 +40,18 @@ def engine_intervals(lines: Sequence[Line]) -> Iterator[EngineInterval]:
 
 
 def _start(line: EngineLine) -> EngineLine:
-    """Return the line that the actor would have written at its start, with the version of its first line."""
+    """Return a line with counters of 0 at the time of the actor's start, given the actor's first line."""
     began_s = max(0.0, line["wall_s"] - line["busy_s"] - line["idle_s"])
     return {**line, "wall_s": began_s, "tokens": 0, "busy_s": 0.0, "idle_s": 0.0}
 
 
 def requested_s(line: UpdateLine) -> float:
-    """Return the second of the run at which an update requested its batch and the previous version's push began."""
+    """Return the second of the run at which the update began: it requested its batch, and the last push began."""
     return line["wall_s"] - line["update_s"]
 
 
 def describe_event(line: Line) -> tuple[str, str] | None:
-    """Return the kind and the text of an instant event; None for any other line."""
+    """Return the kind and the text of an event without duration; None for lines that are no such event."""
     if "evaluation" in line:
         accuracy = "no score" if line["accuracy"] is None else f"accuracy {line['accuracy']:.3f}"
         return "evaluation", f"{line['evaluation']}: {accuracy}"

@@ -41,7 +41,7 @@ def _slices(lines: Sequence[Line]) -> Iterator[Event]:
     updated = pushed = 0.0
     for line in lines:
         if "update" in line:
-            # The times come from two clocks, whose difference must not make the slices of a lane overlap.
+            # `wall_s` and `update_s` come from different clocks. Slices of a lane may not overlap.
             begin = max(updated, timeline.requested_s(line))
             yield from _update(line, begin)
             pushed, updated = max(pushed, begin), line["wall_s"]
@@ -50,7 +50,7 @@ def _slices(lines: Sequence[Line]) -> Iterator[Event]:
 
 
 def _update(line: UpdateLine, begin: float) -> Iterator[Event]:
-    """Yield the slice of an update since the request of its batch, and slices for waiting, scoring and training."""
+    """Yield a slice for the update from the request of its batch on, and slices for its waiting, scoring, training."""
     numbers: Mapping[str, object] = {**line}
     shown = {name: numbers[name] for name in SHOWN if name in numbers}
     at = begin
@@ -82,7 +82,7 @@ def _instants(lines: Sequence[Line]) -> Iterator[Event]:
 
 def _counters(lines: Sequence[Line]) -> Iterator[Event]:
     for interval in timeline.engine_intervals(lines):
-        # A counter's value is valid from its event on, so the event is placed at the earlier line.
+        # A counter keeps its value from its event on, so the interval's rate is placed at the interval's begin.
         engine, begin_s = interval.line["engine"], interval.before["wall_s"]
         yield _counter(f"{engine}: tokens a second", begin_s, {"tokens": interval.tokens_per_s})
     processes: dict[str, PhasesLine] = {}
@@ -99,7 +99,7 @@ def _counters(lines: Sequence[Line]) -> Iterator[Event]:
 
 
 def _spent(line: PhasesLine, before: PhasesLine) -> Iterator[Event]:
-    """Yield the seconds of each phase per second since the process's last line; nothing if the process restarted."""
+    """Yield each phase's seconds per second since the process's previous line; nothing if the process restarted."""
     lasts = max(line["wall_s"] - before["wall_s"], 1e-9)
     shares = {
         name: (wall_s - before["spent"].get(name, (0, 0.0, 0.0))[1]) / lasts

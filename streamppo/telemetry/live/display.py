@@ -27,7 +27,7 @@ from streamppo.telemetry.metrics_file import Line
 EVERY_S = 10.0
 """Seconds between two log lines about updates."""
 DRAW_S, CLOCK_S = 0.5, 1.0
-"""Minimum seconds between two drawings: after a change, and without a change."""
+"""Minimum seconds between two drawings: `DRAW_S` if the state has changed, otherwise `CLOCK_S` to update the clock."""
 REPORTS_S = 2.0
 """Seconds between two reports of queue and engines for the live view."""
 STDOUT = 1
@@ -40,7 +40,7 @@ log = logging.getLogger(__name__)
 
 
 class Display(Protocol):
-    """Shows a run to the user. `RunRecord` calls it."""
+    """The methods that `RunRecord` calls to show a run to the user."""
 
     reports_s: float
     """Seconds between two reports of queue and engines."""
@@ -67,7 +67,10 @@ class Display(Protocol):
 
 
 def display(config: Config, folder: Path, diagnosis: Diagnosis | None = None) -> Display:
-    """Return the display for standard output, which hides warnings about findings of `diagnosis` that have ended."""
+    """Return the live view if standard output is a terminal that can show it, otherwise `PlainLines`.
+
+    The view shows no warning about a finding of `diagnosis` that has ended.
+    """
     utf8 = (sys.stdout.encoding or "").lower().replace("-", "") == "utf8"
     if sys.stdout.isatty() and utf8 and os.environ.get("TERM") != "dumb":
         return LiveView(empty_state(config, folder, diagnosis))
@@ -75,7 +78,7 @@ def display(config: Config, folder: Path, diagnosis: Diagnosis | None = None) ->
 
 
 def empty_state(config: Config, folder: Path, diagnosis: Diagnosis | None = None) -> RunState:
-    """Return the state of a run without lines. The caller adds the run's lines to `diagnosis`."""
+    """Return the state before the run's first line. The caller must add the run's lines to `diagnosis`."""
     queue = config.queue
     lag_bound = f"{queue.bound}{' in the mean' if queue.admission == 'mean' else ''}"
     return RunState(config.name, str(folder), config.updates, lag_bound, queue.batch_size, diagnosis=diagnosis)
@@ -102,7 +105,7 @@ class PlainLines:
         """Show nothing, because the time needs no log line."""
 
     def say(self, text: str) -> None:
-        """Write to the file descriptor, because the signal may have interrupted a write to `sys.stdout`."""
+        """Write to the descriptor of standard output: the signal may have interrupted a write to `sys.stdout`."""
         with suppress(OSError):
             os.write(STDOUT, text.encode())
 
@@ -131,7 +134,7 @@ class LiveView:
         self._changed = True
 
     def update(self, text: str, *, is_last: bool) -> None:
-        """Store the line for a terminal that is too small for the view. Log it if the terminal has closed."""
+        """Store the line, which a terminal too small for the view shows. Log it if the terminal has closed."""
         self._state.line = text
         if self._closed or self._screen.size() is None:
             self._plain.update(text, is_last=is_last)
@@ -150,12 +153,12 @@ class LiveView:
             self._draw(lambda: view(self._state, size.columns, size.lines))
 
     def say(self, text: str) -> None:
-        """Write above the view. The next drawing explains how to end at once."""
+        """Write `text` above the view. The next drawing tells the user how to end at once."""
         self._state.stopping = self._changed = True
         self._screen.say(text)
 
     def close(self) -> None:
-        """Print the final state in a few rows."""
+        """Replace the view by a few rows with the final state, and stop drawing."""
         if self._closed:
             return
         size = self._screen.size()

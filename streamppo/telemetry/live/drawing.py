@@ -6,9 +6,9 @@ from itertools import pairwise
 from rich.cells import cell_len, set_cell_size
 
 EIGHTHS = " ▁▂▃▄▅▆▇█"
-"""Cells that are filled to eighths from below."""
+"""Characters for a cell of which 0 to 8 eighths are filled, from below."""
 LEFT_EIGHTHS = ("", "▏", "▎", "▍", "▌", "▋", "▊", "▉")
-"""Cells that are filled to eighths from the left."""
+"""Characters for a cell of which 0 to 7 eighths are filled, from the left."""
 
 
 def curve(values: Sequence[float], width: int, height: int = 1) -> list[str]:
@@ -47,7 +47,7 @@ def truncate(text: str, width: int) -> str:
     """Shorten `text` to `width` cells, with … at the end if anything was cut off."""
     if width < 1:
         return ""
-    # This limits the work on a very long text.
+    # `cell_len` would take long for a very long text.
     if len(text) > 4 * width:
         text = text[: 4 * width]
     return text if cell_len(text) <= width else set_cell_size(text, width - 1) + "…"

@@ -31,7 +31,7 @@ def pipeline(state: RunState, width: int, *, tall: bool = False) -> list[list[Te
 
 
 def waits(state: RunState, width: int) -> list[Text]:
-    """Show how long the learner waits in the newest updates, and the engines between their newest two lines."""
+    """Show the share of time that the learner waited in the newest updates, and that engines were idle lately."""
     learner, engines = state.learner_waits, state.engines_idle
     if learner is None:
         return []
@@ -57,7 +57,7 @@ def _share(share: float | None) -> tuple[str, str]:
 
 
 def _buckets(state: RunState) -> dict[str, float]:
-    """Return the share of the tokens in each bucket of lags, up to the largest lag present."""
+    """Return the share of the newest tokens in each bucket of lags, up to the bucket of their largest lag."""
     histogram = state.lag_histogram
     total, oldest = sum(histogram.values()), max(histogram, default=0)
     shares: dict[str, float] = {}

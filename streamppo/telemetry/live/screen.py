@@ -48,7 +48,7 @@ class Screen:
         return self._replaced["stdout"][0] if "stdout" in self._replaced else sys.stdout
 
     def size(self) -> os.terminal_size | None:
-        """Return the terminal's columns and rows, 0 if it does not report them; None if there is no terminal."""
+        """Return the terminal's columns and rows, 0 if it does not report them; None if the output is no terminal."""
         try:
             return os.get_terminal_size(self.terminal.fileno()) if self.terminal.isatty() else None
         except (OSError, ValueError):
@@ -70,7 +70,7 @@ class Screen:
     def say(self, text: str) -> None:
         """Write complete lines above the rows from a signal handler, without waiting for the lock.
 
-        If the handler interrupted a writer, that writer writes the lines after its own.
+        If the lock is held, the function that holds it writes the lines when it is done.
         """
         if not self._lock.acquire(blocking=False):
             self._postponed.append(text)
@@ -82,7 +82,7 @@ class Screen:
             self._lock.release()
 
     def leave(self) -> None:
-        """Leave the rows on the screen, and let later output appear below them."""
+        """Restore the original streams. The rows stay on the screen, and later output appears below them."""
         for _, replacement in self._replaced.values():
             replacement.finish()
         with self._locked():
@@ -117,11 +117,14 @@ class Screen:
             self.terminal.flush()
 
     def _with(self, text: str) -> str:
-        """Return the output that inserts `text` above the rows."""
+        """Return the characters to print so that `text` appears above the rows."""
         return f"{self._to_first_row()}{ERASE_BELOW if self._rows else ''}{text}{self._drawn()}"
 
     def _to_first_row(self) -> str:
-        """Return the output that moves to the first row, also if a narrowed terminal has wrapped rows."""
+        """Return the characters to print so that the cursor moves to the first row.
+
+        If the terminal has become narrower, rows may be wrapped: they are counted as wrapped, and erased.
+        """
         if not self._rows:
             return ""
         size = self.size()
@@ -139,8 +142,8 @@ class Screen:
 class StreamAbove(io.TextIOBase):
     """Replaces standard output or standard error: its complete lines appear above the rows.
 
-    `print` writes a line in pieces. The pieces are buffered per thread until the newline, so threads do not mix their
-    lines.
+    `print` writes a line in pieces. Each thread's pieces are buffered until its newline, so lines of several threads
+    are not mixed.
     """
 
     def __init__(self, stream: TextIO, screen: Screen) -> None:

@@ -1,4 +1,4 @@
-"""The state that the live view shows, collected from the lines of metrics.jsonl as they are written.
+"""The state that the live view shows, computed from the lines of metrics.jsonl as they are written.
 
 The same state can be built from the file of a finished run. A resumed run starts with the curves of its earlier parts.
 """
@@ -18,7 +18,7 @@ CURVES = ("reward", "entropy", "ess", "length", "lag_mean")
 
 
 class Pace(NamedTuple):
-    """The time at which an update was recorded, its duration, its waiting time and its tokens."""
+    """The time at which an update was recorded, its duration, its waiting time and its trained tokens."""
 
     wall_s: float
     update_s: float
@@ -35,11 +35,11 @@ class EngineLines(NamedTuple):
 
 @dataclass(slots=True)
 class RunState:
-    """The state of one run.
+    """The state of one run, for the live view.
 
     `lag_bound` is the bound on the lag in words. `line` describes the newest update. `doing` is what the driver waits
-    for. `stopping` is true after a signal. `memory` is (used, total) in GiB. `ended` is the outcome. `diagnosis` has
-    the findings; the caller adds the lines to it.
+    for. `stopping` is true after a signal. `memory` is (used, total) in GiB. `ended` is the outcome, or "". `diagnosis`
+    has the findings; the caller adds the lines to it.
     """
 
     name: str
@@ -115,13 +115,13 @@ class RunState:
 
     @property
     def learner_waits(self) -> float | None:
-        """The share of its time for which the learner waited for batches."""
+        """The share of its time that the learner spent waiting for batches, in the newest updates."""
         update_s = sum(pace.update_s for pace in self.paces)
         return sum(pace.wait_s for pace in self.paces) / update_s if update_s else None
 
     @property
     def engines_idle(self) -> float | None:
-        """The share of time in which engines had nothing to decode, between their two newest lines."""
+        """The share of time that engines had nothing to decode, between the two newest lines of each."""
         idle_s = sum(_since(engine, "idle_s") for engine in self.engines.values())
         lived_s = idle_s + sum(_since(engine, "busy_s") for engine in self.engines.values())
         return idle_s / lived_s if lived_s > 0 else None
@@ -145,12 +145,12 @@ class RunState:
 
     @property
     def _lasted_s(self) -> float | None:
-        """Seconds from the oldest to the newest entry of `paces`; None if there are fewer than two."""
+        """Seconds from the oldest to the newest entry of `paces`; None for fewer than two entries."""
         return self.paces[-1].wall_s - self.paces[0].wall_s if len(self.paces) > 1 else None
 
     @property
     def lag_histogram(self) -> dict[int, int]:
-        """The numbers of tokens of the newest batches by lag."""
+        """The number of tokens with each lag, over the newest batches."""
         totals: Counter[int] = Counter()
         for histogram in self.lags:
             totals.update({int(lag): count for lag, count in histogram.items()})
@@ -180,8 +180,7 @@ class RunState:
         self.sampled = line["sampled"] or self.sampled
 
     def _begin_part(self) -> None:
-        """Reset engines and speeds, because the earlier engines have ended and the time between two parts does not
-        count."""
+        """Reset engines and speeds: the earlier engines have ended, and the pause between two parts is no run time."""
         self.engines = {}
         self.paces.clear()
         self.ready = self.in_flight = 0

@@ -1,7 +1,7 @@
 """Lays out the state of a run as rows of text for a terminal of any size.
 
 below 60 columns or 8 rows     one line: the progress of the run
-from 60 columns                one column; if its rows do not fit, the most important ones
+from 60 columns                one column; if not all rows fit, the most important rows
 from 120 columns               curves on the left, the pipeline on the right
 
 If the terminal has more rows, curves are taller.
@@ -30,17 +30,17 @@ LABELS = {"reward": "reward", "entropy": "entropy", "ess": "ess", "length": "len
 CTRL_C = "Ctrl-C: save a last checkpoint and end; twice: end at once"
 STOPPING = "stopping: a last checkpoint is saved; Ctrl-C: end at once"
 VALUE, RANGE = 8, 14
-"""Cells of the newest value before a curve, and of the value range after it."""
+"""Cells for the newest value, which is left of a curve, and for the range of values, which is right of it."""
 TREND = 3
-"""The accuracy has a curve over versions if there are at least this many evaluations."""
+"""From this number of evaluations on, the x axis of the accuracy's curve is the version."""
 TALLEST = 8
 """The maximum number of rows of a curve."""
 VERSION = 7
-"""Cells of the version of the newest accuracy."""
+"""Cells for the version of the newest evaluation."""
 
 
 def view(state: RunState, columns: int, rows: int) -> list[Text]:
-    """Return rows of at most `columns` - 1 cells, and leave some of the terminal's rows for log lines."""
+    """Return the rows of the view, each of at most `columns` - 1 cells. Some of `rows` are left for log lines."""
     width, room = columns - 1, _room(rows)
     if columns < LEAST_COLUMNS or rows < LEAST_ROWS:
         texts = [_line(state, width)]
@@ -75,9 +75,9 @@ def _room(rows: int) -> int:
 
 
 def _narrow(state: RunState, width: int, room: int) -> list[Text]:
-    """Choose rows by importance until `room` rows are used, and return them in the order of the layout.
+    """Choose sections by importance until `room` rows are used, and return their rows in the order of the layout.
 
-    If all rows fit, the curves use the remaining room.
+    If all rows fit, the curves are made taller until `room` is used.
     """
 
     def ranked(height: int) -> list[tuple[int, list[Text]]]:
@@ -145,15 +145,15 @@ def _title(state: RunState, width: int) -> Text:
 
 
 def _line(state: RunState, width: int) -> Text:
-    """Show the newest update or what the driver waits for, unshortened if the terminal's width is unknown."""
+    """Show the newest update or what the driver waits for. If `width` is negative (unknown), cut nothing off."""
     text = harmless(state.line or state.doing)
     return Text(text if width < 0 else text[:width])
 
 
 def _progress(state: RunState, width: int) -> Text:
-    """Show the progress of the run, and the time left or, outside of updates, what the driver waits for.
+    """Show the progress of the run, and the time left. If no update is running, show what the driver waits for.
 
-    A finished run shows its total time.
+    After the end, show the time that the run took.
     """
     count = f"{state.version}/{state.updates}"
     time_left = seconds(state.wall_s)
@@ -235,7 +235,7 @@ def _sample(state: RunState, width: int) -> list[Text]:
     tail = f"  reward {sample['reward']:.3g}  v{sample['version']}"
     room = width - LABEL - len(tail) - 3
     prompt, completion = harmless(sample["prompt"]), harmless(sample["completion"])
-    # A prompt ends with its question, so its end is shown. The completion gets at least half of the row.
+    # The end of the prompt is shown because most prompts end with the question. The completion gets half of the row.
     prompt = _tail(prompt, max(room // 2, room - len(completion)))
     shown_completion = truncate(completion, room - Text(prompt).cell_len)
     return [labelled_row("sample", (prompt, "dim"), (" → ", "dim"), shown_completion, (tail, "dim"))]

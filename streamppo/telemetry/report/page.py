@@ -17,7 +17,10 @@ COLOURS = 6
 
 
 class Panel(NamedTuple):
-    """A chart of metrics with one unit. `says` explains to the user how to read it."""
+    """The plan of a chart: its title, the metrics that it draws as curves, and their common unit.
+
+    `says` explains to the user how to read the chart.
+    """
 
     title: str
     metrics: tuple[str, ...]
@@ -107,18 +110,18 @@ PANELS = (
     Panel("Push", ("push_ms",), "ms"),
     Panel("Memory of rank 0", ("peak_memory_mib",), "MiB"),
 )
-"""The charts in their order. A chart is left out if no run has its metrics."""
+"""The charts in the order of the page. A chart is left out if no run has a metric of it."""
 COMPUTED = {
     "accuracy": "share of held-out prompts with a correct greedy answer, by the version evaluated",
     "wait_share": "wait_s / update_s: share of the learner's time spent waiting for a batch",
 }
-"""Texts of the curves that are computed in this file."""
+"""Descriptions of the curves that are computed in this file, not recorded as metrics."""
 
 
 class Chart(NamedTuple):
-    """A panel with its drawing, the texts of its metrics (`help`), and its curves for the legend.
+    """A drawn panel. `help` has the name and the description of each metric, and `legend` the curves if several.
 
-    `is_flat` is true if every curve is constant; a clip fraction is, if nothing can be clipped. `says` explains to the
+    `is_flat` is true if every curve is constant, for example a clip fraction that is always 0. `says` explains to the
     user how to read the chart.
     """
 
@@ -135,9 +138,9 @@ def render(
     differences: Sequence[tuple[str, RunsTable]] = (),
     predicted: Sequence[tuple[str, RunsTable]] = (),
 ) -> str:
-    """Return the page of one run, or of several runs in comparison.
+    """Return the HTML page of one run, or the page that compares several runs.
 
-    Each of `differences` and `predicted` is a sentence and its table.
+    Each element of `differences` and of `predicted` is a table and the sentence above it.
     """
     environment = Environment(loader=FileSystemLoader(Path(__file__).parent), autoescape=True)
     environment.globals |= {
@@ -174,7 +177,7 @@ def curves(run_view: View) -> str:
 
 
 def charts(views: Sequence[View]) -> list[Chart]:
-    """Return the panels with data and a panel of the reward's components, with flat charts last."""
+    """Draw each panel for which `views` have data, and a panel of the reward's components; flat charts come last."""
     lines = [_by_version(run_view) for run_view in views]
     components = sorted({name for run in lines for line in run for name in line if name.startswith("reward_")})
     panels = [*PANELS, *([Panel("Parts of the reward", tuple(components))] if components else [])]

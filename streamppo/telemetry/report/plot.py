@@ -15,23 +15,23 @@ from markupsafe import Markup, escape
 WIDTH, HEIGHT = 480.0, 200.0
 LEFT, RIGHT, TOP, BOTTOM = 46.0, 8.0, 18.0, 20.0
 MOST_POINTS = 400
-"""The maximum number of points of a curve. With more data, each point is the mean of several values."""
+"""The maximum number of points of a curve. If a curve has more values, each point is the mean of several values."""
 MOST_COLUMNS = 120
-"""The maximum number of columns of a heat map. With more data, each column is the sum of several histograms."""
+"""The maximum number of columns of a heat map. If more histograms are given, each column is the sum of several."""
 PARTS = 16
 """The number of equal bins of a histogram."""
 NAME = 64.0
 """The width reserved for the name of the x axis."""
 MOST_ROWS = 16
-"""The top row of a heat map, which includes all larger numbers."""
+"""The number of the top row of a heat map. Larger numbers are counted in this row."""
 TICKS, X_TICKS = 4, 6
 FEW = 12
 """A curve with fewer points has a dot at each point."""
 TREND = 3
-"""Fewer points are not joined by a line."""
+"""A curve with fewer points has no line between its points."""
 LEAST_SMOOTHED, SAW_TOOTH = 30, 0.04
-"""A curve is smoothed if it has this many points and the mean distance of a point from its neighbours exceeds this
-share of the height."""
+"""A curve is jagged if it has at least this number of points, and a point's mean distance from the middle of its two
+neighbours exceeds this share of the curve's height."""
 Point = tuple[float, float]
 
 
@@ -58,7 +58,7 @@ class Bar(NamedTuple):
 
 
 class Event(NamedTuple):
-    """A time interval in a lane of a timeline, with a text. `strength` is the opacity of its colour, 0 to 1."""
+    """A time interval with a text, drawn in a lane of a timeline. `strength` is the opacity of its colour, 0 to 1."""
 
     lane: str
     begin_s: float
@@ -69,7 +69,7 @@ class Event(NamedTuple):
 
 
 class Histogram(NamedTuple):
-    """Amounts by whole number at one x, for example tokens by lag."""
+    """The amount of each whole number at position `x`, for example the tokens of each lag at update 10."""
 
     x: float
     amounts: Mapping[int, int]
@@ -97,7 +97,7 @@ def curves(all_curves: Sequence[Curve], x_name: str, unit: str = "") -> Markup:
 
 
 def bars(all_bars: Sequence[Bar], unit: str) -> Markup:
-    """Draw one bar for each amount, side by side. `unit` names the amounts and the labels."""
+    """Draw the bars side by side. `unit` says what the amounts and the labels are."""
     total = sum(bar.amount for bar in all_bars)
     if not total:
         return Markup("")
@@ -142,7 +142,7 @@ def histogram(values: Sequence[float], x_name: str, unit: str) -> Markup:
 
 
 def heat(columns: Sequence[Histogram], x_name: str, y_name: str) -> Markup:
-    """Draw histograms over an x axis as a heat map. A larger share of a column has a deeper colour."""
+    """Draw each histogram as a column of a heat map. A number with a larger share of its column has a deeper colour."""
     columns = _merge_bins([distribution for distribution in columns if sum(distribution.amounts.values()) > 0])
     if not columns:
         return Markup("")
@@ -169,7 +169,7 @@ def heat(columns: Sequence[Histogram], x_name: str, y_name: str) -> Markup:
 
 
 def timeline(events: Sequence[Event], begin_s: float = 0.0) -> Markup:
-    """Draw a lane for each kind of event over the seconds of the run, starting at `begin_s`."""
+    """Draw the events in their lanes, over the seconds of the run from `begin_s` on."""
     events = [event._replace(begin_s=max(begin_s, event.begin_s)) for event in events if event.end_s >= begin_s]
     if not events:
         return Markup("")
@@ -260,13 +260,13 @@ def _ticks(axis: _Axis, count: int = TICKS) -> list[float]:
 
 
 def _marks(x_axis: _Axis) -> list[str]:
-    """Return the numbers below the x axis, whose right end is left free for the axis's name."""
+    """Return the numbers below the x axis. No number is placed where the axis's name is, at the right end."""
     places = [(x_axis.place(tick), abbreviate(tick)) for tick in _ticks(x_axis, X_TICKS)]
     return [_text(x, HEIGHT - 5, text, "middle") for x, text in places if x < WIDTH - NAME]
 
 
 def _names(x_name: str, unit: str) -> list[str]:
-    """Return the names of both axes."""
+    """Return the name of the x axis, and the unit above the y axis."""
     return [_text(WIDTH - RIGHT, HEIGHT - 5, x_name, "end"), _text(2, 11, unit, "start")]
 
 
@@ -287,7 +287,7 @@ def abbreviate(number: float) -> str:
 
 
 def _curve(curve: Curve, x_axis: _Axis, y_axis: _Axis) -> list[str]:
-    """Draw a curve with its label, and with its running mean and dots if needed."""
+    """Draw a curve, the running mean of a jagged curve, and dots for few points or for an early end."""
     points, kind = curve.points, f"c{curve.colour}{' dashed' if curve.dashed else ''}"
     smooth = _smooth(points)
     form = " raw" if smooth else " loose" if len(points) < TREND else " few" if len(points) < FEW else ""

@@ -1,4 +1,4 @@
-"""The data of one run in a report, and the tables that are computed from metrics.jsonl."""
+"""The data of one run in a report, and the tables and timelines that are computed from them."""
 
 import traceback
 from collections import Counter
@@ -23,7 +23,7 @@ from streamppo.types import QueueReport
 
 T = TypeVar("T")
 AGES = 12
-"""The number of rows for ages of reused context."""
+"""The maximum number of ages of reused tokens that have a row each. Older tokens share a row."""
 
 
 def make_part(part: Callable[[], T]) -> tuple[T | None, str]:
@@ -50,14 +50,14 @@ def section(caller: Callable[[], Markup]) -> Markup:
 
 
 class TextPiece(NamedTuple):
-    """Text of consecutive tokens of one version. `lag` is None if the policy did not sample them."""
+    """The text of consecutive tokens with the same lag. `lag` is None if the policy did not sample the tokens."""
 
     text: str
     lag: int | None
 
 
 class TrainedSample(NamedTuple):
-    """A trajectory of the batch from which the update made `version`."""
+    """A trajectory in the batch of the update that made `version`, with its text."""
 
     version: int
     title: str
@@ -67,7 +67,7 @@ class TrainedSample(NamedTuple):
 
 
 class NamedNumber(NamedTuple):
-    """A named number with a remark."""
+    """A row of a table: a name, a number as text, and a remark."""
 
     name: str
     value: str
@@ -112,7 +112,7 @@ def evaluations(view: View) -> list[EvaluationLine]:
 
 
 def condition_class(condition: str) -> str:
-    """Return the colour class of a run's condition or outcome. Unknown outcomes count as failures."""
+    """Return the CSS class for a run's condition or outcome. Any other text is the class "failed"."""
     texts = {FINISHED: FINISHED, "running": "running", "killed": "killed", "replayed": "replayed"}
     if condition.startswith("Interrupted"):
         return "stopped"
@@ -120,7 +120,7 @@ def condition_class(condition: str) -> str:
 
 
 def condition_word(condition: str) -> str:
-    """Return the condition in one word, or the first line of an error."""
+    """Return `condition`, but only its first line if it is an error."""
     return condition.strip().partition("\n")[0] if condition_class(condition) == "failed" else condition
 
 
@@ -184,12 +184,12 @@ def _ends(totals: LineTotals) -> list[NamedNumber]:
 
 
 def ledger(view: View) -> tuple[list[NamedNumber], str]:
-    """Return the delivered tokens by outcome, and a sentence that compares their sum with the deliveries.
+    """Return the number of tokens with each outcome, and a sentence that compares their sum with the delivered tokens.
 
-    All counts are those of the journal's version, and lines of later updates are excluded. The learner counts the
-    tokens of its batches. The queue counts delivered, abandoned and waiting tokens.
+    Tokens in batches are counted by the learner, all other tokens by the queue. Both counts are those at the journal's
+    version, so lines of later updates are excluded.
 
-    Example: 100 tokens delivered, 20 waiting and 70 in the lines of updates: the sum is 10 less.
+    Example: of 100 delivered tokens, 20 wait and the updates' lines have 70. The sum is 90, which is 10 less.
     """
     if view.queue is None:
         return [], ""
@@ -231,7 +231,7 @@ def _version(line: UpdateLine | RemadeLine) -> int:
 
 
 def _in_batches(updates: Sequence[UpdateLine | RemadeLine]) -> dict[str, int]:
-    """Return the sums of token counts over updates, given one line for each update."""
+    """Return the sum over updates of each count of tokens."""
     names = ("tokens", "tokens_trained", "tokens_too_old")
     values = {name: [line.get(name, 0) for line in updates] for name in names}
     return {
@@ -241,7 +241,7 @@ def _in_batches(updates: Sequence[UpdateLine | RemadeLine]) -> dict[str, int]:
 
 
 def lengths(view: View) -> list[NamedNumber]:
-    """Return the mean lengths of trained and of sampled completions, and the bias between them."""
+    """Return the mean lengths of trained and of dropped completions and of both, and the bias of the trained ones."""
     if view.queue is None or not view.queue.consumed:
         return []
     queue, dropped = view.queue, view.queue.dropped["too_old"]
@@ -258,7 +258,7 @@ ATTEMPTS = ("attempts", "failed", "dropped", "lost", "masked", "undelivered", "r
 
 
 def attempts(view: View) -> tuple[str, RunsTable] | None:
-    """Describe how attempts ended in a sentence and a table; None without data."""
+    """Return a sentence and a table about how attempts ended; None if the view has no `attempts`."""
     if (table := view.attempts) is None:
         return None
     rows = [
@@ -293,14 +293,14 @@ def attempts(view: View) -> tuple[str, RunsTable] | None:
 
 
 def reuse(view: View) -> list[NamedNumber]:
-    """Return the shares of prompt tokens that came from caches, and their numbers by the age of the weights."""
+    """Return the shares of tokens that came from caches, and the number of these tokens by the age of the weights."""
     reused = context_reuse.mean_shares(context_reuse.newest_lines(view.lines))
     rows = list[NamedNumber]()
     if reused.prefixes is not None:
         rows.append(NamedNumber("prompts", f"{reused.prefixes:.0%}", "prefix_reused: tokens that came from a cache"))
     if reused.contexts is not None:
         rows.append(NamedNumber("contexts of turns", f"{reused.contexts:.0%}", "context_reused; turns allow 100%"))
-    # Age 0 alone is not shown, because samples share their prompt in every run.
+    # If all tokens have age 0, no ages are shown: in every run, samples take their prompt from the cache at age 0.
     ages = reused.ages if any(reused.ages) else {}
     rows += [
         NamedNumber(f"computed {age:,} versions before", f"{count:,}", "tokens from a cache")
@@ -321,11 +321,11 @@ AGENTS = {
     "over budget": "beyond max_turns or max_tokens",
     "undelivered tokens": "sampled but not received, and not trained on",
 }
-"""The meaning of agents' counters, in the order of the table. Counters of other refusals follow them."""
+"""The meaning of agents' counters, in the order of the table. Counters without an entry follow: refused requests."""
 
 
 def agents(view: View) -> list[NamedNumber]:
-    """Count the requests of agents by outcome over all rollout actors of the newest part."""
+    """Return the number of agents' requests with each outcome, over all rollout actors of the run's newest part."""
     counts: Counter[str] = Counter()
     for line in context_reuse.newest_lines(view.lines):
         counts.update(line.get("agents", {}))
@@ -334,7 +334,7 @@ def agents(view: View) -> list[NamedNumber]:
 
 
 def events(view: View) -> list[Event]:
-    """Return the timeline: parts, updates and the waits before them, pushes, rollout actors, evaluations, restarts."""
+    """Return the timeline's events: updates, waits, pushes, actors' work, evaluations, restarts, parts, the end."""
     listed: list[Event] = []
     updates = [line for line in view.lines if "update" in line]
     for line in updates[:: max(1, len(updates) // MOST_POINTS + 1)]:
@@ -356,7 +356,7 @@ def events(view: View) -> list[Event]:
 
 
 def _unreported(lines: Sequence[Line], intervals: Sequence[EngineInterval]) -> list[Event]:
-    """Return the time since the newest line of each rollout actor, for which there are no data."""
+    """Return an event for each rollout actor: the time after its newest line, which has no data."""
     end_s = max((line["wall_s"] for line in lines), default=0.0)
     begun_s = max((line["wall_s"] for line in lines if "part" in line), default=0.0)
     newest = {
@@ -376,7 +376,7 @@ def _engine(interval: EngineInterval) -> Event:
 
 
 UNREPORTED, FINISHED_COLOUR = 8, 2
-"""The colour index of time without data, and of a successful end."""
+"""The colours (indices of the page's style) of time without data, and of a successful end."""
 INSTANTS = {
     "evaluation": ("evaluation", "after update ", 1),
     "restart": ("restart", "", 3),

@@ -10,15 +10,15 @@ from streamppo.telemetry import catalogue
 
 PREFIX = "streamppo_"
 VERSION = "version"
-"""The metric that holds the version of the newest point."""
+"""The metric whose value is the version of the newest point."""
 RUN, OF = "run", "of"
-"""Labels: the run's name; and the bucket, component or actor that follows a catalogue name that ends in _."""
+"""The labels of a gauge: `RUN` has the run's name, `OF` the part of the metric's name after a catalogue name in _."""
 TEXTS = {**catalogue.ENTRIES, VERSION: "updates that were made"}
 """The help text of each metric, by its name in the catalogue."""
 
 
 class Gauge(NamedTuple):
-    """A gauge: its name, its help text, and the value of its label `of`; "" without that label."""
+    """A gauge: its name, its help text, and the value of its label `of`; "" if the gauge has no label `of`."""
 
     name: str
     text: str
@@ -39,5 +39,5 @@ def gauge(metric: str) -> Gauge | None:
 
 
 def name(entry: str) -> str:
-    """Return the gauge's name for a name of the catalogue."""
+    """Return the gauge's name for the catalogue's name `entry`."""
     return f"{PREFIX}{entry}{OF if entry.endswith('_') else ''}"

@@ -1,6 +1,6 @@
 """Builds a Grafana dashboard from the catalogue: `python -m streamppo.telemetry.tracking.grafana FILE`.
 
-Each query finds the gauges of the endpoint and those of Ray, whose names begin with ray_.
+The endpoint's gauges and Ray's gauges differ only in a prefix, ray_. Each query finds both.
 """
 
 import json
@@ -23,15 +23,15 @@ ROWS = {
     ),
     "Pipeline": ("queue_ready", "queue_in_flight", "engine_tokens_", "engine_idle_s_", "wait_s", "update_s", "push_ms"),
 }
-"""Rows of panels that are open. All other metrics have panels in the last row, which is closed."""
+"""The open rows, and the metrics with a panel in each. The last row is closed, and has all other metrics."""
 LAST_ROW = "Everything else"
 COUNTERS = ("engine_tokens_", "engine_busy_s_", "engine_idle_s_")
-"""Gauges that only grow, whose panels show the rate."""
+"""Gauges that only grow. Their panels show the increase per second."""
 WIDTH, HEIGHT, COLUMNS = 8, 7, 3
 
 
 def dashboard() -> dict[str, object]:
-    """Return the whole dashboard. The user chooses the data source and the runs in Grafana."""
+    """Return the dashboard, in which the user chooses a data source and runs."""
     open_entries = {entry for row in ROWS.values() for entry in row}
     closed_entries = tuple(entry for entry in gauges.TEXTS if entry not in open_entries)
     panels: list[dict[str, object]] = []
@@ -59,7 +59,7 @@ def text() -> str:
 def _row(
     title: str, entries: tuple[str, ...], top: int, number: int
 ) -> tuple[dict[str, object], list[dict[str, object]]]:
-    """Return a row and the panels below it. A closed row contains its panels instead."""
+    """Return a row, and the list of panels below it. A closed row contains its panels, and the list is empty."""
     panels = [_panel(entry, at, top + 1, number + 1 + at) for at, entry in enumerate(entries)]
     closed = title == LAST_ROW
     place = {"h": 1, "w": COLUMNS * WIDTH, "x": 0, "y": top}

@@ -6,11 +6,11 @@ from typing import NamedTuple
 from streamppo.telemetry.metrics_file import EngineLine, Line, RemadeLine, UpdateLine, numbers
 
 BY_ENGINE = ("version", "tokens", "busy_s", "idle_s", "prefix_reused", "context_reused", "kv_age")
-"""The numbers that a rollout actor's line can have."""
+"""The numbers of a rollout actor's line that trackers get, if the line has them."""
 
 
 class Point(NamedTuple):
-    """The numbers of one line. `at_s` is the time at which it was written, in seconds since 1970."""
+    """The numbers of one line, and their version. The line was written at `at_s`, in seconds since 1970."""
 
     version: int
     at_s: float
@@ -18,7 +18,7 @@ class Point(NamedTuple):
 
 
 class Points:
-    """Converts lines in their order to points. `version` is the newest version so far."""
+    """Converts lines, in the order of the file, to points. `version` is that of the last line of an update so far."""
 
     def __init__(self, version: int = 0) -> None:
         self.version = version

@@ -4,8 +4,8 @@
     any state -> the library raises: ended (exit code 1), with a traceback in the log
     any state except following -> the time limit passes: ended (exit code 1), with the hanging stack in the log
 
-The first line of standard input is the `TrackedRun`. Standard input ends when the driver ends, for any reason. A driver
-that ends normally waits `CLOSE_S` for this process. If the driver was killed, this process has the same time limit.
+The first line of standard input is the `TrackedRun`. Standard input ends when the driver ends, for any reason. This
+process then has `CLOSE_S` to send the remaining lines. The driver waits for it, unless the driver was killed.
 """
 
 import faulthandler
@@ -26,17 +26,17 @@ from streamppo.telemetry.tracking.points import Points
 from streamppo.telemetry.tracking.trackers.run import Kind, TrackedRun, Tracker
 
 MOST_BYTES = 2**20
-"""Approximate number of bytes of one read, so that a long file is never in memory as a whole."""
+"""Approximate number of bytes of one read. A long file is read in several parts, to save memory."""
 POLL_S = 1.0
 """Seconds between two reads of the file."""
 OPEN_S, SEND_S, CLOSE_S = 120.0, 60.0, 20.0
-"""Time limits in seconds: for importing and starting the library, for one `send`, and for all work at the end."""
+"""Time limits in seconds: for importing and opening the library, for one `send`, and for all work at the end."""
 NICENESS = 10
 STDIN = 0
 
 
 class Progress(msgspec.Struct, frozen=True):
-    """The content of trackers/KIND.json: the tracker's id, the sent bytes of metrics.jsonl, and the newest version."""
+    """The content of trackers/KIND.json: the library's id of the run, the bytes sent, and the newest version sent."""
 
     id: str = ""
     sent: int = 0
@@ -44,7 +44,7 @@ class Progress(msgspec.Struct, frozen=True):
 
 
 def main() -> None:
-    """Send the lines of the run that the first line of standard input names."""
+    """Send the lines of the run that the first line of standard input describes."""
     os.nice(NICENESS)
     run = msgspec.json.decode(sys.stdin.buffer.readline(), type=TrackedRun)
     follow(run)
@@ -54,7 +54,7 @@ def main() -> None:
 
 
 def follow(run: TrackedRun) -> None:
-    """Send all lines, and close the tracker when standard input has ended."""
+    """Send the lines of the run as they are written. When standard input has ended, send the rest and close."""
     path = progress_path(Path(run.folder), run.kind)
     progress = _read(path)
     with _limit(OPEN_S):
@@ -120,7 +120,7 @@ def _send(tracker: Tracker, tail: Tail, points: Points) -> bool:
 
 
 def read_lines(tail: Tail) -> list[Line]:
-    """Read the next complete lines, about `MOST_BYTES` bytes of them, and skip damaged lines."""
+    """Read the next complete lines, of about `MOST_BYTES` bytes together, and skip damaged lines."""
     return [line for text in tail.read(MOST_BYTES) if (line := parse(text))]
 
 
@@ -132,13 +132,16 @@ def _save(path: Path, progress: Progress) -> None:
 
 
 def _has_ended(wait_s: float) -> bool:
-    """Wait for `wait_s` seconds or the end of standard input. After the first line the driver writes nothing."""
+    """Wait for at most `wait_s` seconds, and return whether standard input has ended.
+
+    The driver writes only one line, so standard input can be read from then on only if it has ended.
+    """
     return bool(select.select([STDIN], [], [], wait_s)[0])
 
 
 @contextmanager
 def _limit(seconds: float) -> Generator[None]:
-    """End the process if the block takes longer. The timer is a C thread, which a hanging library cannot block."""
+    """End the process if the block takes longer than `seconds`, even if a library hangs: the timer is a C thread."""
     faulthandler.dump_traceback_later(seconds, exit=True)
     try:
         yield

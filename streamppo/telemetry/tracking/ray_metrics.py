@@ -1,7 +1,7 @@
 """Sets the gauges as metrics of Ray. A cluster's nodes export them to its Prometheus as ray_streamppo_...
 
-Ray sends them asynchronously, so the driver does not wait. Ray drops a gauge that was not set for some time, for
-example the accuracy between two evaluations. For this reason every line sets all gauges again.
+Ray sends gauges asynchronously, so the driver does not wait. Ray drops a gauge that was not set for some time, for
+example the accuracy between two evaluations. So all gauges are set again with every line.
 """
 
 import logging
@@ -18,7 +18,7 @@ log = logging.getLogger(__name__)
 
 
 class RayGauges:
-    """The gauges of the run named `run`. Ray must be running when `line` gets the first line with numbers."""
+    """The gauges of the run named `run`. Ray must be running before `line` is called with a line that has numbers."""
 
     def __init__(self, run: str) -> None:
         self._run = run
@@ -28,7 +28,7 @@ class RayGauges:
         self._lost = False
 
     def line(self, line: Line) -> None:
-        """Set the gauges for a line. After an error of Ray, later calls do nothing."""
+        """Set the gauges to the newest numbers, including those of `line`. After an error of Ray, do nothing."""
         if self._lost:
             return
         try:

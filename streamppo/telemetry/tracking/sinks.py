@@ -4,7 +4,7 @@
             -> late      the process did not end within `END_S` of the run's end: killed, one warning
             -> ended
 
-A resumed run sends the lines of metrics.jsonl that a tracker has not sent.
+In a resumed run, each tracker first sends the lines of metrics.jsonl that it has not sent before.
 """
 
 import logging
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 END_S = process.CLOSE_S
 """Seconds for which a run waits at its end for all trackers together."""
 HANGS = "Timeout ("
-"""The beginning of a line of faulthandler about a timeout."""
+"""The beginning of the line that faulthandler writes when a time limit has passed."""
 
 log = logging.getLogger(__name__)
 
@@ -52,13 +52,13 @@ class Sinks:
             self._gauges.line(line)
 
     def check(self) -> None:
-        """Warn about trackers whose process has ended."""
+        """Log a warning for each tracker whose process has ended early, once."""
         for kind, child in list(self._processes.items()):
             if child.poll() is not None:
                 self._give_up(kind, self._reason(kind))
 
     def close(self) -> None:
-        """Let all trackers send the remaining lines, and kill those that take too long. Later calls do nothing."""
+        """Let all trackers send the remaining lines, and kill each that takes too long. Later calls do nothing."""
         for child in self._processes.values():
             _close_input(child)
         deadline = time.monotonic() + END_S
@@ -73,7 +73,7 @@ class Sinks:
         self._processes = {}
 
     def _start(self, run: TrackedRun) -> "subprocess.Popen[bytes]":
-        """Start a tracker in a separate session, so that Ctrl-C reaches only the driver and the tracker can finish."""
+        """Start a tracker in a separate session, where Ctrl-C does not reach it. So it can send the last lines."""
         path = self._log(run.kind)
         for folder in (path.parent, process.progress_path(self._folder, run.kind).parent):
             folder.mkdir(exist_ok=True)

@@ -1,4 +1,4 @@
-"""The pipeline of a run over time: how long stages wait, the queue, the lag, and the newest updates."""
+"""The pipeline of a run on the live page: its stages, its actors, charts over time, and the newest updates."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -19,7 +19,7 @@ NEWEST = 20
 
 
 class StageView(NamedTuple):
-    """A stage of the pipeline: a number about it, and remarks."""
+    """A stage of the pipeline: its most important number as text, and remarks."""
 
     name: str
     value: str
@@ -27,7 +27,7 @@ class StageView(NamedTuple):
 
 
 class Actor(NamedTuple):
-    """A rollout actor between its two newest lines."""
+    """A rollout actor: its newest version, and its tokens per second and idle share between its two newest lines."""
 
     name: str
     version: str
@@ -91,7 +91,7 @@ def newest_updates(run_view: View) -> Markup:
     if not updates:
         return Markup("")
     begin_s = timeline.requested_s(updates[0])
-    # A rollout actor's interval begins at its previous line, so all of its lines are needed.
+    # An actor's interval begins at its previous line, which may be older than `begin_s`. So all actors' lines are kept.
     part = [line for line in run_view.lines if line["wall_s"] >= begin_s or "engine" in line or "part" in line]
     return plot.timeline(view.events(View(run_view.name, part)), begin_s)
 

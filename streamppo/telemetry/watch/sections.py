@@ -31,7 +31,7 @@ RESTARTS = 50
 
 
 class RunView(NamedTuple):
-    """A run for the page. `condition` is one word, such as running or killed."""
+    """A run for the page: its data, its state, and its `condition` in a word, such as running or killed."""
 
     view: View
     state: RunState
@@ -50,7 +50,7 @@ class _Macros(Protocol):
 
 
 def environment() -> Environment:
-    """Return the templates of the page, including those shared with the report."""
+    """Return the jinja environment with the templates of the page, and the report's templates that it uses."""
     jinja = Environment(loader=FileSystemLoader([FOLDER, Path(page.__file__).parent]), autoescape=True)
     jinja.globals |= {
         "actors": pipeline.actors,
@@ -75,7 +75,7 @@ MACROS = cast(_Macros, environment().get_template("sections.html").module)
 
 
 def sections(runs: Sequence[RunView]) -> dict[str, str]:
-    """Return the HTML of each section by name. Sections describe the first run; curves show all runs."""
+    """Return the HTML of each section by name. Curves and headlines show all runs, other sections the first run."""
     first, views = runs[0], [run.view for run in runs]
     charts = cache(lambda: page.charts(views))
     parts: dict[str, Callable[[], Markup]] = {
@@ -100,7 +100,7 @@ def _restarts(run_view: View) -> list[RestartLine]:
 
 
 def _headline(run: RunView) -> list[NamedNumber]:
-    """Return the headline numbers, with present speeds while the run continues."""
+    """Return the headline numbers, and the present speeds if the run continues."""
     rows = [row for row in view.headline(run.view) if row.name != "outcome"]
     if run.condition != "running":
         return rows
@@ -114,6 +114,6 @@ def _headline(run: RunView) -> list[NamedNumber]:
 
 
 def _time_left(run: RunView) -> str:
-    """Return the remaining time of a run that continues, at its present speed."""
+    """Return the time left at the present speed; "" if it is unknown or the run has ended."""
     seconds = run.state.seconds_left
     return f"about {view.duration(seconds)} left" if seconds and run.condition == "running" else ""

@@ -18,7 +18,7 @@ from streamppo.telemetry.tracking.trackers.run import TrackedRun
 
 LOOPBACK = "127.0.0.1"
 NAMES = (LOOPBACK, "localhost", "::1")
-"""The host names to which a request may be addressed."""
+"""The host names that a request's Host header may have."""
 Application = Callable[[dict[str, Any], Callable[..., Any]], Iterable[bytes]]
 
 
@@ -40,12 +40,12 @@ class PrometheusEndpoint(Collector):
     def send(self, points: Sequence[Point]) -> None:
         """Store the newest numbers."""
         for point in points:
-            # A single assignment, so that a request in the server's thread sees either all old or all new numbers.
+            # With one assignment, a request in the server's thread sees either all old or all new numbers.
             version = max(point.version, self._newest.get(gauges.VERSION, 0))
             self._newest = {**self._newest, **point.values, gauges.VERSION: version}
 
     def collect(self) -> Iterator[GaugeMetricFamily]:
-        """Yield all gauges for a request. Metrics with the same gauge name form one family."""
+        """Yield all gauges for a request. Gauges with the same name and different labels form one family."""
         families: dict[str, GaugeMetricFamily] = {}
         for metric, value in self._newest.items():
             if gauge := gauges.gauge(metric):

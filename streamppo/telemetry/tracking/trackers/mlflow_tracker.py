@@ -12,7 +12,7 @@ from streamppo.telemetry.tracking.trackers.run import TrackedRun, is_successful
 MOST_METRICS, MOST_PARAMS = 1000, 100
 """The maximum number of metrics and of parameters in one call to a server."""
 LONGEST = 500
-"""The maximum length of a parameter in characters that every server accepts."""
+"""The maximum number of characters of a parameter's value: every version of the server accepts as many."""
 REFUSED = re.compile(r"[^\w\-. :/]")
 """Characters that MLflow does not allow in names, such as the + of `ess_lag_65+`."""
 
@@ -42,7 +42,7 @@ class MLflow:
             self._client.log_batch(self.id, metrics=metrics[begin : begin + MOST_METRICS])
 
     def close(self, outcome: str) -> None:
-        """Set the run's final status."""
+        """Set the run's final status: FINISHED if the run made all its updates, otherwise KILLED."""
         self._client.set_terminated(self.id, "FINISHED" if is_successful(outcome) else "KILLED")
 
     def _send_config(self, config: Mapping[str, object]) -> None:

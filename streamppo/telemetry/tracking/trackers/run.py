@@ -34,15 +34,15 @@ class TrackedRun(msgspec.Struct, frozen=True):
 
 
 class Tracker(Protocol):
-    """A tracker library. If a method raises or does not return in time, the tracker's process is ended.
+    """A tracker library. The tracker's process ends if a method raises or exceeds its time limit.
 
-    `id` is the library's id of the run. A resumed run continues under it.
+    `id` is the library's id of the run. A resumed run keeps the id.
     """
 
     id: str
 
     def send(self, points: Sequence[Point]) -> None:
-        """Send points. Returns as soon as the library has them."""
+        """Pass points to the library, which may send them later."""
         ...
 
     def close(self, outcome: str) -> None:

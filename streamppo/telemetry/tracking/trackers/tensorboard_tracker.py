@@ -1,6 +1,6 @@
 """TensorBoard: writes event files to runs/NAME/tensorboard for `tensorboard --logdir runs`."""
 
-# Importing the package creates its protobuf classes, so pyright does not see them.
+# The protobuf classes are created when the package is imported, so pyright does not know them.
 # pyright: reportMissingImports=false, reportAttributeAccessIssue=false
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -28,7 +28,7 @@ class TensorBoard:
         self._described = set[str]()
 
     def send(self, points: Sequence[Point]) -> None:
-        """Write the scalars of each point as one event. The first value of a scalar has the catalogue's text.
+        """Write the scalars of each point as one event. The first value of a scalar carries its description.
 
         `tensorboard.summary.Writer` writes a tensor and an event for each scalar, which takes 25 times as long.
         """

@@ -10,7 +10,7 @@ from streamppo.telemetry.tracking.trackers.run import TrackedRun
 
 
 class Trackio:
-    """A run with a random suffix after its name, because another folder may have a run of the same name."""
+    """A run of trackio. Its id is the run's name and a random suffix: another folder may have a run of this name."""
 
     def __init__(self, run: TrackedRun) -> None:
         self.id = run.id or f"{run.name}-{secrets.token_hex(3)}"

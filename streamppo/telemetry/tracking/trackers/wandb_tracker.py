@@ -12,11 +12,11 @@ from streamppo.telemetry.tracking.points import Point
 from streamppo.telemetry.tracking.trackers.run import TrackedRun, is_successful
 
 STEP = "update"
-"""The x axis of curves. wandb's own step must grow, but lines share versions and evaluations come late."""
+"""The x axis of curves: the version. wandb's own step must grow, but lines may have equal or decreasing versions."""
 
 
 class WeightsAndBiases:
-    """A run with an id that this class chooses. The library sends from another process, and stores refused data."""
+    """A run of wandb with a random id. The library's process sends the data, and stores data that a server refuses."""
 
     def __init__(self, run: TrackedRun) -> None:
         self.id = run.id or secrets.token_hex(4)
