@@ -54,7 +54,7 @@ class VTrace(Bootstrapped, frozen=True, tag="vtrace"):
     clip: tuple[PositiveFloat, PositiveFloat] = (1.0, 1.0)
     """[rho_bar, c_bar]: the largest weight of a TD error, and the bound on the trace."""
     trace: Literal["step", "cumulative"] = "cumulative"
-    """Clip at c_bar: each factor of the trace, as published ("step"), or the product of factors ("cumulative")."""
+    """What is clipped at c_bar: each factor of the trace ("step", as published), or their product ("cumulative")."""
 
     def contradictions(self) -> Iterator[str]:
         """With trace = "cumulative", c_bar must be at least 1."""
@@ -116,7 +116,7 @@ class CustomAdvantage(Kind, frozen=True, tag="function"):
     function: str
     """`package.module:name` or `path/file.py:name` of a function from `AdvantageInputs` to [B] or [B, T] advantages."""
     compares_samples: bool = True
-    """The function compares the samples of a prompt, so a batch must contain all of them."""
+    """True if the function compares the samples of a prompt. A batch then contains all samples of each prompt."""
 
 
 Advantage: TypeAlias = (
@@ -152,22 +152,22 @@ class Whiten(Section, frozen=True):
 
 
 CRITICS = ("head", "policy", "scratch")
-"""Values of `critic.model` that are not paths."""
+"""Values of `critic.model` that name a kind of critic. All other values are paths."""
 
 
 class Critic(Section, frozen=True):
-    """The critic and its loss. Only a second transformer has separate optimizer steps."""
+    """The critic and its loss. Only a critic with its own transformer has its own optimizer steps."""
 
     model: str = "head"
     """A value head ("head"), or a second transformer: the policy's copy ("policy"), random ("scratch"), or a path."""
     coefficient: NonNegative = 0.5
     """Factor on the critic's loss."""
     clip: NonNegative = 0.2
-    """A value's gradient stops at this distance from its value at the update's start; 0 is off."""
+    """Moving a value further than this from its value at the update's start does not lower the loss; 0 is off."""
     huber: NonNegative = 0.0
     """Above 0, the Huber loss replaces the squared error: it is linear for errors above this."""
     lr: NonNegative = 0.0
-    """The critic's learning rate; 0 is the policy's."""
+    """The critic's learning rate; 0 is learner.lr."""
     epochs: Count = 0
     """A second transformer's passes over one batch; 0 is learner.epochs."""
     minibatches: Count = 0
@@ -213,15 +213,15 @@ class Algorithm(Section, frozen=True):
     resample: Resample = Resample()
     """Which groups zero_variance = "resample" replaces."""
     curriculum: Curriculum | None = None
-    """Samples a row less often if its last groups had no learning signal; `{}` is the defaults."""
+    """Samples a row less often if its last groups had no learning signal; `{}` chooses the defaults."""
     filters: tuple[Filter, ...] = ()
-    """Filters that drop responses from the loss. The dropped rewards and tokens still count in averages."""
+    """Filters that drop responses from the loss. Rewards and tokens of dropped responses still count in averages."""
     whiten: Whiten = Whiten()
     """Scale of the advantages."""
     policy_loss: PolicyLoss = Clip()
     """The policy's loss."""
     proximal: Literal["recompute", "loglinear", "behavior"] = "recompute"
-    """Proximal log-probs: from a forward pass, those of sampling, or a mixture by lag (arXiv:2512.06547)."""
+    """Proximal log-probs: from a forward pass, from a mixture by lag (arXiv:2512.06547), or those of sampling."""
     aggregation: Aggregation = "token-mean"
     """How the tokens' losses are averaged; "constant" divides the sum of each response by rollout.max_tokens."""
     critic: Critic = Critic()
@@ -248,7 +248,7 @@ class Algorithm(Section, frozen=True):
 
     @property
     def custom_functions(self) -> dict[str, str]:
-        """The names of the user's functions, by field."""
+        """The user's functions, by the field that names each."""
         choices = {"advantage": self.advantage, "correction": self.correction, "policy_loss": self.policy_loss}
         return {
             field: choice.function
@@ -275,7 +275,7 @@ class Algorithm(Section, frozen=True):
 
     @property
     def compared_components(self) -> frozenset[str]:
-        """The reward components that every trajectory must have, because groups are compared by them."""
+        """The reward components that every trajectory must have, because samples of a group are compared by them."""
         weighed = self.advantage.weights if isinstance(self.advantage, Gdpo) else ()
         return frozenset((*weighed, *filter(None, [self.resample.component])))
 

@@ -9,7 +9,7 @@ from msgspec import Meta
 Positive: TypeAlias = Annotated[int, Meta(ge=1)]
 Count: TypeAlias = Annotated[int, Meta(ge=0)]
 MOST_PROCESSES = 65_536
-"""Maximum actors, ranks or shards, because a run lists all of them at its start."""
+"""Maximum number of actors, ranks or shards: a run makes a list of all of them at its start."""
 Processes: TypeAlias = Annotated[int, Meta(ge=1, le=MOST_PROCESSES)]
 Seconds: TypeAlias = Annotated[float, Meta(gt=0)]
 Fraction: TypeAlias = Annotated[float, Meta(ge=0, le=1)]
@@ -35,7 +35,7 @@ class Timed(Section, frozen=True):
     """Base of tables about calls of user code."""
 
     timeout_s: Seconds = 30.0
-    """Time limit of a call; a longer one fails its trajectory."""
+    """Time limit of a call. A longer call fails its trajectory."""
 
 
 class Calls(Timed, frozen=True):
@@ -44,15 +44,15 @@ class Calls(Timed, frozen=True):
     concurrency: Positive = 256
     """Calls in flight in one rollout actor."""
     attempts: Positive = 3
-    """Tries of one call if its errors are retryable."""
+    """Maximum tries of one call, if its errors are retryable."""
     backoff_s: Seconds = 0.5
     """Wait before the second try. The wait doubles before each further try."""
     calls_per_s: NonNegative = 0.0
     """Maximum calls of one rollout actor per second; 0 is no limit."""
     breaker_failures: Positive = 16
-    """After this many retryable failures in a row, only one call at a time is tried."""
+    """After this many retryable failures in a row, only one call at a time is made, until one succeeds."""
     breaker_s: Seconds = 5.0
-    """Seconds between two tries after breaker_failures."""
+    """Seconds between these single calls."""
 
 
 class Kind(Section, frozen=True, tag_field="kind"):

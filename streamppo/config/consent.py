@@ -1,12 +1,12 @@
 """Consent to the code that a run's configuration names, and to the addresses that get an API key.
 
-STATE/streamppo/secret   32 random bytes of this user, in XDG_STATE_HOME or ~/.local/state
-RUN/consent              a line for each name that this user agreed to: its HMAC with the secret; for the file of a
-                         bundle, FILE.consent
+STATE/streamppo/secret   32 random bytes of this user; STATE is XDG_STATE_HOME or ~/.local/state
+RUN/consent              a line for each name to which this user has agreed: the name's HMAC with the secret
+FILE.consent             the same for the file of a bundle
 
 The user who starts a run agrees by starting it. Any other user must agree once to the run's code. The lines stay valid
-if the run is moved or copied. A valid line needs the user's secret. For code in the run's folder, the HMAC covers the
-file's content too. STREAMPPO_TRUST=1 agrees to all code for every command in a script.
+if the run is moved or copied. Only with the user's secret can a valid line be made. For code in the run's folder, the
+HMAC also covers the file's content. With STREAMPPO_TRUST=1, for scripts, a command runs all code without consent.
 """
 
 import hmac
@@ -36,20 +36,20 @@ BUILT_IN = frozenset(
         *("scorers.format_reward:Overlong", "scorers.format_reward:Pattern", "scorers.format_reward:think_answer"),
     )
 )
-"""Names that run no user's code. Other names in streamppo (`Local`, `plugins:load`) may run a user's code."""
+"""Names in streamppo that run only streamppo's code. Its other names (`Local`, `plugins:load`) may run other code."""
 
 MOST_LINES, MOST_CODE = 2**20, 2**26
 """Maximum bytes of RUN/consent, and of a code file in the run's folder."""
 CODE = ("environment.name", "environment.agent", "environment.sandbox.name", "rollout.limit", "task.environment")
-"""Fields whose values name code."""
+"""Fields whose values name code, besides fields named `function`."""
 SHOWN, LENGTH = 10, 300
-"""Number of names in an error message, and maximum characters of a name."""
+"""Maximum number of names in an error message, and of characters of each name."""
 
 log = logging.getLogger(__name__)
 
 
 def code(config: Config) -> set[str]:
-    """The code outside `BUILT_IN` that a run of `config` imports or starts, and the addresses that get an API key."""
+    """Return the code outside `BUILT_IN` that a run of `config` runs, and the addresses that get an API key."""
     return set(_file_names(cast(Tree, msgspec.to_builtins(config)), "")) - BUILT_IN
 
 
@@ -119,7 +119,7 @@ def require(run: Path, configs: Iterable[Config], *, trust: bool = False) -> Non
 
 
 def _secret(*, make: bool) -> bytes:
-    """This user's secret. Raises `OSError` or `RuntimeError` (no home) if the secret is missing or cannot be made."""
+    """Return this user's secret; with `make`, create a missing one. Raises `OSError`, or `RuntimeError` (no home)."""
     state = os.environ.get("XDG_STATE_HOME", "")
     folder = (Path(state) if os.path.isabs(state) else Path.home() / ".local" / "state") / "streamppo"
     file = folder / "secret"
@@ -156,13 +156,13 @@ def _lines(run: Path) -> set[str]:
 
 
 def _sign(secret: bytes, name: str, run: Path) -> str:
-    """The HMAC of `name`. Paths are relative to the run; the digest of a file in the run is added."""
+    """Return the HMAC of `name`, with a path relative to the run, and with the digest of a file in the run."""
     file, colon, attribute = name.rpartition(":")
     # A name with NUL or a lone surrogate cannot be a file's name.
     with suppress(ValueError):
         path, folder = Path(file).resolve(), run.resolve()
         if not path.exists():
-            # If the file was deleted, `load` has left its path relative to the run.
+            # `load` makes only the paths of existing files absolute, so a deleted file's path is relative to the run.
             path = (folder / file).resolve()
         if colon and file.endswith(".py") and path.is_relative_to(folder.parent):
             digest = _digest(path) if path.is_relative_to(folder) and path.is_file() else ""

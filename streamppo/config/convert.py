@@ -1,6 +1,7 @@
 """Converts the parsed TOML of a configuration to a `Config`, or lists all mistakes in it.
 
-Each value is checked against its field's type. A rule between fields is checked only if their table is valid.
+Each value is checked against its field's type. Rules between the fields of a table are checked only if all values in
+the table are valid.
 """
 
 import math
@@ -16,9 +17,10 @@ from streamppo.config.sections import Config
 
 
 class Mistake(NamedTuple):
-    """A sentence about the field or section with the dotted name `name`, which the file sets at the dotted name `at`.
+    """A mistake, stated by the sentence `text`. `name` is the dotted name of the field or section.
 
-    `broad` is true if the sentence is about several fields below `at`.
+    `at` is the dotted name under which the file sets the field or section. `broad` is true if the sentence is about
+    several fields below `at`.
     """
 
     name: str
@@ -39,7 +41,7 @@ BOUNDS = {"gt": "above {}", "ge": "of at least {}", "lt": "below {}", "le": "of 
 
 
 def convert(tree: Tree) -> tuple[Config | None, list[Mistake]]:
-    """Return the configuration in `tree`, or None with all mistakes in the order of the sections."""
+    """Return the configuration in `tree`; None if it has mistakes, which are returned in the order of the sections."""
     reader = _Reader()
     converted = reader.value(inspect.type_info(Config), tree, "")
     return (converted if isinstance(converted, Config) else None), reader.mistakes
@@ -196,7 +198,7 @@ def _is_within(node: inspect.IntType | inspect.FloatType, value: float) -> bool:
 
 
 def describe_type(node: inspect.Type) -> str:
-    """Return the values of a type in words: "a number above 0"."""
+    """Describe in words the values that a type allows, for example "a number above 0"."""
     match node:
         case inspect.BoolType():
             return "true or false"
@@ -220,7 +222,7 @@ def describe_type(node: inspect.Type) -> str:
 
 
 def format_value(value: object) -> str:
-    """Return a value in TOML's notation; for a table "a table"."""
+    """Return a value in TOML's notation; "a table" for a table."""
     if isinstance(value, dict):
         return "a table"
     if isinstance(value, bool):

@@ -39,7 +39,7 @@ class RejectOutlier(Banded, frozen=True, tag="outlier"):
 
 
 class RejectK3(Kind, frozen=True, tag="k3"):
-    """Drop responses whose mean k3 estimate of KL(behavior || proximal) is large."""
+    """Drop responses whose mean k3 estimate of KL(behavior || proximal) is above `at_most`."""
 
     at_most: PositiveFloat
     """Largest mean of a response that is not dropped, in nats per token."""
@@ -66,12 +66,12 @@ class Reject(Kind, frozen=True, tag="reject"):
 
 
 class Weighted(Kind, frozen=True):
-    """Corrections that weigh a token by its ratio, or by its response's."""
+    """Corrections that weigh a token by the ratio proximal / behavior of the token or of its response."""
 
     level: Literal["token", "sequence", "geometric"] = "token"
     """The ratio for the weight: a token's, the product of its response's ratios, or their geometric mean."""
     reject: tuple[Rejection, ...] = ()
-    """Further rules, each kind at most once. A token is dropped if any rule drops it or its response."""
+    """Rules besides the weight, each kind at most once. A token is dropped if any rule drops it or its response."""
 
     def contradictions(self) -> Iterator[str]:
         """`reject` must contain each kind of rule at most once."""
@@ -110,10 +110,10 @@ class Topr(Kind, frozen=True, tag="topr"):
 
 
 class SecondMoment(Kind, frozen=True, tag="second_moment"):
-    """M2PO (arXiv:2510.01161): drop tokens with the largest log-ratios until the others' second moment is small."""
+    """M2PO (arXiv:2510.01161): drop tokens, largest log-ratio first, until the others' second moment is small."""
 
     threshold: PositiveFloat = 0.04
-    """Tokens are dropped until the second moment is at most this."""
+    """Largest second moment of the log-ratios of the tokens that are not dropped."""
 
 
 class CustomCorrection(Kind, frozen=True, tag="function"):
@@ -157,7 +157,7 @@ class Resample(Section, frozen=True):
 class Curriculum(Section, frozen=True):
     """Samples rows less often if their last groups had no learning signal (GRESO, arXiv:2506.02177).
 
-    After z consecutive groups without a signal, a row is sampled with probability max(floor, repeat^z), or else
+    After z consecutive groups without a signal, a row is sampled with probability max(floor, repeat^z), and otherwise
     skipped. A group with a signal sets z to 0.
 
     Example: with repeat = 0.5 and floor = 0.1 the probabilities are 0.5, 0.25, 0.125 and then 0.1.
@@ -168,7 +168,7 @@ class Curriculum(Section, frozen=True):
     repeat: Annotated[float, Meta(gt=0, lt=1)] = 0.5
     """Probability of sampling a row after one group without a signal."""
     floor: Annotated[float, Meta(ge=0.01, le=1)] = 0.1
-    """Smallest probability, so that the run notices if a row has a signal again."""
+    """Smallest probability of sampling a row. Only if a row is sampled can the run notice a new signal."""
 
     def contradictions(self) -> Iterator[str]:
         """The floor must be at most `repeat`."""

@@ -1,4 +1,4 @@
-"""Compares a run's configuration with the one that resumes it, field by field."""
+"""Compares the configuration of a run with the configuration that a resume is given, field by field."""
 
 import json
 from collections.abc import Iterator
@@ -42,7 +42,7 @@ NOT_LEARNING = (
     "algorithm.teacher.url",
     *(f"algorithm.teacher.{name}" for name in SERVER_FIELDS),
 )
-"""Fields and sections that do not affect an update's result, given its batch."""
+"""Fields and sections that do not affect the weights that an update makes from a given batch."""
 LEARNING = (
     "reward.correct_at",
     "rollout.max_tokens",
@@ -52,7 +52,7 @@ LEARNING = (
     "queue.max_lag",
     "queue.too_old",
 )
-"""Fields inside sections of `NOT_LEARNING` that affect an update's result."""
+"""Fields inside sections of `NOT_LEARNING` that affect the weights that an update makes from a given batch."""
 
 
 def fixed_values(config: Config) -> dict[str, object]:
@@ -68,7 +68,7 @@ def fixed_values(config: Config) -> dict[str, object]:
 
 
 def fixed_fault(before: Config, after: Config) -> str:
-    """Return a sentence about the first changed value that may not change; empty if there is none."""
+    """Return a sentence about the first of `fixed_values` that has changed; "" if none has changed."""
     was, becomes = fixed_values(before), fixed_values(after)
     for name in (name for name in (*was, *becomes) if was.get(name) != becomes.get(name)):
         return f"a run keeps its {name}: it was {was.get(name)!r}, and cannot become {becomes.get(name)!r}"
@@ -76,7 +76,7 @@ def fixed_fault(before: Config, after: Config) -> str:
 
 
 def learning(config: Config) -> dict[str, object]:
-    """Return the values that affect an update's result, given its batch, by dotted name."""
+    """Return the values that affect the weights that an update makes from a given batch, by dotted name."""
     values = {
         name: value
         for name, value in _without_folders(config).items()
@@ -86,7 +86,7 @@ def learning(config: Config) -> dict[str, object]:
     values |= {"queue.segments.prefix": queue.prefix, "queue.segments.explained": queue.least_explained}
     # With an adaptive lag, the flow lag affects the learning rate.
     values["queue.flow_lag"] = None if queue.first_lag is None else queue.flow_lag
-    # A share of a GPU gives the same results as a whole one.
+    # A rank computes the same results on a share of a GPU as on a whole GPU.
     return values | {"learner.gpus": config.learner.gpus > 0}
 
 
@@ -141,7 +141,7 @@ def _text(values: dict[str, object], name: str) -> str:
 
 
 def _without_folders(config: Config) -> dict[str, object]:
-    """Every value by dotted name. An absolute path is its last part, because a run and its files may be moved.
+    """Return every value by dotted name, with only the last part of each absolute path: files may have been moved.
 
     driver/inputs.py compares the contents of models and data.
     """

@@ -35,8 +35,8 @@ WEIGHTS = (".safetensors", ".bin")
 def load(path: Path, overrides: Sequence[str] = ()) -> Config:
     """Read the configuration in `path`, apply `overrides` ("learner.lr=3e-4"), and check it.
 
-    Relative paths in the file are resolved in its folder first, then in the current folder. If the file has no `name`,
-    the run has the file's name. Raises `ConfigError` with the file and line, or the override, of every mistake.
+    Relative paths in the file are resolved in the file's folder, or else in the current folder. If `name` is missing,
+    it is the file's name. Raises `ConfigError` with the file and line, or the override, of every mistake.
     """
     try:
         # A file that the user names may be a shell's pipe, `<(...)`. A file in a run's folder must not be a pipe.
@@ -57,7 +57,7 @@ def load(path: Path, overrides: Sequence[str] = ()) -> Config:
 
 
 def change(config: Config, overrides: Sequence[str]) -> Config:
-    """`config` with `overrides`. Raises `ConfigError` with a line for every mistake in `overrides`."""
+    """Return `config` with `overrides` applied. Raises `ConfigError` with a line for every mistake in `overrides`."""
     return _resolve(_plain(config), overrides, Path(CONFIG), "")
 
 
@@ -72,20 +72,21 @@ def save(config: Config, run: Path) -> None:
 def existing(run: Path) -> Path:
     """Return the absolute path of a run's folder.
 
-    Raises `CheckpointError` if the folder has no run; if an entry, unless hidden, is neither file nor folder, because
-    reading a pipe or a device may never end; and if a file is sparse, because it may exhaust the memory.
+    Raises `CheckpointError` if the folder has no run. Also raises it for a pipe or device, whose reading may never end,
+    unless it is hidden, and for a sparse file, which may exhaust the memory.
     """
     run = run.resolve()
     if not (run / CONFIG).is_file():
         if (run / "config.json").is_file():
             raise CheckpointError(f"{run}: made by an earlier version of streamppo: only that version can continue it")
         raise CheckpointError(f"{run}: no run found")
-    # A run in progress may have deleted its temporary file since `iterdir`. Hidden files, such as an editor's lock, are
-    # not opened.
+    # A file that does not exist any more is a temporary file of a run in progress. Hidden files, such as an editor's
+    # lock, are never opened.
     shown = [path for path in run.iterdir() if not path.name.startswith(".")]
     if foreign := [path.name for path in shown if not (path.is_file() or path.is_dir()) and os.path.lexists(path)]:
         raise CheckpointError(f"{run / min(foreign)}: neither a file nor a folder; streamppo writes only these")
-    # SQLite and tokenizers open files without a check for holes. Only the headers of weights are read.
+    # SQLite and tokenizers open files without a check for holes. Files of weights are not checked: only their headers
+    # are read.
     for path in (*run.iterdir(), *(run / "model").glob("*")):
         if path.suffix not in WEIGHTS and path.is_file() and durable.is_hollow(path):
             raise CheckpointError(f"{path}: {durable.HOLLOW}")
@@ -110,7 +111,7 @@ def _without_none(tree: Tree) -> Tree:
 
 
 def _resolve(tree: Tree, overrides: Sequence[str], path: Path, text: str) -> Config:
-    """Return the configuration of `tree` with `overrides`. Mistakes name lines of `path`, whose content is `text`."""
+    """Return the configuration of `tree` with `overrides`. Errors name lines of the file `path`, which has `text`."""
     tree, parsed = with_kinds(tree), dotted.parse(overrides, as_kinds)
     sentences = dotted.apply(tree, parsed)
     paths.make_absolute(tree, Path())
@@ -129,7 +130,10 @@ def _resolve(tree: Tree, overrides: Sequence[str], path: Path, text: str) -> Con
 def explain(
     mistakes: Sequence[Mistake], path: Path, text: str, overridden: Sequence[str], short: Mapping[str, str]
 ) -> list[str]:
-    """Return a line for each mistake, in the order of `text`, the content of `path`. `short` comes from `expand`."""
+    """Return a line for each mistake, in the order of the lines of `path`, whose content is `text`.
+
+    `overridden` are the names of overrides, and `short` comes from `expand`.
+    """
     written = [_as_written(mistake, short) for mistake in mistakes]
     lines = [(_find_line(mistake.at, text) or 0, mistake) for mistake in written]
     ordered = sorted(lines, key=lambda pair: pair[0])
@@ -144,7 +148,7 @@ def _sentence(mistake: Mistake, path: Path, line: int, overridden: Sequence[str]
 
 
 def _about(mistake: Mistake, override: str) -> bool:
-    """True if the override caused the mistake: it set this field, a table around it, or a field that contradicts it."""
+    """Return whether the override set the mistake's field, a table around it, or a field that contradicts it."""
     if f"{mistake.at}.".startswith(f"{override}."):
         return True
     if mistake.broad and not mistake.at:
@@ -163,7 +167,7 @@ def _as_written(mistake: Mistake, short: Mapping[str, str]) -> Mistake:
 
 
 def _find_line(name: str, text: str) -> int | None:
-    """The line that sets the dotted `name`, or else the line of the innermost table around `name`."""
+    """Return the line that sets the dotted `name`, or else the line of the innermost table around `name`."""
     best: tuple[int, int] | None = None
     for number, full in _set(text):
         if full == name:

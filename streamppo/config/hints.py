@@ -16,11 +16,11 @@ from msgspec import inspect
 from streamppo.config.sections import Config
 
 TYPO, NEAR, ELSEWHERE = 0.85, 0.5, 0.8
-"""Least similarity of names for a certain typo, a hint in the same table, and a hint about another table."""
+"""Least similarity of two names: for a sure typo, for a hint in the same table, for a hint about another table."""
 MOST = 3
 """Maximum fields that one hint names."""
 SHORT = {"reward.scorers": ("reward", ""), "task.sources": ("task", "data")}
-"""Tables whose single entry may be written in the parent table: the parent's name and kind."""
+"""Tables whose only entry may be written in the table around them, with that table's name and kind."""
 ALIASES = {
     "algorithm.advantage": "adv_estimator advantage_estimator",
     "algorithm.advantage.gamma": "gamma discount",
@@ -104,7 +104,7 @@ ALIASES = {
     "telemetry.trackers": "report_to logger use_wandb",
     "updates": "max_steps total_training_steps num_train_epochs total_epochs num_episodes num_epochs",
 }
-"""Names of a field in other trainers, separated by spaces. A name is dotted if its last part is ambiguous."""
+"""Names of each field in other trainers, separated by spaces. A name is dotted if its last part is ambiguous."""
 MEANING = {
     "algorithm.policy_loss.range": "two distances from 1, such as [0.2, 0.2]",
     "learner.micro_batch_tokens": "in tokens of a rank; gradients accumulate automatically",
@@ -113,7 +113,7 @@ MEANING = {
     "queue.max_lag": "in versions",
     "updates": "updates, not epochs",
 }
-"""Units of our fields, which may differ from another trainer's."""
+"""Units of fields for which other trainers may use another unit."""
 
 
 class Field(NamedTuple):
@@ -161,7 +161,7 @@ def _sentence(name: str, hint: str) -> str:
 
 
 def _alias(name: str) -> str:
-    """Return a hint from the longest suffix of `name` in `ALIASES`; empty if there is none."""
+    """Return a hint from the longest suffix of the dotted `name` that `ALIASES` has; "" if it has none."""
     parts = name.split(".")
     for begin in range(len(parts)):
         if field := _aliases().get(".".join(parts[begin:])):

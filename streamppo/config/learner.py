@@ -35,7 +35,10 @@ class Mesh(Section, frozen=True):
     """Number of ranks that share each layer's experts; a divisor of the experts and of a replica's ranks."""
 
     def refuses(self, ranks: int, prefix: str, *, adapted: bool, compiled: bool) -> Iterator[str]:
-        """Yield a sentence for every reason against this mesh of `ranks`; `prefix` is queue.segments.prefix."""
+        """Yield a sentence for every reason against this mesh. `prefix` is queue.segments.prefix.
+
+        `adapted` is true with model.lora, `compiled` with model.compile.
+        """
         if ranks % self.replicate:
             yield f"learner.mesh.replicate ({self.replicate}) must divide learner.ranks ({ranks})"
         else:
@@ -81,7 +84,7 @@ class ObjectStore(Kind, frozen=True, tag="object_store"):
     """Ray's object store."""
 
     def refuses_disks(self, *, own_disks: bool) -> Iterator[str]:
-        """Nothing is refused: the transport needs no common disk."""
+        """Refuse nothing, because the transport needs no common disk."""
         return iter(())
 
 
@@ -92,7 +95,7 @@ class Folder(Kind, frozen=True, tag="folder"):
     """A folder that all nodes share, with room for three versions; if empty, a subfolder of the run's folder."""
 
     def refuses_disks(self, *, own_disks: bool) -> Iterator[str]:
-        """Yield a sentence if nodes have `own_disks` but the transport needs a common one."""
+        """Yield a sentence if nodes have `own_disks`, but the transport needs a folder that all nodes share."""
         if own_disks and not self.path:
             yield (
                 "learner.transport = { kind = 'folder' } needs a path with cluster.own_disks: nodes do not see the "
@@ -104,7 +107,7 @@ class Nixl(Kind, frozen=True, tag="nixl"):
     """NIXL (extra `nixl`): rollout actors read the ranks' memory."""
 
     def refuses_disks(self, *, own_disks: bool) -> Iterator[str]:
-        """Nothing is refused: the transport needs no common disk."""
+        """Refuse nothing, because the transport needs no common disk."""
         return iter(())
 
 
@@ -153,7 +156,7 @@ class Learner(Machine, frozen=True, kw_only=True):
     bucket_bytes: Positive = 256 * 1024 * 1024
     """Size of the buckets in which weights are sent."""
     deltas: Literal["auto", "on", "off"] = "auto"
-    """Push only changed weights if they are fewer bytes; "auto" is "on" on a cluster."""
+    """Push only the changed weights if this takes fewer bytes; "auto" is "on" on a cluster."""
     transport: Transport = ObjectStore()
     """Transport of new weights to the rollout actors."""
 

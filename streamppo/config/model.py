@@ -33,7 +33,7 @@ class Lora(Section, frozen=True):
         return self.alpha / self.rank
 
     def contradictions(self) -> Iterator[str]:
-        """Targets must be distinct names and not empty, because an empty name matches every module."""
+        """Each target must be given once, and must not be "", which would match every module."""
         if "" in self.targets or len(set(self.targets)) < len(self.targets):
             yield f"targets ({', '.join(self.targets)}) must be names, each once"
 
@@ -75,7 +75,7 @@ class Model(Section, frozen=True):
     attention: Literal[
         "auto", "sdpa", "eager", "varlen", "flash_attention_2", "flash_attention_3", "flash_attention_4"
     ] = "auto"
-    """The learner's attention; "auto" is flash-attn, or else "varlen", for bfloat16 on a GPU, and otherwise "sdpa"."""
+    """The learner's attention; "auto" is flash-attn (or else "varlen") for bfloat16 on a GPU, otherwise "sdpa"."""
     share_prompts: bool = True
     """Compute a prompt once for all its samples in a micro-batch; "eager" attention does not support this."""
     float32_router: bool = False
@@ -85,7 +85,7 @@ class Model(Section, frozen=True):
     compile: bool = False
     """Compile the learner's layers with torch.compile, which takes minutes."""
     lora: Lora | None = None
-    """Train adapters on frozen weights; `{}` is their defaults."""
+    """Train adapters on frozen weights; `{}` chooses the defaults."""
     clock: str = ""
     """The present time in chat templates (2026-01-31T12:00); empty is the run's start."""
     tiny: Tiny = Tiny()

@@ -35,7 +35,7 @@ def parse(texts: Sequence[str], rewrite: Rewrite = list) -> list[Override]:
 
 
 def apply(tree: Tree, overrides: Sequence[Override]) -> list[str]:
-    """Change `tree` in place. Returns a sentence for each name that continues below a value, such as learner.lr.x."""
+    """Set the values in `tree`, in place. Returns a sentence for each name that is below a value: learner.lr.x."""
     return [mistake for override in overrides if (mistake := _apply(tree, override))]
 
 
@@ -44,7 +44,7 @@ def _kinds_first(named: Sequence[Override]) -> list[Override]:
     ordered: list[Override] = []
     for override in named:
         place = len(ordered)
-        # An override of the same `kind` or of a table around it stays before it, because the last override counts.
+        # It is not moved before an override of the same `kind` or of a table around it: the last one must count.
         while override.name.endswith(".kind") and place and not _covers(ordered[place - 1].name, override.name):
             place -= 1
         ordered.insert(place, override)
@@ -56,7 +56,7 @@ def _covers(name: str, other: str) -> bool:
 
 
 def _apply(tree: Tree, override: Override) -> str | None:
-    """Set one value. A new `kind` empties its table first, because the fields belong to the old kind."""
+    """Set one value. If the value is a new `kind`, empty its table first: the fields belong to the old kind."""
     *parents, last = override.name.split(".")
     table = tree
     for depth, part in enumerate(parents, start=1):
@@ -74,12 +74,12 @@ def _apply(tree: Tree, override: Override) -> str | None:
 
 
 def _value(text: str) -> object:
-    """The value of `text` in TOML; a word without quotes is a string."""
+    """Return the value of `text` in TOML. Text that is not TOML, such as a word without quotes, is a string."""
     return _tree(text).get("value", text)
 
 
 def _tree(text: str) -> Tree:
-    """The table of a TOML file with the value `text`; empty if the file is invalid."""
+    """Return the table of a TOML file whose only line is `value = text`; {} if that is invalid."""
     try:
         return tomllib.loads(f"value = {text}")
     except (tomllib.TOMLDecodeError, RecursionError):

@@ -1,7 +1,8 @@
-"""Resolves relative paths: those in a file in its folder, else in the current folder; overrides in the current folder.
+"""Makes the relative paths of a configuration absolute.
 
-A run stores absolute paths, so that it can be resumed from any folder. Paths into the run or its parent folder are
-stored relative to the run, so that both can be moved together.
+A path in a file is resolved in the file's folder, or else in the current folder. A path in an override is resolved in
+the current folder. A run stores absolute paths, so it can be resumed from any folder. Paths below the parent folder of
+the run are stored relative to the run, so the parent folder can be moved with all its files.
 """
 
 import os
@@ -56,7 +57,7 @@ def _walk(table: Tree, names: tuple[str, ...], change: Callable[[str], str]) -> 
             _walk(cast(Tree, value), names, change)
         elif isinstance(value, list) and name in names:
             table[name] = [_changed(item, change) for item in cast("list[object]", value)]
-        # An environment of verifiers without ".toml" is an id, even if a folder of that name exists.
+        # The name of a verifiers environment without ".toml" is an id, even if a folder of this name exists.
         elif name in names and not (name == "environment" and not str(cast(object, value)).endswith(".toml")):
             table[name] = _changed(cast(object, value), change)
 

@@ -20,7 +20,7 @@ class Clip(Ranged, frozen=True, tag="clip"):
     """Largest ratio for negative advantages (dual-clip PPO, arXiv:1912.09729); 0 is off."""
 
     def contradictions(self) -> Iterator[str]:
-        """dual must be above 1, because a smaller bound would clip the ratio 1."""
+        """dual must be above 1, because a bound of at most 1 would clip even the ratio 1."""
         if 0 < self.dual <= 1:
             yield f"dual ({self.dual}) must be above 1, or 0 for off"
 
@@ -75,10 +75,10 @@ class DppoTv(Kind, frozen=True, tag="dppo_tv"):
 
 
 class DppoKl(Kind, frozen=True, tag="dppo_kl"):
-    """-advantage * ratio, except for tokens whose probability's KL has grown too large in the advantage's direction."""
+    """Like "dppo_tv", but a KL measures how far a token's probability has moved."""
 
     delta: PositiveFloat = 0.05
-    """Largest KL between a token's proximal and current probability, as of a binary variable, in nats."""
+    """Largest KL(proximal || current), in nats, between the probabilities of sampling the token and not sampling it."""
 
 
 class Ipo(Kind, frozen=True, tag="ipo"):

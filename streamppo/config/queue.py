@@ -19,7 +19,7 @@ class Segments(Section, frozen=True):
     just_in_time: bool = True
     """Cut a segment before its oldest token exceeds max_lag."""
     prefix: Literal["attached", "detached"] = "attached"
-    """Whether gradients flow through the prompt and earlier segments; "detached" is faster."""
+    """Gradients flow through the prompt and earlier segments ("attached"), or not, which is faster ("detached")."""
 
     def contradictions(self) -> Iterator[str]:
         """max_tokens or just_in_time must cut segments."""
@@ -48,7 +48,7 @@ class AdaptiveLag(Kind, frozen=True, tag="adaptive"):
     at_most: Positive
     """Hard bound on the age of a trained token, in versions."""
     ess: Annotated[float, Meta(gt=0, lt=1)] = 0.5
-    """A lower effective sample size at some lag reduces the admitted lag."""
+    """If the tokens of some lag have a lower effective sample size, the admitted lag falls."""
 
 
 class Queue(Section, frozen=True):
@@ -61,7 +61,7 @@ class Queue(Section, frozen=True):
     ahead: Literal["as_needed", "max_lag"] = "as_needed"
     """Engines sample as far ahead as the learner needs to avoid waiting, or always as far as max_lag."""
     too_old: Literal["mask", "drop", "wait", "windowed", "keep"] = "mask"
-    """What happens to tokens beyond max_lag. "drop" resamples; "wait" and "windowed" prevent them by a batch order."""
+    """What happens to tokens beyond max_lag. "drop" samples again; "wait" and "windowed" choose batches without any."""
     samples_per_prompt: Positive = 1
     """Completions of each prompt."""
     max_attempts: Positive = 3
@@ -71,7 +71,7 @@ class Queue(Section, frozen=True):
     segments: Segments | None = None
     """Train on segments of unfinished completions. The critic's value at the cut replaces the rest of the return."""
     admission: Literal["engine", "mean"] = "engine"
-    """Bound sampling ahead by the "engine"'s version, or by the learner's, which bounds only the "mean" lag."""
+    """Bound each engine's sampling by its own version, or by the learner's version, which bounds only the mean lag."""
 
     shards: Processes = 1
     """Number of processes that store tokens. Above 1, the queue's actor stores only records of them."""
@@ -85,7 +85,7 @@ class Queue(Section, frozen=True):
 
     @property
     def least_explained(self) -> float:
-        """The policy is trained only while the critic explains this share of known outcomes; 0 is no condition."""
+        """The share of known outcomes that the critic must explain before the policy is trained; 0 is no condition."""
         return self.segments.explained if self.segments and self.segments.max_tokens else 0.0
 
     @property
@@ -105,10 +105,10 @@ class Queue(Section, frozen=True):
 
     @property
     def flow_lag(self) -> int:
-        """The lag at which admission and cuts aim. An adaptive lag is at most this.
+        """The lag that admission and cuts aim at, and the largest value of an adaptive lag.
 
-        `bound` minus this is slack. Just-in-time segments get one version of slack if `bound` is above 1. With too_old
-        = "windowed" the slack is the window, three tenths of the held units (queue/rules/take.py).
+        The difference to `bound` is slack. Just-in-time segments get one version of slack if `bound` is above 1. With
+        too_old = "windowed" the slack is the window, three tenths of the held units (queue/rules/take.py).
         """
         if self.too_old == "windowed":
             return max(min(1, self.bound), (10 * self.bound - 3) // 13)
@@ -116,18 +116,18 @@ class Queue(Section, frozen=True):
 
     @property
     def cut_age(self) -> int:
-        """The lag at which a segment must be cut, with room for an engine that is one version behind."""
+        """The lag at which a segment must be cut: below `flow_lag` if that is above 2, as engines may lag by 1."""
         return _with_room(self.flow_lag)
 
     def aim(self, admitted: int | None) -> int:
-        """The lag at which a segment is cut if a batch has room for it; 0 if `admitted` is None."""
+        """The lag at which a segment is cut early, if a batch has room for it; 0 (never) if `admitted` is None."""
         return 0 if admitted is None else max(1, _with_room(min(admitted, self.flow_lag)))
 
     def contradictions(self) -> Iterator[str]:
         """Yield a sentence for every contradiction of admission, too_old and segments.
 
-        Segments need too_old = "mask", because the rest of a completion cannot be resampled. Two settings together give
-        up the hard bound on lag, so that nobody gives it up by accident.
+        Segments need too_old = "mask", because the rest of a completion cannot be sampled again. The hard bound on lag
+        is given up only by two settings together, so that nobody gives it up by accident.
         """
         if (self.admission == "mean") != (self.too_old == "keep"):
             yield (

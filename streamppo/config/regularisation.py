@@ -10,7 +10,7 @@ from streamppo.config.base import Count, Kind, NonNegative, Positive, PositiveFl
 
 
 class Kl(Section, frozen=True):
-    """KL of the policy to a reference, which is the run's first model or follows the policy."""
+    """KL of the policy to a reference model: the run's initial model, which may follow the policy."""
 
     reward_beta: NonNegative = 0.0
     """Weight of the KL that is subtracted from each token's reward; 0 is off."""
@@ -23,11 +23,11 @@ class Kl(Section, frozen=True):
     straight_through: bool = False
     """In the loss, use the estimator's value with the gradient of k2."""
     target: NonNegative = 0.0
-    """Above 0, reward_beta is controlled so that the KL per response is this many nats (arXiv:1909.08593)."""
+    """Above 0, reward_beta is adapted so that the KL per response stays near this many nats (arXiv:1909.08593)."""
     horizon: Positive = 10_000
     """Time constant of the controller, in trajectories."""
     allow_both: bool = False
-    """Permit a KL in both the reward and the loss."""
+    """Allow reward_beta and loss_beta to be above 0 at the same time."""
     follow_every: Count = 0
     """Above 0, the reference moves towards the policy every this many updates (arXiv:2404.09656)."""
     follow_share: Share = 1.0
@@ -36,7 +36,7 @@ class Kl(Section, frozen=True):
     """Keep the reference in CPU memory, and copy one layer at a time to the GPU."""
 
     def contradictions(self) -> Iterator[str]:
-        """Yield a sentence for a KL in two terms, and for settings without effect."""
+        """Yield a sentence for a KL in both reward and loss, and for settings without effect."""
         if self.reward_beta and self.loss_beta and not self.allow_both:
             yield "KL in reward and loss at once over-regularises: set algorithm.kl.allow_both = true"
         if self.loss_beta and self.loss_estimator == "k1" and not self.straight_through:
@@ -69,10 +69,10 @@ class TopEntropy(Kind, frozen=True, tag="top_entropy"):
 
 
 class ClipCov(Kind, frozen=True, tag="clip_cov"):
-    """Drops a few random tokens with a high covariance from the policy's loss (arXiv:2505.22617)."""
+    """Drops a few random tokens from the policy's loss, among those with a high covariance (arXiv:2505.22617)."""
 
     share: Share = 0.0002
-    """Share of the trained tokens that are dropped; at least one if any is in the band."""
+    """Share of the trained tokens that are dropped; at least one token is dropped if any is in the band."""
     band: tuple[float, float] = (1.0, 5.0)
     """[smallest, largest] covariance of advantage and log-prob of tokens that may be dropped."""
 
@@ -86,7 +86,7 @@ class KlCov(Kind, frozen=True, tag="kl_cov"):
     """Penalises the KL to the proximal policy for tokens with the highest covariance (arXiv:2505.22617)."""
 
     share: Share = 0.002
-    """Share of the trained tokens that are penalised; at least one."""
+    """Share of the trained tokens that are penalised; at least one token is."""
     coefficient: PositiveFloat = 1.0
     """Weight of KL(proximal || current) in the policy's loss."""
 

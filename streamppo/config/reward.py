@@ -16,7 +16,7 @@ class Limits(Calls, frozen=True):
     weight: float = 1.0
     """The score is multiplied by this."""
     sources: tuple[str, ...] = ()
-    """Data sources whose trajectories this scorer scores; empty is all."""
+    """Names of the data sets whose trajectories this scorer scores; empty is all."""
 
 
 class Batched(Limits, frozen=True):
@@ -34,7 +34,7 @@ class FunctionScorer(Batched, frozen=True, kw_only=True, tag_field="kind", tag="
     arguments: dict[str, Argument] = msgspec.field(default_factory=dict[str, Argument])
     """Keyword arguments of a class's constructor, or of every call of a function."""
     where: Literal["auto", "actor", "process"] = "auto"
-    """In the rollout actor's event loop or in separate processes; "auto": the actor for streamppo's async scorers."""
+    """Calls run in the rollout actor or in separate processes; "auto" is "actor" only for streamppo's async scorers."""
     processes: Positive = 2
     """Number of processes for a sync function. An async function always has one."""
     memory_mib: Positive = 512
@@ -51,7 +51,7 @@ class ModelScorer(Batched, frozen=True, kw_only=True, tag_field="kind", tag="mod
     max_tokens: Positive = 4096
     """Maximum tokens of a text; a longer one fails its trajectory."""
     dtype: Literal["float32", "bfloat16"] = "float32"
-    """Parameters and activations."""
+    """Type of parameters and activations."""
     threads: Positive = 1
     """CPU threads."""
     gpus: NonNegative = 0
@@ -62,7 +62,7 @@ class Remote(Limits, frozen=True, kw_only=True):
     """Scorers behind HTTP."""
 
     url: str
-    """Address of the service; for a judge without /chat/completions: http://localhost:8000/v1."""
+    """Address of the service. A judge's address ends before /chat/completions: http://localhost:8000/v1."""
     key_env: str = ""
     """Environment variable with a bearer token."""
 
@@ -81,7 +81,7 @@ class JudgeScorer(Remote, frozen=True, kw_only=True, tag_field="kind", tag="judg
     model: str
     """The model's name at the endpoint."""
     question: str
-    """The question. {prompt}, {completion} and columns in braces are filled in."""
+    """The question. {prompt}, {completion} and names of columns in braces are replaced by their texts."""
     pattern: str = r"(-?\d+(?:\.\d+)?)\s*$"
     """Regular expression whose first group is the number in the answer."""
     scale: PositiveFloat = 1.0
@@ -99,10 +99,10 @@ class Reward(Section, frozen=True):
     scorers: dict[str, Scorer] = msgspec.field(default_factory=dict[str, Scorer])
     """Scorers by name. With several scorers, each score is logged as reward_NAME."""
     combine: Literal["sum", "model_first"] = "sum"
-    """Sum all weighted scores, or ("model_first") only those of models, judges and services if there are any."""
+    """Sum all weighted scores; if some are of models, judges or services, "model_first" sums only these scores."""
     correct_at: float = 1.0
     """A completion counts as correct from this reward on."""
 
     def models(self) -> dict[str, ModelScorer]:
-        """The scorers that are reward models."""
+        """Return the scorers that are reward models, by name."""
         return {name: scorer for name, scorer in self.scorers.items() if isinstance(scorer, ModelScorer)}

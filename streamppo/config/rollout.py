@@ -12,12 +12,12 @@ from msgspec import Meta, field, structs
 from streamppo.config.base import Count, Kind, Machine, Positive, PositiveFloat, Processes, Seconds
 
 FAMILIES = ("llama", "qwen2", "qwen3")
-"""Values of model_type with streamppo's forward pass in the embedded engine, and streamppo's layers in the learner."""
+"""Values of model_type for which the embedded engine and the learner compute with streamppo's code."""
 MOST_CANDIDATES = 4096
 """Maximum candidates that SGLang returns for a token."""
 Argument: TypeAlias = bool | int | float | str
 Fit = Callable[[float], int]
-"""A function from a share of the GPU's free memory to the cache tokens that fit into it beside the weights."""
+"""A function from a share of the GPU's free memory to the number of cache tokens that fit in beside the weights."""
 
 
 class EngineKind(Kind, frozen=True):
@@ -40,7 +40,7 @@ class EmbeddedEngine(EngineKind, frozen=True, tag="embedded"):
         return False
 
     def at(self, place: int) -> Self:
-        """The configuration of actor number `place`, which is the same for all actors."""
+        """Return the configuration of actor number `place`: all actors have the same."""
         return self
 
     @property
@@ -54,11 +54,11 @@ class EmbeddedEngine(EngineKind, frozen=True, tag="embedded"):
         return False
 
     def refuses_learner(self, *, compiled: bool, segments: bool) -> Iterator[str]:
-        """No learner is refused."""
+        """Refuse no learner."""
         return iter(())
 
     def refuses_sampling(self, top_p: float, top_k: int) -> str:
-        """No sampling is refused."""
+        """Refuse no sampling."""
         return ""
 
     def refuses_places(self, actors: int, evaluators: int, gpus: float) -> str:
@@ -66,7 +66,7 @@ class EmbeddedEngine(EngineKind, frozen=True, tag="embedded"):
         return f"rollout.gpus ({gpus:g}) must be 1 with the embedded engine" if gpus > 1 else ""
 
     def cache_tokens(self, row_tokens: int, fit: Fit | None) -> int | None:
-        """Capacity of the cache in tokens, which is `row_tokens`, the longest rows of all slots."""
+        """Return the cache's capacity in tokens: `row_tokens`, the tokens of a longest row in every slot."""
         return row_tokens
 
 
@@ -90,7 +90,7 @@ DECIDED = {
     "host": "our engines listen on loopback",
     "enable_return_routed_experts": "by rollout.engine.routes",
 }
-"""SGLang arguments that `args` may not set, each with the reason."""
+"""SGLang arguments that `args` may not set: for each, the setting that decides its value, or a reason."""
 
 
 class SGLangEngine(EngineKind, frozen=True, tag="sglang"):
@@ -111,7 +111,7 @@ class SGLangEngine(EngineKind, frozen=True, tag="sglang"):
     max_total_tokens: Count = 0
     """Maximum tokens of the cache; 0 is as many as fit into mem_fraction_static."""
     prefix_cache: bool = True
-    """Prompts with a common prefix share its cache."""
+    """Prompts with a common prefix share the prefix's keys and values in the cache."""
     args: dict[str, Argument] = field(default_factory=dict[str, Argument])
     """Further arguments of SGLang, such as { schedule_policy = "lpm" }."""
     routes: bool = False
@@ -120,7 +120,7 @@ class SGLangEngine(EngineKind, frozen=True, tag="sglang"):
     """Time limit for the engine's start."""
 
     def at(self, place: int) -> Self:
-        """The configuration of actor number `place`, with only its server in `urls`."""
+        """Return the configuration of actor number `place`: only the address of its server in `urls`."""
         return structs.replace(self, urls=self.urls[place : place + 1])
 
     @property
@@ -178,10 +178,10 @@ class SGLangEngine(EngineKind, frozen=True, tag="sglang"):
         return ""
 
     def cache_tokens(self, row_tokens: int, fit: Fit | None) -> int | None:
-        """Capacity of the cache in tokens, or None for a server at `urls`. `fit` is None on a CPU.
+        """Return the cache's capacity in tokens; None for a server at `urls`. `fit` is None on a CPU.
 
-        On a GPU the cache fills mem_fraction_static. On a CPU it holds `row_tokens`, the longest rows of all slots.
-        `max_total_tokens` bounds the former and replaces the latter.
+        On a GPU the cache fills mem_fraction_static, up to `max_total_tokens`. On a CPU its capacity is
+        `max_total_tokens` or, if that is 0, `row_tokens`, the tokens of a longest row in every slot.
         """
         if self.urls:
             return None
@@ -219,7 +219,7 @@ class Rollout(Machine, frozen=True):
 
     @property
     def excludes_tokens(self) -> bool:
-        """See `excludes_tokens`."""
+        """Whether top-p or top-k exclude tokens of the vocabulary."""
         return excludes_tokens(self.top_p, self.top_k)
 
     def contradictions(self) -> Iterator[str]:

@@ -1,4 +1,4 @@
-"""The configuration tree. The tree is frozen. Unknown fields are errors, and a required field has no default.
+"""The configuration of a run as frozen structs. Unknown fields are errors, and a required field has no default.
 
 A choice between kinds is a tagged union: `kind = "..."` in the file selects the struct. One `match` on the struct
 builds the object. file.py reads files and overrides. Large sections are in model.py, task.py, reward.py, rollout.py,
@@ -49,7 +49,7 @@ class Checkpoint(Section, frozen=True):
     keep: Positive = 2
     """Number of newest checkpoints that stay on disk."""
     keep_every: Count = 0
-    """Checkpoints of versions divisible by this are never deleted; 0 is off."""
+    """Checkpoints of versions that are multiples of this are never deleted; 0 is off."""
     remote: str = ""
     """An fsspec address (s3://bucket/runs) to which checkpoints are copied."""
 
@@ -58,7 +58,7 @@ class Archive(Section, frozen=True):
     """The archive, which stores trained batches on disk."""
 
     keep: Count = 0
-    """Number of newest batches that stay on disk, besides all after the oldest checkpoint; 0 is all."""
+    """Number of newest batches that stay on disk, besides all batches after the oldest checkpoint; 0 keeps all."""
     numbers: bool = True
     """Store each token's advantage and the learner's log-prob, which `watch` and `inspect` show."""
 
@@ -180,7 +180,7 @@ class Config(Section, frozen=True):
 
     @property
     def linear(self) -> tuple[str, ...]:
-        """The settings that do not support branches, which are trajectories whose tokens form a tree."""
+        """The settings of this run that do not support trajectories whose tokens form a tree."""
         segments = ("queue.segments",) if self.queue.segments else ()
         return (*segments, *self.learner.mesh.attention_settings)
 
@@ -280,19 +280,19 @@ PROMPT = 256
 
 
 def longest_row(config: Config) -> int:
-    """Maximum tokens of a prompt and its completion. A prompt without a bound counts as `PROMPT` tokens."""
+    """Return the maximum tokens of a prompt and its completion. A prompt without a bound counts as `PROMPT` tokens."""
     if not isinstance(config.task, DataTask):
         return PROMPT + longest_completion(config)
     return max(source.max_prompt_tokens for source in config.task.sources.values()) + longest_completion(config)
 
 
 def longest_completion(config: Config) -> int:
-    """Maximum tokens of a completion, or of all turns and observations with an environment."""
+    """Return the maximum tokens of a completion; with an environment, of all turns and observations together."""
     return config.rollout.max_tokens if config.environment is None else config.environment.max_tokens
 
 
 def shares_gpus(config: Config) -> bool:
-    """True if ranks and rollout actors share GPUs, because both need less than one."""
+    """Return whether ranks and rollout actors share GPUs: both are configured to need less than one GPU."""
     return 0 < config.learner.gpus < 1 and 0 < config.rollout.gpus < 1
 
 
@@ -316,5 +316,5 @@ def _gpu_mistakes(config: Config) -> Iterator[str]:
 
 
 def model_path(config: Config, run: Path) -> str:
-    """Folder or hub name of the run's initial model and its tokenizer."""
+    """Return the folder or hub name of the run's initial model and its tokenizer."""
     return str(run / "model") if config.model.path == BUILTIN else config.model.path

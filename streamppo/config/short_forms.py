@@ -30,9 +30,9 @@ from streamppo.config.task import DataTask, Source
 
 
 class ShortForm(NamedTuple):
-    """The table `table`, which may contain the fields of its single entry `entries.name`.
+    """A short form: the table `table` may have the fields of its table `entries.name`, if `entries` has no other.
 
-    `outer` are the fields of the table, `inner` those of an entry. `kind` is the default kind of an entry.
+    `outer` are the fields of `table`, `inner` the fields of a table in `entries`, and `kind` is its default kind.
     """
 
     table: str
@@ -44,7 +44,7 @@ class ShortForm(NamedTuple):
 
     @property
     def path(self) -> str:
-        """The dotted name of the entry."""
+        """The dotted name of the table whose fields the short form has."""
         return f"{self.table}.{self.entries}.{self.name}"
 
 
@@ -64,7 +64,7 @@ SOURCE = ShortForm("task", "sources", "data", ["kind", *_names(DataTask)], _name
 
 
 class ExpandedTree(NamedTuple):
-    """The mistakes, and for the dotted name of each entry that of the table with its fields in the file."""
+    """The mistakes, and the dotted name of each expanded table with the name of the table that had its fields."""
 
     mistakes: list[Mistake]
     short: dict[str, str]
@@ -98,7 +98,7 @@ def _expand(tree: Tree, short: ShortForm) -> list[Mistake]:
 
 
 def _belongs_inside(name: str, short: ShortForm) -> bool:
-    """True if `name` is a field of an entry, or is not most similar to a field of the table."""
+    """Return whether `name` is, or is most similar to, a field of an entry, or is similar to no field."""
     near = get_close_matches(name, [*short.inner, *short.outer], n=1, cutoff=0.5)
     return not near or near[0] in short.inner
 
@@ -117,7 +117,7 @@ def with_kinds(tree: Tree) -> Tree:
 
 
 def as_kinds(overrides: Sequence[Override]) -> list[Override]:
-    """Let overrides whose value is a kind set the field `kind`, so that a table of the same kind keeps its fields.
+    """Let each override whose value is a kind set the field `kind`. A table of the same kind then keeps its fields.
 
     Example: algorithm.advantage=grpo -> algorithm.advantage.kind=grpo
     """
@@ -139,7 +139,7 @@ def _root() -> inspect.Type:
 
 
 def _with_kinds(nodes: Sequence[inspect.Type], value: object) -> object:
-    """Return `value`, of one of the types `nodes`, with tables in place of kinds."""
+    """Return `value`, whose type is one of `nodes`, with each kind in it replaced by a table."""
     if isinstance(value, str) and _is_choice(nodes, value):
         return {"kind": value}
     if isinstance(value, list):
@@ -152,7 +152,7 @@ def _with_kinds(nodes: Sequence[inspect.Type], value: object) -> object:
 
 
 def _is_choice(nodes: Sequence[inspect.Type], value: str) -> bool:
-    """True if `value` is a kind: any string if only kinds are possible, else only a known kind."""
+    """Return whether `value` is a kind. Any string counts if `nodes` allow only kinds, otherwise only a known kind."""
     options = list(_alternatives(nodes))
     tags = [option.tag for option in options if isinstance(option, inspect.StructType) and option.tag_field == "kind"]
     others = (inspect.StructType, inspect.NoneType)

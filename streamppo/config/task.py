@@ -10,7 +10,7 @@ from streamppo.config.base import Count, Fraction, Kind, Positive, PositiveFloat
 
 ControlTokens: TypeAlias = Literal["text", "parse"]
 MOST_SUMS = 1_000_000
-"""Maximum problems of an addition task, because all are in memory."""
+"""Maximum number of problems of an addition task, all of which are held in memory."""
 
 
 class Addition(Kind, frozen=True):
@@ -24,7 +24,7 @@ class Addition(Kind, frozen=True):
     """Share of the problems that are used only for evaluation."""
 
     def contradictions(self) -> Iterator[str]:
-        """The ranges may have at most `MOST_SUMS` sums, because all are made at the run's start."""
+        """The two ranges may have at most `MOST_SUMS` sums, because a run makes all problems at its start."""
         sums = math.prod(last - first + 1 for first, last in (self.first, self.second))
         if sums > MOST_SUMS:
             yield f"first {self.first} and second {self.second} have {sums:,} sums, more than {MOST_SUMS:,}"
@@ -34,7 +34,7 @@ class ArithmeticTask(Addition, frozen=True, tag="arithmetic"):
     """Addition: the prompt "12+34=" has the answer "46"."""
 
     ramp_prompts: Count = 0
-    """Prompts during which sampling widens from the easiest tenth of the problems to all (a curriculum); 0 is off."""
+    """Number of first prompts over which sampling widens from the easiest tenth of the problems to all; 0 is off."""
 
 
 class HeldOut(Section, frozen=True):
@@ -72,11 +72,11 @@ class Source(HeldOut, frozen=True, kw_only=True):
     template: dict[str, str | int | float | bool] = msgspec.field(default_factory=dict[str, str | int | float | bool])
     """Arguments of the chat template, which a row's `chat_template_kwargs` override."""
     control_tokens: ControlTokens = "text"
-    """Encode names of control tokens in rows, such as <|im_end|>, as "text", or "parse" them as control tokens."""
+    """How a control token's name in a row, such as <|im_end|>, is tokenized: as "text", or (parse) as the token."""
     max_prompt_tokens: Positive = 1024
     """Maximum tokens of a prompt."""
     too_long: Literal["error", "skip", "truncate"] = "error"
-    """What happens to longer prompts: an error, skipping the row, or truncation to the last tokens."""
+    """What happens to a longer prompt: it is an error, its row is skipped, or only its last tokens are kept."""
     weight: PositiveFloat = 1.0
     """Share of the training prompts, relative to the weights of other data sets."""
 
@@ -85,7 +85,7 @@ class DataTask(Kind, frozen=True, tag="data"):
     """Rows of one or several data sets. In a file, `[task] data = ...` is short for `[task.sources.data]`."""
 
     sources: dict[str, Source] = msgspec.field(default_factory=dict[str, Source])
-    """Data sets by name, mixed by weight. `sources` of a scorer selects by these names or a row's data_source."""
+    """Data sets by name, mixed by weight. A scorer's `sources` has such names, or values of a row's data_source."""
 
     def contradictions(self) -> Iterator[str]:
         """There must be at least one source."""
@@ -128,7 +128,7 @@ class Conversation(Timed, frozen=True, kw_only=True):
     template: dict[str, str | int | float | bool] = msgspec.field(default_factory=dict[str, str | int | float | bool])
     """Further arguments of the chat template for the environment's messages."""
     control_tokens: ControlTokens = "text"
-    """Encode names of control tokens in the environment's texts as "text", or "parse" them as control tokens."""
+    """How a control token's name in the environment's texts is tokenized: as "text", or (parse) as the token."""
     max_turns: Positive = 8
     """Maximum turns of the policy, or requests of an agent."""
     max_tokens: Positive = 4096

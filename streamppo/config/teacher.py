@@ -45,7 +45,7 @@ class Teacher(Calls, frozen=True):
         return bool(self.model or self.url)
 
     def refuses_sampling(self, temperature: float, *, excludes_tokens: bool) -> str:
-        """Why a server cannot give log-probs for this sampling; empty if it can."""
+        """Return why a teacher's server cannot give log-probs for this sampling; "" if it can."""
         if self.url and temperature != 1:
             return (
                 f"rollout.temperature ({temperature:g}) must be 1 with algorithm.teacher.url: SGLang gives "
@@ -59,7 +59,7 @@ class Teacher(Calls, frozen=True):
         return ""
 
     def _changed(self, *names: str) -> list[str]:
-        """The fields among `names` that differ from their defaults."""
+        """Return the fields among `names` whose values differ from their defaults."""
         defaults = dict(zip(self.__struct_fields__, self.__struct_defaults__, strict=True))
         return [name for name in names if getattr(self, name) != defaults[name]]
 
@@ -80,4 +80,4 @@ class Teacher(Calls, frozen=True):
 
 
 SERVER_FIELDS = (*Calls.__struct_fields__, "key_env")
-"""Fields of calls to the teacher's server, which do not affect an update, given its batch."""
+"""Fields about calls to the teacher's server. They do not affect the weights that an update makes from a batch."""
