@@ -5,12 +5,12 @@
     run = streamppo.run("configs/math.toml", ["learner.lr=3e-4"])       trains, and returns the run
     run = streamppo.open("runs/math")                                   opens a finished or running run
     run = streamppo.resume("runs/math", ["updates=2000"])               continues a run
-        run = streamppo.fork("runs/math", 100, ["learner.lr=1e-4"])         starts a new run from the run's version 100
-        streamppo.bisect("runs/math", "entropy", below=0.1).version         the first version with an entropy below 0.1
-        streamppo.try_versions("runs/math", [20, 80], 7, at=2).difference   compares two versions on completion 7
-        streamppo.verify("runs/math").faults                                contradictions between the run's files
-        file = streamppo.bundle("runs/math", 120)                           writes update 120 to a file
-        streamppo.replay(file).tokens["ratio"]                              replays the update; the ratio of each token
+    run = streamppo.fork("runs/math", 100, ["learner.lr=1e-4"])         starts a new run from the run's version 100
+    streamppo.bisect("runs/math", "entropy", below=0.1).version         the first version with an entropy below 0.1
+    streamppo.try_versions("runs/math", [20, 80], 7, at=2).difference   compares two versions on completion 7
+    streamppo.verify("runs/math").faults                                contradictions between the run's files
+    file = streamppo.bundle("runs/math", 120)                           writes update 120 to a file
+    streamppo.replay(file).tokens["ratio"]                              replays the update; the ratio of each token
 
 docs/python.md explains these functions. `import streamppo` imports no other module of the package.
 """

@@ -36,7 +36,7 @@ def main() -> NoReturn:
 
 
 def _handle_signals(handler: Callable[[int, FrameType | None], None]) -> None:
-    """Install `handler` for all of `process.SIGNALS` except ignored ones (`nohup` makes a process ignore SIGHUP)."""
+    """Install `handler` for each of `process.SIGNALS` that is not ignored (`nohup` makes a process ignore SIGHUP)."""
     for number in process.SIGNALS:
         if signal.getsignal(number) is not signal.SIG_IGN:
             signal.signal(number, handler)

@@ -24,7 +24,10 @@ ASIDE = ".tmp"
 SCRATCH = re.compile(rf"\.[0-9a-f]{{16}}\{ASIDE}")
 """The end of a scratch folder's name, after the name of its result."""
 HOLLOW_BYTES, HOLLOW_RATIO = 2**28, 100
-"""A larger file is hollow if less than 1 / `HOLLOW_RATIO` of it is data: it could exhaust a reader's memory."""
+"""A file above `HOLLOW_BYTES` is hollow if less than 1 / `HOLLOW_RATIO` of its size is data.
+
+A reader of a hollow file would fill its memory with zeros.
+"""
 HOLLOW = "a sparse file, which streamppo does not write"
 
 
@@ -64,8 +67,10 @@ def write_output(path: Path, data: bytes, kind: type[StreamppoError]) -> None:
 
 @contextmanager
 def naming(path: Path, kind: type[StreamppoError]) -> Generator[None]:
-    """Raise `kind` with `path` in the message for each `OSError` of the block. Errors of open files do not name the
-    file."""
+    """Raise `kind`, with `path` in the message, in place of an `OSError` of the block.
+
+    An `OSError` about an open file does not name the file.
+    """
     try:
         yield
     except OSError as error:
@@ -81,9 +86,10 @@ def folder(path: Path) -> None:
 
 @contextmanager
 def scratch_folder(path: Path) -> Generator[Path]:
-    """Make a folder beside `path` to prepare it in; delete it at the end of the block, unless it was renamed.
+    """Create a temporary folder beside `path`, in which the block prepares the content of `path`.
 
-    Folders of killed processes for the same `path` are deleted first; a living process holds a lock on its folder.
+    The block renames the folder to `path`; otherwise the folder is deleted at its end. A living process holds a lock on
+    its folder. Unlocked folders for the same `path` belong to killed processes, and are deleted first.
     """
     if path.parent.is_dir():
         for left in path.parent.iterdir():
@@ -97,7 +103,7 @@ def scratch_folder(path: Path) -> Generator[Path]:
             with suppress(OSError):
                 fcntl.flock(opened, fcntl.LOCK_EX)
             if not is_at(scratch, os.fstat(opened)):
-                # Another process has deleted it before it was locked.
+                # Another process has deleted the folder before it was locked.
                 continue
             try:
                 yield scratch
@@ -162,7 +168,7 @@ def _temporary_file(path: Path) -> Generator[BufferedWriter]:
 
 
 def is_at(path: Path, opened: os.stat_result) -> bool:
-    """Return whether `path` still names an open file or folder. Another process may have renamed it meanwhile."""
+    """Return whether `path` is still the name of the file or folder with the status `opened`, or was renamed."""
     try:
         return os.path.samestat(path.stat(), opened)
     except FileNotFoundError:
@@ -184,7 +190,7 @@ def reading(path: Path, *, whole: bool = False) -> Generator[BufferedReader]:
 
 
 def is_hollow(path: Path) -> bool:
-    """Return whether a file is hollow (`HOLLOW_RATIO`); False if it does not exist. Raises `OSError`."""
+    """Return whether a file is hollow (`HOLLOW_BYTES`); False if it does not exist. Raises `OSError`."""
     try:
         if path.stat().st_size <= HOLLOW_BYTES:
             return False
@@ -206,7 +212,7 @@ def _is_hollow(file: int) -> bool:
             end = os.lseek(file, begin, os.SEEK_HOLE)
             data += end - begin
     except OSError as error:
-        # ENXIO: no data follow the last hole. Another error: the file system does not report holes.
+        # ENXIO means that the rest of the file is a hole. Other errors mean that the file system reports no holes.
         return error.errno == errno.ENXIO
     finally:
         os.lseek(file, 0, os.SEEK_SET)

@@ -7,14 +7,14 @@
     stage    consumes              produces                         waits for                   unblocked by
     -------  --------------------  -------------------------------  --------------------------  ---------------------
     rollout  tickets, weights      trajectories, failures           tickets                     a take, a new version
-        queue    trajectories, pushes  tickets, batches, the archive    its disk                    the disk
+    queue    trajectories, pushes  tickets, batches, the archive    its disk                    the disk
     learner  a batch               version + 1, report, checkpoint  the batch, prefetched       a delivery
     driver   reports               metrics.jsonl, summary.json      the oldest pending update   the learner
 
-        for every version    update        every rank takes its batch, trains, pushes version + 1
-                             checkpoint    if due; written while the next update runs
-                             record        the report, `AHEAD - 1` updates later, so that the learner never waits for it
-                             evaluate      if due; runs beside the next updates
+    for every version    update        every rank takes its batch, trains, pushes version + 1
+                         checkpoint    if due; written while the next update runs
+                         record        the report, `AHEAD - 1` updates later, so that the learner never waits for it
+                         evaluate      if due; runs beside the next updates
 
 The calls from here to `backward()`: run -> train -> Rank.update -> learner/update.py.
 """
@@ -51,7 +51,7 @@ if TYPE_CHECKING:
     from ray import ObjectRef
 
 AHEAD = 2
-"""The number of updates requested from the learner at a time: the running one and the next one."""
+"""The number of updates that are requested from the learner at a time: the running update and the next update."""
 
 Reports = tuple[QueueReport, list[EngineReport]]
 """The counters of the queue and of every rollout actor."""
@@ -71,8 +71,9 @@ def run(config: Config, folder: Path, *, started: float, interrupts: Interrupts,
 
     If `folder` has a part of the run, the run is continued: the learner loads a checkpoint and repeats the archived
     batches, which gives the same weights. The restart of a lost learner and `replay` work in the same way. A run that
-    cannot continue is refused before its folder is changed. A run whose data or model changed is refused unless
-    `accept_changes`. summary.json is written in every other outcome. `started` is the command's start (perf_counter).
+    cannot continue is refused before its folder is changed. Without `accept_changes`, a run whose data or model changed
+    is refused, too. In all other cases summary.json is written, even after an error. `started` is the
+    `time.perf_counter()` at the command's start.
     """
     process.log_to_stdout()
     run_folder.refuse_place(folder)
@@ -99,10 +100,9 @@ def run(config: Config, folder: Path, *, started: float, interrupts: Interrupts,
 
 @contextmanager
 def _write_summary(record: RunRecord, config: Config) -> Generator[list[Reports]]:
-    """Write summary.json and report.html in every outcome of the block. The block appends the last counters to the
-    list.
+    """Write summary.json and report.html at the end of the block, even after an error.
 
-    The files are written before the shutdown of Ray, which may hang.
+    The block appends the last counters to the list. The files are written before the shutdown of Ray, which may hang.
     """
     outcome = FINISHED
     reports: list[Reports] = []
@@ -125,10 +125,10 @@ def _write_summary(record: RunRecord, config: Config) -> Generator[list[Reports]
 
 
 def train(stages: Stages, record: RunRecord) -> Reports:
-    """Make all missing updates, and restart all learner ranks whenever one is lost. Returns the last counters."""
+    """Make all missing updates. If a learner rank is lost, restart all ranks. Returns the last counters."""
     config, checkpoints = stages.config, stages.folder / "checkpoints"
-    # If the driver died, the reports of its last updates are lost. Those updates are repeated so that metrics.jsonl has
-    # no gap. Other lost lines do not repeat an update.
+    # If the driver died, the reports of its last updates are lost. These updates are repeated, so that metrics.jsonl
+    # has no gap. For lines that are lost in another way, no update is repeated.
     checkpoint = remote.newest(checkpoints, stages.address, record.complete_to, stages.history())
     newest = stages.begin(int(checkpoint.name) if checkpoint else 0)
     record.drop_unpublished(newest)
@@ -141,7 +141,8 @@ def train(stages: Stages, record: RunRecord) -> Reports:
             record.begin(start)
             rebuild_metrics.write_lost_lines(record, stages.folder)
             pending: deque[PendingUpdate] = deque()
-            # A resume may ask for fewer updates than the run has made. Engines take weights only of the newest version.
+            # A resume may ask for fewer updates than the run has made. The learner still repeats all updates up to the
+            # newest version, because engines do not take the weights of an older version.
             for version in range(start + 1, max(config.updates, newest) + 1):
                 pending.append(PendingUpdate(version, [rank.update.remote() for rank in stages.ranks]))
                 _checkpoint(stages, version)

@@ -6,8 +6,8 @@ loaded for 0.3 s. Full passes can be rare because a trajectory's objects form no
 transformers and Ray takes 8.5 s of CPU, and 7.4 s in `without_gc`.
 
 Log lines: every module logs to `logging.getLogger(__name__)`, and each process calls `log_to_stdout` once. Ray forwards
-an actor's standard output to the driver's. The lines of an actor's log begin with a secret (`MARK`), which the driver
-removes. Rewards and environments print an actor's other lines, and the driver puts `PRINTS` before them.
+an actor's standard output to the driver's. Each line of an actor's log begins with a secret (`MARK`), which the driver
+removes. A line without the secret was printed by user code, such as a reward. The driver puts `PRINTS` before it.
 
 Compiled kernels: a process on a GPU stores them in ~/.cache/streamppo for later processes and runs.
 
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from _typeshed import ReadableBuffer
 
 MARK = "STREAMPPO_LOG_MARK"
-"""An environment variable of the actors with the driver's secret. Generated text cannot forge a log line without it."""
+"""The environment variable of actors with the driver's secret. A printed line without the secret is no log line."""
 PRINTS = "prints: "
 """Prefix of an output line that a user's code has printed."""
 LINE_BYTES = 8 * 2**10
@@ -53,9 +53,9 @@ CACHES = {
     "TRITON_CACHE_DIR": "triton",
     "TORCHINDUCTOR_CACHE_DIR": "inductor",
 }
-"""The environment variable that names a library's folder of compiled kernels, and the folder's name in our cache."""
+"""For each library: the environment variable for its folder of compiled kernels, and the folder's name in our cache."""
 FLASH_KEEPS = "FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED"
-"""The variable that makes flash-attn 4 store compiled kernels. By default every process compiles them again."""
+"""The variable that makes flash-attn 4 store compiled kernels. Without it every process compiles them again."""
 
 log = logging.getLogger(__name__)
 
@@ -67,8 +67,7 @@ WHOLE = "process"
 
 @contextmanager
 def without_gc() -> Generator[None]:
-    """Switch garbage collection off for the block, which imports libraries, and exclude their objects from later
-    passes."""
+    """Switch garbage collection off while the block imports libraries, and exclude their objects from later passes."""
     gc.disable()
     try:
         yield
@@ -218,8 +217,8 @@ class _Lasting(io.FileIO):
 def naming_prints(to: TextIO | None = None) -> Generator[None]:
     """In the block, make the lines that user code prints harmless, and write `PRINTS` before each of them.
 
-    The lines go to the stream that was printed to, or `to` one stream. The package's log lines are unchanged. If user
-    code stores a stream, its later lines are treated in the same way.
+    The lines go to the stream `to`; by default to the stream that was printed to. The package's log lines are
+    unchanged. If user code stores a stream, what it prints there after the block is treated in the same way.
     """
     before = sys.stdout, sys.stderr
     if isinstance(sys.stdout, _Prints):
@@ -288,7 +287,7 @@ def _own_stream() -> TextIO:
 
 
 class _Named(logging.Formatter):
-    """Formats a message as `head`, its level if it is a warning or worse, and the text."""
+    """Formats a message: `head`, the level of a warning or error, and the text."""
 
     def __init__(self, head: str) -> None:
         super().__init__()
@@ -339,7 +338,7 @@ def _columns() -> int:
 
 
 class PhaseTime(NamedTuple):
-    """Time of a phase. `cpu_s` counts the threads in the phase, without the helper threads for which they wait."""
+    """Calls, wall seconds and CPU seconds of a phase. `cpu_s` excludes helper threads for which the phase waits."""
 
     calls: int
     wall_s: float
@@ -387,7 +386,7 @@ def spent() -> dict[str, PhaseTime]:
 
 
 def sum_phases(processes: Iterable[Mapping[str, PhaseTime]]) -> dict[str, PhaseTime]:
-    """Return the sum over several processes of their times (`spent`), phase by phase."""
+    """Return the sum of the times of each phase over several processes, of which `processes` has the times."""
     by_phase: dict[str, list[PhaseTime]] = {}
     for process in processes:
         for name, time_of in process.items():

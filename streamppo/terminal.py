@@ -4,7 +4,7 @@ harmless    a text in one line without control characters
 bounded     the beginning of a text, and the number of characters left out
 quoted      the beginning of a text, in quotes
 wrap        the lines of a text, wrapped to the terminal's width
-lines       a message of several lines; the later lines are indented, so that none looks like another message
+lines       a message of several lines; its later lines are indented, so that no line looks like a separate message
 """
 
 import re

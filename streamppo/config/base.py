@@ -52,7 +52,7 @@ class Calls(Timed, frozen=True):
     breaker_failures: Positive = 16
     """After this many retryable failures in a row, only one call at a time is made, until one succeeds."""
     breaker_s: Seconds = 5.0
-    """Seconds between these single calls."""
+    """Seconds between two single calls after breaker_failures."""
 
 
 class Kind(Section, frozen=True, tag_field="kind"):

@@ -95,7 +95,7 @@ def changes(config: Config, folder: Path) -> dict[str, str]:
 def _compare(
     config: Config, folder: Path
 ) -> tuple[list[NamedInput], dict[str, Input], dict[str, Input], dict[str, str]]:
-    """Return the named inputs, the recorded ones, the present ones, and the change of each."""
+    """Return the inputs that `config` names, and by field: the recorded inputs, the present inputs, the changes."""
     named, before = list(_named_inputs(config, folder)), _recorded_inputs(folder)
     present = {entry.field: _find_input(entry) for entry in named}
     changed = {entry.field: _change(before.get(entry.field), present[entry.field]) for entry in named}
@@ -153,7 +153,7 @@ def _find_input(named: NamedInput) -> Input:
     if path.is_file():
         return Input(named.path, {path.name: fingerprint(path)})
     names = [file.relative_to(path) for file in path.rglob("*") if file.is_file()] if path.is_dir() else []
-    # Hidden files belong to tools such as git.
+    # Hidden files are left out: they belong to tools such as git.
     visible = sorted(str(name) for name in names if not any(part.startswith(".") for part in name.parts))
     return Input(named.path, {name: fingerprint(path / name) for name in visible})
 
@@ -179,7 +179,7 @@ def _name(path: str) -> str:
 def _change(before: Input | None, present: Input) -> str:
     """Describe the change of an input; "" if it is unchanged, or if the configuration names another file.
 
-    A file or folder that was moved, but has the same name, counts as the same input.
+    A file or folder that was moved and kept its name counts as the same input.
     """
     if before is None or _name(before.path) != _name(present.path):
         return ""

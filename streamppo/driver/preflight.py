@@ -18,7 +18,7 @@ MAY_HAVE_LINKS = ("model", "wandb")
 """Folders of a run that may contain links: the model, which is only read, and wandb, which creates links."""
 
 EDITORS = ".#"
-"""The prefix of an editor's lock: a link with a name that no run writes."""
+"""The prefix of links that editors create as locks. No run writes a file with this prefix."""
 
 
 def verify(config: Config, folder: Path, *, accept_changes: bool = False) -> None:
@@ -50,7 +50,7 @@ def _verify_journal(config: Config, folder: Path) -> None:
 
 
 def _links(run: Path) -> Iterator[Path]:
-    """Yield links by which a run would change files outside its folder: to files, and at temporary names of folders.
+    """Yield links through which a run would write outside its folder: links to files, and links with a temporary name.
 
     Other links to folders, such as checkpoints on another disk, are allowed.
     """

@@ -56,7 +56,7 @@ def _rebuild_line(record: RunRecord, archive: Archive, configs: Mapping[int, Con
 
 
 def batch_numbers(config: Config, batch: Batch) -> tuple[dict[str, float], dict[int, int]]:
-    """Return the metrics that follow from an update's batch, and its tokens by lag. `config` is the update's."""
+    """Return the metrics that an update's batch and its configuration determine, and the number of tokens by lag."""
     # These imports are slow, because the modules import torch, and this function is seldom called.
     from streamppo.learner.batch.fetch import lag_histogram
     from streamppo.learner.batch.padded import pad

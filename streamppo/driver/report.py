@@ -43,7 +43,7 @@ from streamppo.types import Batch, Ints, QueueReport, Trajectory, flags, ints
 
 REPORT = "report.html"
 SAMPLES = 4
-"""The number of trajectories shown of each of the three sampled batches."""
+"""The number of trajectories shown from each of the three batches of `_samples`."""
 SHOWN_TOKENS = 1000
 """The maximum number of tokens shown of a completion."""
 REASONS = 20
@@ -69,9 +69,9 @@ def write(
     differences: "Sequence[RunDifference]" = (),
     predicted: Sequence[tuple[str, RunsTable]] = (),
 ) -> Path:
-    """Write a report about folders of runs and files of replays to `target`.
+    """Write a report to `target` about `paths`, which are folders of runs and files of replays. Raises `RunError`.
 
-    The report shows the `differences` between the runs, and the `predicted` values of each. Raises `RunError`.
+    The report also shows the `differences` between the runs, and tables of `predicted` values.
     """
     views = [replay_view(path) if path.is_file() else _run_view(path) for path in paths]
     tables = [_difference_table(difference) for difference in differences]
@@ -94,7 +94,7 @@ def count_attempts(folder: Path, config: Config) -> AttemptTable | None:
 
 
 class RunDifference(NamedTuple):
-    """Two runs, by name, with equal versions up to `version`, and their later differences (queue/pairs.py)."""
+    """The names of two runs with equal versions up to `version`, and their later differences (queue/pairs.py)."""
 
     first: str
     second: str
@@ -166,7 +166,7 @@ def _run_view(folder: Path) -> View:
     config = try_part(view, lambda: configfile.load(folder / configfile.CONFIG))
     if config is not None:
         view.config = configfile.show(config)
-        # The counters are read before the lines, because a driver writes an update's line after its transaction.
+        # A driver commits an update to the journal before it writes the update's line, so the journal is read first.
         counters = try_part(view, lambda: read_counters(config, folder, view.notes))
         view.queue, view.failures = counters or (None, ())
     if content := try_part(view, lambda: metrics_file.content(folder)):
@@ -181,14 +181,14 @@ def _run_view(folder: Path) -> View:
 
 
 def try_part(view: View, part: Callable[[], T]) -> T | None:
-    """Return a part of the report. If it cannot be made, add the reason to `view.notes` and return None."""
+    """Return the result of `part`. If `part` raises an error, add the reason to `view.notes` and return None."""
     result, why = make_part(part)
     view.notes += [why] if why and why not in view.notes else []
     return result
 
 
 def read_counters(config: Config, folder: Path, notes: list[str]) -> tuple[QueueReport | None, Sequence[NamedNumber]]:
-    """Read the queue's counters and failure reasons from the journal. `notes` gets a line about a missing one."""
+    """Read the queue's counters and failure reasons from the journal. If a part cannot be read, `notes` get a line."""
     with closing(Journal.open_run(folder)) as journal:
         counters, no_counters = make_part(lambda: _counters(config, journal))
         failures, no_failures = make_part(lambda: _failures(journal))

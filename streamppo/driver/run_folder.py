@@ -36,17 +36,17 @@ FUSE = "fuse."
 LOCAL_FUSE = frozenset({"fuse.fuse-overlayfs", "fuse.bindfs", "fuse.lxcfs"})
 """FUSE file systems that are known to be local."""
 LOCK_S = 1.0
-"""Time limit of a driver for getting the lock, which is longer than `is_running` holds its shared lock."""
+"""Seconds for which a driver tries to get the lock. `is_running` holds a lock for a shorter time."""
 SCALE = "scale.json"
 ACCEPTED = "scale.taken"
 WAIT_S = 60.0
-"""Time limit of `scale` for the driver's answer. Once its learner has loaded, it looks for a request twice a second."""
+"""Time limit of `scale` for the driver's answer. Once the learner has loaded, the driver answers within a second."""
 POLL_S = 0.1
 FINAL_CONFIG = Path("final/config.json")
 
 
 def refuse_place(folder: Path) -> None:
-    """Raise `RunError` with the remedy if `folder` is, or would be, on a network file system, or as `refuse_bytes`."""
+    """Raise `RunError` if `folder` is on a network file system, or would be there, or has a path that is not UTF-8."""
     kind = file_system(folder, durable.read_kernel(MOUNTS))
     if kind in NETWORK or (kind.startswith(FUSE) and kind not in LOCAL_FUSE):
         raise RunError(
@@ -58,7 +58,7 @@ def refuse_place(folder: Path) -> None:
 
 
 def refuse_bytes(folder: Path) -> None:
-    """Raise `RunError` for a path that is not UTF-8: neither the journal nor JSON or TOML can have it."""
+    """Raise `RunError` for a path that is not UTF-8, because the journal, JSON and TOML cannot store it."""
     try:
         str(folder).encode()
     except UnicodeEncodeError as error:
@@ -139,7 +139,7 @@ def _try_lock(folder: Path, opened: int, kind: int) -> bool:
 
 
 class Scale(Section, frozen=True):
-    """A request to a run's driver."""
+    """A request to a run's driver: the number of rollout actors."""
 
     rollouts: Positive
 

@@ -52,7 +52,7 @@ if TYPE_CHECKING:
     from streamppo.rollout.actor import RolloutActor
 
 TOGETHER_S = 30.0
-"""Ray declares nodes dead within this many seconds of each other if one failure has cut them off."""
+"""If one failure cuts off several nodes, Ray declares all of them dead within this number of seconds."""
 
 log = logging.getLogger(__name__)
 
@@ -103,7 +103,7 @@ class Stages:
     def begin(self, version: int) -> int:
         """Open the journal for a learner that starts from `version`.
 
-        Returns the newest version of the run. The updates up to it must be repeated.
+        Returns the newest version of the run. The updates after `version`, up to the newest version, must be repeated.
         """
         (newest,) = self.calls.wait([self.queue.begin.remote(version)], "opening the journal")
         self._follow_queue("")
@@ -207,7 +207,7 @@ class Stages:
             store.Store(self.address).fetch_folder(store.FINAL, final)
 
     def end(self) -> None:
-        """Kill rollout actors and ranks first. If Ray ended the queue before them, their calls to it would fail."""
+        """Kill rollout actors and ranks before Ray ends the queue, because calls to an ended queue would fail."""
         with suppress(RunError):
             refuse_dead_ray()
             for actor in (*(handle.actor for handle in self.rollouts.handles + self.evaluators.handles), *self.ranks):
@@ -275,10 +275,10 @@ class Stages:
         self.calls.check_stall(self.config.watchdog.stall_s + self._starts_within(), doing, self._explain_stall)
 
     def _starts_within(self) -> float:
-        """Return the seconds that the start of a learner or engine may take beyond the limit of a stall."""
+        """Return the seconds to add to the time limit of a stall while the learner or the engines start."""
         if not self._loaded_ranks:
             return self.config.watchdog.load_s
-        # A starting engine has a time limit and an error of its own.
+        # An engine that takes longer than `start_s` raises its own error.
         starting = self.rollouts.generating and not self.rollouts.at_work()
         return self.config.rollout.engine.start_s if starting else 0.0
 
@@ -312,13 +312,13 @@ class Stages:
 class Restarts:
     """Counts recent restarts. Too many of them end the run, because another restart would not help.
 
-    Actors that die together count as one restart: a dead node takes all of its actors with it, and a network failure of
-    a minute takes the learner and every rollout actor. A second death of the same actor is another restart.
+    Deaths of several actors at about the same time count as one restart, because they have one cause, such as a dead
+    node or a network failure. A second death of the same actor is another restart.
     """
 
     def __init__(self, watchdog: Watchdog) -> None:
         self._within_s = watchdog.restarts_s
-        # All deaths in one group must lie within one window of `restarts_s`.
+        # Deaths that are further apart than `restarts_s` are not counted together.
         self._together_s = min(TOGETHER_S, watchdog.restarts_s)
         self._times_s: deque[float] = deque()
         self._group: set[str] = set()

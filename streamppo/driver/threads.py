@@ -1,7 +1,7 @@
 """Chooses the fixed number of threads of a run's learner ranks if `learner.threads` is "auto".
 
 The rounding of sums depends on the number of threads. The run's configuration records the number, so that a resume or
-replay on a machine with another number of cores uses the same one.
+replay uses the same number on a machine with more or fewer cores.
 
 a small model, a GPU, a cluster    1 thread
 a large model on this machine      all cores except half of the engines' threads, divided by the number of ranks
@@ -84,7 +84,7 @@ def choose(config: Config) -> Choice:
 
 
 def count_parameters(model: Model) -> int | None:
-    """Count the parameters in a model's files without torch; None if they are not on this machine."""
+    """Count the parameters in a model's files without torch; None if the files are not on this machine."""
     if model.path == BUILTIN:
         # Attention has four square matrices. The MLP has three, which are twice as wide.
         return (4 + 3 * 2) * model.tiny.layers * model.tiny.hidden_size**2

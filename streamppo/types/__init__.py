@@ -1,11 +1,11 @@
 """Everything that crosses a process, in the order in which a trajectory passes through the pipeline.
 
-        Prompt      tasks   -> rollout   one instance of a task, computed again from a ticket's identity
-        Ticket      queue   -> rollout   permission to sample one trajectory of a prompt
+    Prompt      tasks   -> rollout   one instance of a task, computed again from a ticket's identity
+    Ticket      queue   -> rollout   permission to sample one trajectory of a prompt
     Trajectory  rollout -> queue     the sampled tokens, each with its log-prob and weight version
     Failure     rollout -> queue     a ticket that failed, and the reason
     Batch       queue   -> learner   the fixed number of trajectories of one update
-        Push        learner -> weights   a version's tensors, their hashes, and the layout of its buckets
+    Push        learner -> weights   a version's tensors, their hashes, and the layout of its buckets
     *Report     every stage -> run   numbers for display
 
 Arrays travel as bytes columns (little-endian int32, float32 or uint8), which `ints`, `floats` and `flags` read. A
@@ -186,11 +186,11 @@ class Ticket(WireStruct, frozen=True):
 class Trajectory(WireStruct, frozen=True, omit_defaults=True):
     """One finished and scored completion, or a segment of it.
 
-    T is the number of completion tokens, at least 1. Each column has one entry for each of them, except
+    T is the number of completion tokens, at least 1. Each column has T entries, one for each completion token, except
     `prompt_tokens`, `candidates`, `routes`, `branches` and `turns`.
 
-    `mask` is true for tokens that the policy sampled. Only these are trained on. `logprobs` are log-probs under the
-    sampling distribution. `versions` are the weight versions that sampled each token. If the engine did not report
+    `mask` is true for tokens that the policy sampled. Only these tokens are trained on. `logprobs` are log-probs under
+    the sampling distribution. `versions` are the weight versions that sampled each token. If the engine did not report
     them, `versions_known` is false and `versions` has the oldest possible versions. `reward` is the sum of
     `token_rewards`. If `token_rewards` is empty, the reward belongs to the last sampled token.
 
@@ -252,8 +252,7 @@ class Trajectory(WireStruct, frozen=True, omit_defaults=True):
 
 
 class Failure(WireStruct, frozen=True):
-    """A ticket whose trajectory failed: the stage, the reason, and the number of tokens sampled in finished
-    completions.
+    """A ticket whose trajectory failed, with the stage and the reason. `tokens` counts tokens of finished completions.
 
     `version` is the engine's version at the start of sampling, or -1 if unknown. `source` is as in `Trajectory`.
     """
@@ -270,9 +269,9 @@ class Failure(WireStruct, frozen=True):
 class Batch(WireStruct, frozen=True):
     """The trajectories of the update from `version` to `version + 1`, in order.
 
-    Tokens sampled by a version below `min_version` exceed `max_lag`. They count in the denominators but not in the
-    loss. Only batches with `too_old = mask` have such tokens. If this is a part of a batch, `rows` (int32) has the
-    indices of its trajectories in the whole batch; otherwise `rows` is empty.
+    Tokens sampled by a version below `min_version` exceed `max_lag`. They count in denominators, but have no loss. Only
+    batches with `too_old = mask` have such tokens. If this is a part of a batch, `rows` (int32) has the indices of its
+    trajectories in the whole batch; otherwise `rows` is empty.
     """
 
     version: int
@@ -322,9 +321,10 @@ class TensorChunk(WireStruct, frozen=True):
 
 
 class Push(WireStruct, frozen=True):
-    """One version for the engines, or one rank's share of it. Deltas are relative to `base_version`.
+    """The description of one pushed version, or of one rank's share of the version.
 
-    `frozen` tensors are not sent, because the engines have them. `admitted_lag` is set if the lag is adaptive.
+    Deltas are relative to `base_version`. `frozen` tensors are not sent, because the engines have them. `admitted_lag`
+    is None unless the lag is adaptive.
     """
 
     version: int

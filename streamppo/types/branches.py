@@ -10,8 +10,9 @@ after `start` follows the previous one, up to the next branch.
     paths      0 1 2 3 4      0 1 2 5 6 7      8
     trees      0 1 2 3 4 5 6 7      8
 
-The row's previous token predicts a sampled token, so a branch must start with a token that was not sampled. For
-example, two answers to one context each have a copy of the context's last token. The second copy starts a branch.
+A sampled token is predicted by the row's previous token, which it must follow. So a branch must start with a token that
+was not sampled. For example, two answers to one context each begin after a copy of the context's last token. The second
+copy starts a branch.
 """
 
 from bisect import bisect_right
@@ -23,7 +24,7 @@ from streamppo.types.wire import Flags, Ints, ints
 
 
 class Piece(NamedTuple):
-    """Tokens `start` to `end` - 1 of a row. The first follows `parent`, each of the others its predecessor."""
+    """Tokens `start` to `end` - 1 of a row. Token `start` follows `parent`, each later token the previous one."""
 
     start: int
     end: int
@@ -123,9 +124,9 @@ def sizes(column: bytes, width: int) -> list[Size]:
 
 
 def seen(column: bytes, width: int) -> tuple[Ints, Flags]:
-    """Return [width], the piece of each token, and [P, width], a mask of each piece's tokens and their ancestors.
+    """Return [width], the piece of each token, and [P, width], True at each piece's tokens and at their ancestors.
 
-    Within its piece, a token follows the tokens before it in the row.
+    Within a piece, the tokens before a token are its ancestors too.
     """
     cut = pieces(column, width)
     piece = np.repeat(np.arange(len(cut), dtype=np.int32), [part.end - part.start for part in cut])

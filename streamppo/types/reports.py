@@ -7,7 +7,7 @@ from streamppo.types.wire import WireStruct
 
 
 class QueueReport(WireStruct, frozen=True):
-    """The queue's counters since the run began, and its present contents.
+    """The queue's counters since the run began, and the numbers of trajectories that it has at present.
 
     `tokens` counts sampled tokens by outcome; `delivered` is the sum of the other entries. `cut` counts segments that
     are followed by another segment, and `orphaned` counts segments whose later segments failed. `skipped_prompts`
@@ -35,8 +35,7 @@ class QueueReport(WireStruct, frozen=True):
 
 
 class ScorerReport(WireStruct, frozen=True):
-    """One actor's counters of a scorer or a teacher's server. `reasons` counts the failures for each of the first
-    reasons."""
+    """One actor's counters of a scorer or a teacher's server. `reasons` counts failures by reason."""
 
     name: str
     calls: int
@@ -63,9 +62,9 @@ class EngineReport(WireStruct, frozen=True):
 
     `too_long` counts prompts that were skipped or truncated when the task was loaded. `restarts` counts restarts of the
     engine's processes. `stalls` counts environment steps that blocked the actor, by file and line. `agents` counts
-    requests of agents by outcome. `prompted` counts prompt tokens, and `reused` the prompt tokens from the engine's
-    cache; `kv_ages` counts the reused ones by age in versions. `context` counts the tokens of an episode's earlier
-    turns, and `context_reused` those of them that came from the cache. `sample` is the newest completion.
+    requests of agents by outcome. `prompted` counts prompt tokens, `reused` counts prompt tokens that came from the
+    engine's cache, and `kv_ages` counts the reused tokens by age in versions. `context` counts tokens of an episode's
+    earlier turns, and `context_reused` counts such tokens that came from the cache. `sample` is the newest completion.
     """
 
     actor: str

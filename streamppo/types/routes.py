@@ -17,18 +17,18 @@ from streamppo.types.wire import Flags, Routes
 
 Numbers: TypeAlias = NDArray[np.uint8 | np.int16]
 UNKNOWN = 255
-"""The number of a token without experts, where the width is 1."""
+"""With a width of 1, a token without experts has this number in every place."""
 DTYPES = {1: np.dtype("u1"), 2: np.dtype("<i2")}
 
 
 def column(routes_SE: Routes) -> tuple[bytes, int]:
-    """Return the bytes column of the experts, and its width: 1 if no number is lost by it."""
+    """Return the bytes column of the experts, and its width: 1 if every number fits, otherwise 2."""
     width = 1 if _fits(routes_SE) else 2
     return routes_SE.astype(DTYPES[width]).tobytes(), width
 
 
 def read(column: bytes, width: int, tokens: int) -> tuple[Numbers, Flags]:
-    """Return [tokens, E], the numbers without a copy, and [tokens], True for each token with experts."""
+    """Return [tokens, E], the experts' numbers (not copied), and [tokens], True for each token with experts."""
     numbers_SE = np.frombuffer(column, dtype=DTYPES[width]).reshape(tokens, -1)
     return numbers_SE, (numbers_SE != (UNKNOWN if width == 1 else -1)).any(axis=1)
 

@@ -18,7 +18,7 @@ FIELDS = 4
 
 
 class TurnPlace(NamedTuple):
-    """The place of one turn in its row, and what became of it."""
+    """One turn: its tokens in the row, the number of `reused` tokens, and whether it was `delivered` (0 or 1)."""
 
     start: int
     end: int
@@ -37,7 +37,7 @@ def read(column: bytes) -> list[TurnPlace]:
 
 
 def undelivered(column: bytes) -> int:
-    """Return the number of sampled tokens in turns that were not received."""
+    """Return the number of sampled tokens in turns that the agent did not receive."""
     return sum(turn.end - turn.start for turn in read(column) if not turn.delivered) if column else 0
 
 

@@ -1,4 +1,4 @@
-"""Starts and shuts down Ray for a run, and has readable errors and all uses of Ray's private attributes."""
+"""Starts and shuts down Ray for a run or a command, and describes Ray's errors in one line."""
 
 import functools
 import logging
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from ray.actor import ActorHandle, ActorProxy
 
 BLAME_S = 5.0
-"""After one call of a group has failed: the time limit for finding the actor that died."""
+"""Time limit for finding the actor whose death made another actor's call fail."""
 CLOSING_S = 10.0
 """Time limit for Ray to end its processes."""
 
@@ -53,7 +53,7 @@ GIVEN_UP = "Ray has lost its machine: the raylet there died, was stopped, or had
 RAYS_OWN = ("raylet", "gcs_server", "autoscaler")
 """The "pid" fields of log lines from Ray's processes. In log lines from actors, "pid" is a number."""
 ORDERS = (RAY_TQDM_MAGIC, ray_constants.LOG_PREFIX_INFO_MESSAGE)
-"""Markers that make Ray draw a progress bar, or omit the text before them in a line."""
+"""Markers in a printed line. At the first, Ray draws a progress bar; at the second, Ray omits the text before it."""
 
 log = logging.getLogger(__name__)
 
@@ -134,7 +134,7 @@ def _clear(folder: Path, *, failed: bool) -> None:
 
 
 def show_origins() -> str:
-    """Make Ray show the origin of each printed line from the next `ray.init` on. Returns the actors' `process.MARK`."""
+    """Make Ray show the origin of printed lines, from the next `ray.init` on. Returns a value for `process.MARK`."""
     secret = secrets.token_hex(8)
     printed = ray_logging.global_worker_stdstream_dispatcher
     printed.remove_handler(__name__)
@@ -245,7 +245,10 @@ def describe(error: BaseException) -> str:
 
 
 def death(refs: Sequence[ObjectRef[Any]]) -> RayActorError | None:
-    """Return the first death of an actor among the calls of one group, which explains why another call failed."""
+    """Return the first error about a dead actor among the calls `refs`; None if no actor has died.
+
+    If one actor of a group dies, a call to another actor may fail with an error that does not name the cause.
+    """
     deadline = time.monotonic() + BLAME_S
     for ref in refs:
         try:

@@ -63,7 +63,7 @@ CARRIED_PREFIXES = (
 )
 CARRIED_SUFFIXES = ("_API_KEY", "_TOKEN", "_PROXY")
 NODE_PREFIXES = ("RAY_",)
-"""Prefixes of variables that belong to a node, which are not carried, whatever their suffix."""
+"""A variable with such a prefix belongs to a node, and is not carried, even if it has one of the suffixes."""
 
 
 def carried_variables(environment: Mapping[str, str], keys: frozenset[str]) -> dict[str, str]:
@@ -108,7 +108,7 @@ def own_ray_environment(mark: str, log_mark: str, *, forked: bool = False) -> Ge
     os.environ |= {MARK: mark, process.MARK: log_mark}
     for name, value in (OWN_RAY | (FORKED if forked else {})).items():
         os.environ.setdefault(name, value)
-    # Ray read the variable when it was imported.
+    # Ray read the variable when it was imported, so its constant is set too.
     ray_constants.ENABLE_RAY_CLUSTER = False
     try:
         yield

@@ -23,13 +23,13 @@ from uuid import uuid4
 MARK = "STREAMPPO_OWN_RAY"
 """The environment variable that all processes of a run's own Ray inherit."""
 ROUND_S, ROUNDS = 0.02, 500
-"""Seconds between two scans of all processes, in which new processes are killed; and the maximum number of scans."""
+"""Each round scans all processes, and then watches for new processes for `ROUND_S`. `ROUNDS` is their maximum."""
 EMPTY_ROUNDS = 3
 """The watcher ends after this many scans in a row without a marked process. A process that forks may evade one scan."""
 LOOK_MS = 500
 """Milliseconds between two checks for the driver, if the kernel has no pidfd."""
 ENDING_S = 15.0
-"""Seconds for which the end of the block waits for the last process to end."""
+"""Seconds for which `kill_at_end` waits, at the end of its block, until the watcher has killed all processes."""
 
 
 @contextmanager
@@ -107,9 +107,9 @@ def _kill(pids: Iterator[int]) -> int:
 
 
 def _kill_at_birth(newest: int, value: str) -> int:
-    """Kill marked processes that start within `ROUND_S` or after `newest` started. Returns their number.
+    """For `ROUND_S`, kill each marked process that starts after the process `newest`. Returns their number.
 
-    A process that forks and exits every few milliseconds ends before a scan of all processes reaches it.
+    A process that forks and exits every few milliseconds would end before a scan of all processes reaches it.
     """
     count, deadline = 0, time.monotonic() + ROUND_S
     while time.monotonic() < deadline:

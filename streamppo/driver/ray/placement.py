@@ -62,11 +62,12 @@ def plan(config: Config, *, rollout: bool = True, together: int = 1) -> Placemen
 
 
 def ranks_per_node(config: Config, nodes: Sequence[Mapping[str, float]]) -> int:
-    """Return the number of neighbouring ranks that belong on one node and fit there. `nodes` are a cluster's resources.
+    """Return the number of neighbouring ranks to put into one bundle, so that Ray places them on one node.
 
-    These are the ranks of a replica if the model has several replicas; otherwise the ranks that exchange tokens in
-    every layer (`learner.mesh`: context, tensor, expert); otherwise 1. Ray orders equal bundles arbitrarily: of 32
-    ranks on four nodes with eight GPUs, rank 0 was on one node and ranks 1 to 7 on another.
+    `nodes` has the resources of each node. The first that fits is chosen: the ranks of a replica, if the model has
+    several; the ranks that exchange tokens in every layer (`learner.mesh`: context, tensor, expert); 1 rank. Ray orders
+    equal bundles arbitrarily: of 32 ranks on four nodes with eight GPUs, rank 0 was on one node and ranks 1 to 7 on
+    another.
     """
     learner, mesh = config.learner, config.learner.mesh
     if shares_gpus(config) or learner.gpus % 1:

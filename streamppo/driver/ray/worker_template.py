@@ -59,7 +59,7 @@ LIMITS = [value for name, value in vars(resource).items() if name.startswith("RL
 OOM_SCORE = Path("/proc/self/oom_score_adj")
 """The kernel's out-of-memory score of this process. Ray makes the kernel kill workers before its own processes."""
 READY = b"ready"
-"""The template's first message, when it can fork. A launcher that has given up by then sends nothing."""
+"""The template's first message, sent when it can fork. A launcher sends its message only after this message."""
 STREAMS = 3
 """The number of standard streams: input, output and error."""
 NUMBER_BYTES = 8
@@ -72,7 +72,7 @@ LOOK_S = 0.5
 
 
 class WorkerStart(NamedTuple):
-    """The properties of the process that Ray started, which its fork takes over. `limits` are those of `resource`."""
+    """The properties of the process that Ray started, which the fork takes over. `limits` are its resource limits."""
 
     arguments: list[str]
     environment: Mapping[str, str]
@@ -199,7 +199,7 @@ def _wait(pid: int) -> None:
 def _prepare(names: list[str], path: list[str]) -> None:
     """Import modules with the driver's search path `path`. Forks get the search path of a worker of Ray.
 
-    After an error, the template ends silently: Ray's workers then start as usual, raise the same error, and it is
+    After an error, the template ends silently. Ray's workers then start as usual, and the same error in a worker is
     reported.
     """
     worker_path, sys.path = sys.path, path

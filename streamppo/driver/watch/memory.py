@@ -13,13 +13,13 @@ MEMBERSHIP = Path("/proc/self/cgroup")
 COUNTERS = {"memory.events": "memory.max", "memory.oom_control": "memory.limit_in_bytes"}
 """For each version: the file with the number of kills, and the file with the memory limit."""
 UNLIMITED = 2**60
-"""If there is no limit, version 1 writes a number above this."""
+"""Version 1 reports a limit above this number if there is no limit."""
 
 
 class MemoryKills:
     """Counts kills since this object was created. The file `membership` names this process's cgroups under `cgroups`.
 
-    The limits of a cgroup's parents also apply, so the counters of all levels are read.
+    The limits of a cgroup's parents also apply, so the counters of the cgroup and of all its parents are read.
     """
 
     def __init__(self, cgroups: Path = CGROUPS, membership: Path = MEMBERSHIP) -> None:

@@ -1,4 +1,4 @@
-"""The driver's periodic requests: which actors are silent, and reports of the queue and the engines.
+"""The driver's periodic requests: for the names of silent actors, and for reports of the queue and the engines.
 
 A silent actor is alive for Ray but sends no heartbeat: it is stopped, or in a function that does not return. Rollout
 actors and ranks send the queue a heartbeat every `BEAT_S`, concurrently with their work. For this reason neither a long
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class Heartbeats:
-    """Calls `on_silence` with the name and the reason for every actor whose last heartbeat is older than `limit_s`."""
+    """Calls `on_silence(name, reason)` for every actor whose last heartbeat is more than `limit_s` old."""
 
     def __init__(
         self,
@@ -41,20 +41,21 @@ class Heartbeats:
     def check(self, actors: Sequence[str]) -> None:
         """Ask the queue which of `actors` (names) are silent, at most four times within `limit_s`.
 
-        Must be called often: if it was not called for a quarter of `limit_s`, the driver was stopped.
+        Call this method often. If it was not called for a quarter of `limit_s`, it assumes that the driver was stopped.
         """
         present = time.monotonic()
         if present - self._called > self._limit_s / 4:
             self._checked = present
         self._called = present
-        # A stopped queue answers all calls together when it continues, so the newest answers would not be late.
+        # Only one question is open at a time. A stopped queue would later answer several at once, and the answer to the
+        # newest would not be late.
         if self._is_asked or present - self._checked < self._limit_s / 4:
             return
         self._checked, self._is_asked = present, True
 
         def report_silent(silent: list[str]) -> None:
             self._is_asked = False
-            # If the queue answers late, it was stopped and has not read the heartbeats of that time.
+            # A late answer is ignored: the queue was stopped, and has not read the heartbeats sent meanwhile.
             if time.monotonic() - present < self._limit_s / 4:
                 for name in silent:
                     self._on_silence(name, f"silent for more than {self._limit_s:g} s")

@@ -24,14 +24,12 @@ if TYPE_CHECKING:
 Kind: TypeAlias = Literal["rollout", "evaluation"]
 """The beginning of an actor's name. Actors that only evaluate follow the versions and request no tickets."""
 PARTS = 32
-"""The number of parts of an evaluation with at least as many prompts. An answered part is progress for the watchdog."""
+"""An evaluation is divided into at least this number of parts, if it has as many prompts. Each answer is progress."""
 
 
 @dataclass(slots=True, eq=False)
 class RolloutHandle:
-    """A rollout actor, its name, and its number in the placement plan (placement.py). `at_work` is true when it is
-    loaded.
-    """
+    """An actor, its name, and its number in the placement plan (placement.py). `at_work` is true once it has loaded."""
 
     name: str
     place: int
@@ -133,7 +131,7 @@ class RolloutPool:
     # --- the actors at work ----------------------------------------------------------------------------------
 
     def at_work(self) -> list[RolloutHandle]:
-        """Return the loaded actors, which answer at once."""
+        """Return the actors that have loaded, and so answer calls at once."""
         return [handle for handle in self.handles if handle.at_work]
 
     def loading(self) -> list[str]:
@@ -144,9 +142,9 @@ class RolloutPool:
         """Request greedy answers to held-out prompts by engines at `min_version` or later.
 
         The prompts are divided into at least min(`PARTS`, prompts) parts. Part i has prompts i, i + parts, i + 2 parts,
-        and so on. Each actor at work gets a part at once, and samples meanwhile. Actors that are loading get a part
-        only if no actor is at work. If an actor is lost, another gets its part. `on_reports` gets the reports of all
-        parts.
+        and so on. The actors at work answer the parts, and continue to sample for training. Actors that are loading get
+        parts only if no actor is at work. If an actor is lost, another actor gets its parts. `on_reports` gets the
+        reports of all parts.
         """
         reports: list[EvaluationReport] = []
         parts = max(len(self._answering()), min(PARTS, prompts))

@@ -6,7 +6,7 @@
             -> forgotten             its actor was removed
 
 While the driver waits, `on_tick` is called at least every `TICK_S`. If more time passes between two calls, this process
-was stopped (Ctrl-Z, SIGSTOP of a scheduler), and no actor is blamed for that time.
+was stopped (Ctrl-Z, SIGSTOP of a scheduler), and that time does not count as a stall of an actor.
 """
 
 import time
@@ -24,7 +24,7 @@ from streamppo.errors import RunError
 TICK_S = 0.5
 """The maximum number of seconds between two calls of `on_tick`."""
 LOOK_S = 5.0
-"""The maximum number of seconds that one check adds to a stall. While the driver runs, checks are `TICK_S` apart."""
+"""The maximum number of seconds that a call of `check_stall` adds. After a longer pause, the driver was stopped."""
 T = TypeVar("T")
 
 
@@ -98,7 +98,7 @@ class WatchedCalls:
         self.reset_stall()
 
     def forget(self, stage: RunStage, name: str = "") -> None:
-        """Stop watching the calls of `stage` that have this `name`, or that were given no name."""
+        """Stop watching the calls of `stage` with this `name`. Without `name`, those that were given no name."""
         forgotten = (stage, name or stage)
         self._watched = {ref: call for ref, call in self._watched.items() if (call.stage, call.name) != forgotten}
 
