@@ -88,8 +88,8 @@ def folder(path: Path) -> None:
 def scratch_folder(path: Path) -> Generator[Path]:
     """Create a temporary folder beside `path`, in which the block prepares the content of `path`.
 
-    The block renames the folder to `path`; otherwise the folder is deleted at its end. A living process holds a lock on
-    its folder. Unlocked folders for the same `path` belong to killed processes, and are deleted first.
+    If the block does not rename the folder to `path`, the folder is deleted at the end. A living process holds a lock
+    on its folder. Unlocked folders for the same `path` belong to killed processes, and are deleted first.
     """
     if path.parent.is_dir():
         for left in path.parent.iterdir():
@@ -168,7 +168,7 @@ def _temporary_file(path: Path) -> Generator[BufferedWriter]:
 
 
 def is_at(path: Path, opened: os.stat_result) -> bool:
-    """Return whether `path` is still the name of the file or folder with the status `opened`, or was renamed."""
+    """Return whether the file or folder with the status `opened` is still at `path`, neither renamed nor deleted."""
     try:
         return os.path.samestat(path.stat(), opened)
     except FileNotFoundError:

@@ -92,7 +92,7 @@ class UpdateError(StreamppoError):
 
 
 class WeightsError(StreamppoError):
-    """A pushed version is incomplete, differs from its hashes, or does not fit the engine's parameters."""
+    """A pushed version that is incomplete, differs from its hashes, or does not fit the engine's parameters."""
 
 
 class CheckpointError(StreamppoError):

@@ -1,8 +1,8 @@
 """Settings of streamppo's processes: garbage collection, log output, and the time of their phases.
 
 Garbage collection: trajectories wait about a second for their rewards, so they survive the cheap passes, and Python
-would make a full pass every second. A full pass visits every object and stops a process that has torch and transformers
-loaded for 0.3 s. Full passes can be rare because a trajectory's objects form no cycles. The import of torch,
+would make a full pass every second. A full pass visits every object, which takes 0.3 s in a process that has loaded
+torch and transformers. Full passes can be rare because a trajectory's objects form no cycles. The import of torch,
 transformers and Ray takes 8.5 s of CPU, and 7.4 s in `without_gc`.
 
 Log lines: every module logs to `logging.getLogger(__name__)`, and each process calls `log_to_stdout` once. Ray forwards
@@ -11,7 +11,7 @@ removes. A line without the secret was printed by user code, such as a reward. T
 
 Compiled kernels: a process on a GPU stores them in ~/.cache/streamppo for later processes and runs.
 
-Phases: each process counts the calls, wall seconds and CPU seconds of each phase since its start. Reports bring them to
+Phases: each process counts the calls, wall seconds and CPU seconds of each phase since its start. It reports them to
 the driver, which writes them to metrics.jsonl (`telemetry/catalogue.py` names the phases). Phases are not nested.
 """
 
@@ -139,7 +139,7 @@ def die_with_parent(number: int = signal.SIGKILL) -> None:
 
 
 def open_closed_streams() -> None:
-    """Open the null device for each closed standard stream (`>&-`); otherwise a file would get the stream's number."""
+    """Open the null device for each closed standard stream (`>&-`); else the next file would get its number."""
     for descriptor, name in enumerate(("stdin", "stdout", "stderr")):
         if getattr(sys, name) is not None:
             continue
@@ -282,7 +282,7 @@ class _PrintedLines(io.RawIOBase):
 
 
 def _own_stream() -> TextIO:
-    """Return the standard output for the package's log lines: the stream under `_Prints`."""
+    """Return the stream for the package's log lines: standard output, without `_Prints` around it."""
     return sys.stdout.under if isinstance(sys.stdout, _Prints) else sys.stdout
 
 
@@ -294,7 +294,7 @@ class _Named(logging.Formatter):
         self._head = head
 
     def formatMessage(self, record: logging.LogRecord) -> str:
-        """Format the first line."""
+        """Format the message without its traceback."""
         level = f"{record.levelname.lower()}: " if record.levelno >= logging.WARNING else ""
         return f"{self._head}{level}{record.message}"
 
@@ -386,7 +386,7 @@ def spent() -> dict[str, PhaseTime]:
 
 
 def sum_phases(processes: Iterable[Mapping[str, PhaseTime]]) -> dict[str, PhaseTime]:
-    """Return the sum of the times of each phase over several processes, of which `processes` has the times."""
+    """Add up the times of each phase over `processes`, whose elements come from `spent`."""
     by_phase: dict[str, list[PhaseTime]] = {}
     for process in processes:
         for name, time_of in process.items():

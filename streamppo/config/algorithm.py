@@ -258,7 +258,7 @@ class Algorithm(Section, frozen=True):
 
     @property
     def needs_proximal_first(self) -> str | None:
-        """Why the first optimizer step needs log-probs of the whole batch, as a phrase; None if it does not."""
+        """What needs log-probs of the whole batch before the first optimizer step, as a phrase; None if nothing."""
         if self.has_critic and self.critic.model == "head":
             return "the value head, whose values come from the same pass"
         if isinstance(self.advantage, VTrace):
@@ -281,7 +281,7 @@ class Algorithm(Section, frozen=True):
 
     @property
     def compares_samples(self) -> str | None:
-        """The setting that needs all samples of a prompt in one batch; None if there is none."""
+        """The setting that needs all samples of a prompt in one batch; None if no setting needs them."""
         if self._advantage_compares:
             return f"advantage {self.advantage.__struct_config__.tag!r}"
         return "whiten.over = 'group'" if self.whiten.over == "group" else None

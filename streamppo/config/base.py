@@ -19,7 +19,7 @@ PositiveFloat: TypeAlias = Annotated[float, Meta(gt=0)]
 
 
 class Section(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Base of every table of the file."""
+    """Base class of every table of the configuration."""
 
     def contradictions(self) -> Iterator[str]:
         """Yield a sentence for every broken rule between the fields."""

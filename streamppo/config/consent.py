@@ -119,7 +119,7 @@ def require(run: Path, configs: Iterable[Config], *, trust: bool = False) -> Non
 
 
 def _secret(*, make: bool) -> bytes:
-    """Return this user's secret; with `make`, create a missing one. Raises `OSError`, or `RuntimeError` (no home)."""
+    """Return this user's secret; with `make`, create a missing one. Raises `OSError`, `RuntimeError` without home."""
     state = os.environ.get("XDG_STATE_HOME", "")
     folder = (Path(state) if os.path.isabs(state) else Path.home() / ".local" / "state") / "streamppo"
     file = folder / "secret"

@@ -41,7 +41,7 @@ BOUNDS = {"gt": "above {}", "ge": "of at least {}", "lt": "below {}", "le": "of 
 
 
 def convert(tree: Tree) -> tuple[Config | None, list[Mistake]]:
-    """Return the configuration in `tree`; None if it has mistakes, which are returned in the order of the sections."""
+    """Return (the configuration in `tree`, []) or (None, its mistakes in the order of the sections)."""
     reader = _Reader()
     converted = reader.value(inspect.type_info(Config), tree, "")
     return (converted if isinstance(converted, Config) else None), reader.mistakes

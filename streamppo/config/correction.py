@@ -53,7 +53,7 @@ class NoCorrection(Kind, frozen=True, tag="off"):
 
 
 class Reject(Kind, frozen=True, tag="reject"):
-    """Tokens that no rule drops have weight 1, the others 0."""
+    """Weight 0 for tokens that a rule drops, and 1 for all other tokens."""
 
     reject: tuple[Rejection, ...]
     """Rules, each kind at most once. A token is dropped if any rule drops it or its response."""
@@ -110,7 +110,7 @@ class Topr(Kind, frozen=True, tag="topr"):
 
 
 class SecondMoment(Kind, frozen=True, tag="second_moment"):
-    """M2PO (arXiv:2510.01161): drop tokens, largest log-ratio first, until the others' second moment is small."""
+    """M2PO (arXiv:2510.01161): drop tokens, largest log-ratio first, until the second moment is small."""
 
     threshold: PositiveFloat = 0.04
     """Largest second moment of the log-ratios of the tokens that are not dropped."""

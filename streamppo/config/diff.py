@@ -84,7 +84,7 @@ def learning(config: Config) -> dict[str, object]:
     }
     queue = config.queue
     values |= {"queue.segments.prefix": queue.prefix, "queue.segments.explained": queue.least_explained}
-    # With an adaptive lag, the flow lag affects the learning rate.
+    # `flow_lag` bounds an adaptive lag, which affects the learning rate.
     values["queue.flow_lag"] = None if queue.first_lag is None else queue.flow_lag
     # A rank computes the same results on a share of a GPU as on a whole GPU.
     return values | {"learner.gpus": config.learner.gpus > 0}

@@ -72,8 +72,8 @@ def save(config: Config, run: Path) -> None:
 def existing(run: Path) -> Path:
     """Return the absolute path of a run's folder.
 
-    Raises `CheckpointError` if the folder has no run. Also raises it for a pipe or device, whose reading may never end,
-    unless it is hidden, and for a sparse file, which may exhaust the memory.
+    Raises `CheckpointError` if the folder has no run, if it has a pipe or device that is not hidden (reading one may
+    never end), or if it has a sparse file (reading one may exhaust the memory).
     """
     run = run.resolve()
     if not (run / CONFIG).is_file():
@@ -111,7 +111,7 @@ def _without_none(tree: Tree) -> Tree:
 
 
 def _resolve(tree: Tree, overrides: Sequence[str], path: Path, text: str) -> Config:
-    """Return the configuration of `tree` with `overrides`. Errors name lines of the file `path`, which has `text`."""
+    """Return the configuration of `tree` with `overrides`. Errors name lines of `path`, whose content is `text`."""
     tree, parsed = with_kinds(tree), dotted.parse(overrides, as_kinds)
     sentences = dotted.apply(tree, parsed)
     paths.make_absolute(tree, Path())

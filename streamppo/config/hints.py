@@ -16,11 +16,11 @@ from msgspec import inspect
 from streamppo.config.sections import Config
 
 TYPO, NEAR, ELSEWHERE = 0.85, 0.5, 0.8
-"""Least similarity of two names: for a sure typo, for a hint in the same table, for a hint about another table."""
+"""Least similarity of two names for a hint: before all other hints, in the same table, and about another table."""
 MOST = 3
 """Maximum fields that one hint names."""
 SHORT = {"reward.scorers": ("reward", ""), "task.sources": ("task", "data")}
-"""Tables whose only entry may be written in the table around them, with that table's name and kind."""
+"""Tables whose only entry may be written in the table around them, and the name and kind of that table."""
 ALIASES = {
     "algorithm.advantage": "adv_estimator advantage_estimator",
     "algorithm.advantage.gamma": "gamma discount",

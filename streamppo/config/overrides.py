@@ -35,7 +35,7 @@ def parse(texts: Sequence[str], rewrite: Rewrite = list) -> list[Override]:
 
 
 def apply(tree: Tree, overrides: Sequence[Override]) -> list[str]:
-    """Set the values in `tree`, in place. Returns a sentence for each name that is below a value: learner.lr.x."""
+    """Set the values in `tree`, in place. Returns a sentence for each name that is below a value (learner.lr.x)."""
     return [mistake for override in overrides if (mistake := _apply(tree, override))]
 
 
@@ -44,7 +44,7 @@ def _kinds_first(named: Sequence[Override]) -> list[Override]:
     ordered: list[Override] = []
     for override in named:
         place = len(ordered)
-        # It is not moved before an override of the same `kind` or of a table around it: the last one must count.
+        # A `kind` stays after an override of the same `kind` or of a table around it, because the last override counts.
         while override.name.endswith(".kind") and place and not _covers(ordered[place - 1].name, override.name):
             place -= 1
         ordered.insert(place, override)

@@ -67,7 +67,7 @@ class Queue(Section, frozen=True):
     max_attempts: Positive = 3
     """A trajectory is abandoned after this many failed tries."""
     max_failure_rate: Fraction = 0.5
-    """The run stops if the share of failed trajectories is higher."""
+    """The run stops if the share of failed trajectories is above this."""
     segments: Segments | None = None
     """Train on segments of unfinished completions. The critic's value at the cut replaces the rest of the return."""
     admission: Literal["engine", "mean"] = "engine"
@@ -116,7 +116,7 @@ class Queue(Section, frozen=True):
 
     @property
     def cut_age(self) -> int:
-        """The lag at which a segment must be cut: below `flow_lag` if that is above 2, as engines may lag by 1."""
+        """The lag at which a segment must be cut: `flow_lag`, or 1 less above 2, for engines one version behind."""
         return _with_room(self.flow_lag)
 
     def aim(self, admitted: int | None) -> int:

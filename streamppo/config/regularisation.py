@@ -86,7 +86,7 @@ class KlCov(Kind, frozen=True, tag="kl_cov"):
     """Penalises the KL to the proximal policy for tokens with the highest covariance (arXiv:2505.22617)."""
 
     share: Share = 0.002
-    """Share of the trained tokens that are penalised; at least one token is."""
+    """Share of the trained tokens that are penalised, but at least one token."""
     coefficient: PositiveFloat = 1.0
     """Weight of KL(proximal || current) in the policy's loss."""
 

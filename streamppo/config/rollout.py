@@ -1,4 +1,4 @@
-"""The `[rollout]` section of the configuration: the actors that sample, and their engines with the rules of each.
+"""The `[rollout]` section of the configuration: the actors that sample, their engines, and the rules of each engine.
 
 Other packages call the methods of an engine's configuration, and do not test the kind of the engine.
 """
@@ -133,7 +133,7 @@ class SGLangEngine(EngineKind, frozen=True, tag="sglang"):
         return self.transport == "tensor" and not self.urls and not adapted
 
     def contradictions(self) -> Iterator[str]:
-        """Yield a sentence for fields that need or exclude others, and for invalid `urls`."""
+        """Yield a sentence for fields that contradict each other, and for invalid `urls`."""
         if (self.transport == "disk") != bool(self.folder):
             yield 'folder is for transport = "disk", which needs it'
         if self.args and self.urls:

@@ -17,7 +17,7 @@ class Teacher(Calls, frozen=True):
     key_env: str = ""
     """Environment variable with the server's API key."""
     weight: PositiveFloat = 1.0
-    """Weight of each token's signal, the teacher's log-prob minus the proximal one."""
+    """Weight of each token's signal, the teacher's log-prob minus the proximal log-prob."""
     signal: Literal["advantage", "reward"] = "advantage"
     """Add the signal to the advantages, or to the rewards from which advantages are estimated."""
     others: NonNegative = 1.0

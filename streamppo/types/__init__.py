@@ -348,7 +348,8 @@ class TokenRecord(WireStruct, frozen=True):
     """The learner's float32 numbers for each completion token of a batch at the start of its update, without padding.
 
     `values` come from the critic. `proximal_logprobs` are the learner's log-probs, if the learner computed them before
-    the first step. `advantages` are those in the loss, whitened if configured. A column that was not computed is empty.
+    the first step. `advantages` are the advantages in the loss, whitened if configured. A column that was not computed
+    is empty.
     """
 
     values: bytes = b""

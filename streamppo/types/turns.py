@@ -1,8 +1,8 @@
 """Turns: the tokens of a row that belong to each turn of an agent. Pure: it imports only numpy.
 
-A turn samples the tokens `start` to `end` - 1 of a row (types/branches.py) one after another. `reused` tokens of the
-turn's context came from the engine's cache. `delivered` is 0 if the agent did not receive the turn. The tokens of such
-a turn are context for later turns, and are not trained on.
+A turn samples the tokens `start` to `end` - 1 of a row (types/branches.py) one after another. `reused` is the number of
+tokens of the turn's context that came from the engine's cache. `delivered` is 0 if the agent did not receive the turn.
+The tokens of such a turn are context for later turns, and are not trained on.
 
     row      0  1  2  3  4  5  6  7       prompt 0 and 1, turn (2, 4, 0, 1), message 4 and 5, turn (6, 8, 3, 1)
 """

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from ray.actor import ActorProxy
 
 MAILBOX_CALLS = 10_000
-"""The maximum number of calls that wait in an actor at one time. All actors together never make so many."""
+"""The maximum number of calls that wait in an actor at one time. All actors together never make so many calls."""
 
 
 def make_shards(config: Config, folder: Path) -> "list[ActorProxy[QueueShard]]":
@@ -36,7 +36,7 @@ def make_shards(config: Config, folder: Path) -> "list[ActorProxy[QueueShard]]":
 
 
 def make_queue(config: Config, folder: Path) -> "ActorProxy[QueueActor]":
-    """Create the queue of the run in `folder` on the driver's node, after its shards."""
+    """Create the queue of the run in `folder` on the driver's node. Its shards must have been created."""
     actor = ray.remote(QueueActor).options(name="queue", **_lasting())
     return actor.remote(encode(config), str(folder), model_path(config, folder))
 
@@ -63,7 +63,7 @@ def make_rollout(
 def make_ranks(
     config: Config, queue: "ActorProxy[BatchSource]", placement: Placement, group: int = 0
 ) -> "list[ActorProxy[Rank]]":
-    """Create the learner's ranks, rank 0 first. `group` counts the run's groups of ranks.
+    """Create the learner's ranks, rank 0 first. `group` is the number of groups of ranks that the run had before.
 
     Callers must call all ranks and wait for all: if one rank fails, the others wait in a collective operation forever.
     """

@@ -77,7 +77,7 @@ def _session(config: Config, interrupts: Interrupts, mark: str) -> Generator[Non
 
 
 def _in_session(config: Config, interrupts: Interrupts) -> Generator[None]:
-    # Ray has installed its own handler.
+    # Ray has replaced the handlers.
     interrupts.catch()
     try:
         yield
@@ -107,7 +107,7 @@ def command_ray(start: Callable[[str], AbstractContextManager[object]]) -> Gener
 
 
 def _install(handlers: Mapping[signal.Signals, Any]) -> None:
-    """Install signal handlers again. Ray installs its own at its start, and removes all of them at its end."""
+    """Install signal handlers again. Ray replaces them at its start, and removes all handlers at its end."""
     for number, handler in handlers.items():
         signal.signal(number, handler)
 
@@ -148,7 +148,7 @@ def _show_lines(mark: str, data: dict[str, Any]) -> None:
     rays_own = data.get("pid") in RAYS_OWN
     shown = ((harmless(line) if rays_own else process.with_origin(line, mark)) for line in data.get("lines", ()))
     data["lines"] = [line if rays_own else functools.reduce(_without, ORDERS, line) for line in shown]
-    # A printed line can set these names for later lines.
+    # A line that user code prints can set the names that Ray shows before later lines.
     for name in ("actor_name", "task_name"):
         if isinstance(data.get(name), str):
             data[name] = harmless(data[name])
@@ -271,7 +271,7 @@ def inside(actor: "ActorProxy[Any]", function: Callable[..., None], *arguments: 
 
 
 def refuse_dead_ray() -> None:
-    """Raise `RunError` if a process of our own Ray has died. Without it no actor can be restarted or ended."""
+    """Raise `RunError` if a process of our own Ray has died. Without it actors cannot be restarted or ended."""
     node = cast("Node | None", worker._global_node)
     services = node.all_processes.items() if node is not None else ()
     for name, processes in services:

@@ -1,9 +1,10 @@
 """Ends the processes of a run's own Ray that survive their driver.
 
-Ray's raylet dies with the driver. The raylet's children (agents, actors and their processes) check for it, but not
-while they are stopped or wait for Ray. For this reason `kill_at_end` starts a watcher process. When the driver or the
-block ends in any way, the watcher kills every process that inherited the mark. Orphans have lost their parent, so only
-the mark identifies them. A program that was started with another environment is not found.
+Ray's raylet dies with the driver. The raylet's children (agents, actors and their processes) end when they notice its
+death. A child that is stopped or waits for Ray does not notice it. For this reason `kill_at_end` starts a watcher
+process. When the driver or the block ends in any way, the watcher kills every process that inherited the mark. Orphans
+have lost their parent, so only the mark identifies them. A program that was started with another environment is not
+found.
 
 This file runs as a script with only Python's standard library. The watcher needs Linux. On other systems only Ray's own
 cleanup works.
@@ -23,7 +24,7 @@ from uuid import uuid4
 MARK = "STREAMPPO_OWN_RAY"
 """The environment variable that all processes of a run's own Ray inherit."""
 ROUND_S, ROUNDS = 0.02, 500
-"""Each round scans all processes, and then watches for new processes for `ROUND_S`. `ROUNDS` is their maximum."""
+"""Each round scans all processes, and then watches for new processes for `ROUND_S`. `ROUNDS` limits the rounds."""
 EMPTY_ROUNDS = 3
 """The watcher ends after this many scans in a row without a marked process. A process that forks may evade one scan."""
 LOOK_MS = 500

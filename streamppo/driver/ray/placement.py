@@ -129,7 +129,7 @@ def _cluster_ranks_per_node(config: Config) -> int:
 
 
 class Placement:
-    """Reserves a run's placement group in the running Ray. Raises `RunError` if our own Ray can never have enough."""
+    """Reserves a run's placement group in the running Ray. Raises `RunError` if our own Ray is too small."""
 
     def __init__(self, config: Config, *, rollout: bool = True) -> None:
         from ray.util import placement_group

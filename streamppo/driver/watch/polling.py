@@ -47,8 +47,8 @@ class Heartbeats:
         if present - self._called > self._limit_s / 4:
             self._checked = present
         self._called = present
-        # Only one question is open at a time. A stopped queue would later answer several at once, and the answer to the
-        # newest would not be late.
+        # Only one request is pending at a time. A stopped queue would answer several requests at once when it
+        # continues, and the newest answer would not be late.
         if self._is_asked or present - self._checked < self._limit_s / 4:
             return
         self._checked, self._is_asked = present, True

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 Kind: TypeAlias = Literal["rollout", "evaluation"]
 """The beginning of an actor's name. Actors that only evaluate follow the versions and request no tickets."""
 PARTS = 32
-"""An evaluation is divided into at least this number of parts, if it has as many prompts. Each answer is progress."""
+"""An evaluation has at least this number of parts, if it has as many prompts. Each answer resets the stall timer."""
 
 
 @dataclass(slots=True, eq=False)

@@ -40,7 +40,7 @@ class RunStage(StrEnum):
 
 
 class WatchedCall(NamedTuple):
-    """A watched call. `name` is its actor or stage, for messages. `repeat` makes the same call to another actor."""
+    """A watched call. In messages, `name` names its actor or stage. `repeat` makes the same call to another actor."""
 
     stage: RunStage
     name: str
@@ -98,7 +98,7 @@ class WatchedCalls:
         self.reset_stall()
 
     def forget(self, stage: RunStage, name: str = "") -> None:
-        """Stop watching the calls of `stage` with this `name`. Without `name`, those that were given no name."""
+        """Stop watching the calls of `stage` with this `name`; without `name`, the calls that were given no name."""
         forgotten = (stage, name or stage)
         self._watched = {ref: call for ref, call in self._watched.items() if (call.stage, call.name) != forgotten}
 
