@@ -114,7 +114,7 @@ class AttemptTable(TypedDict):
 def table(
     attempts: Sequence[Attempt], batches: int, read: int, *, compared: bool, whole_completions: bool
 ) -> AttemptTable:
-    """Make the table. The trained ones of `attempts` come from `read` of the run's `batches`.
+    """Make the table. The trained attempts among `attempts` come from `read` of the run's `batches`.
 
     `compared` is true if the algorithm compares the samples of a prompt. The length test is made only if
     `whole_completions` is true; it is false for a run with segments.

@@ -393,4 +393,4 @@ RULES = (
         _contexts_recomputed,
     ),
 )
-"""All rules: first faults of the data and the pipeline, then of the update, then their consequences, then of speed."""
+"""All rules: first faults of data and pipeline, then faults of the update, then consequences, then slow stages."""

@@ -88,6 +88,6 @@ class Evidence(NamedTuple):
         return accuracy >= SOLVED or reward >= SOLVED * self.config.reward.correct_at
 
     def _share(self, reward: float | None) -> float:
-        """Return the share of correct answers that a mean reward means, if wrong answers get 0."""
+        """Return the share of correct answers that gives the mean reward `reward` if wrong answers get 0."""
         at = self.config.reward.correct_at
         return (reward or 0.0) / at if at > 0 else float((reward or 0.0) >= at)

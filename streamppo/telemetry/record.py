@@ -121,7 +121,7 @@ class RunRecord:
         self._lost = False
 
     def drop_unpublished(self, newest: int) -> None:
-        """Remove the lines of updates to versions above `newest`, the newest version in the journal.
+        """Remove the lines of updates that made versions above `newest`, the newest version in the journal.
 
         The driver was killed before such a version was published. Its update is repeated, perhaps with another
         configuration.

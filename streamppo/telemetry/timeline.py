@@ -46,7 +46,7 @@ def _start(line: EngineLine) -> EngineLine:
 
 
 def requested_s(line: UpdateLine) -> float:
-    """Return the second of the run at which the update began: it requested its batch, and the last push began."""
+    """Return the second of the run at which the update requested its batch, and the previous version's push began."""
     return line["wall_s"] - line["update_s"]
 
 

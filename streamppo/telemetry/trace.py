@@ -82,7 +82,7 @@ def _instants(lines: Sequence[Line]) -> Iterator[Event]:
 
 def _counters(lines: Sequence[Line]) -> Iterator[Event]:
     for interval in timeline.engine_intervals(lines):
-        # A counter keeps its value from its event on, so the interval's rate is placed at the interval's begin.
+        # A counter keeps its value from its event on, so the interval's rate is placed at its start.
         engine, begin_s = interval.line["engine"], interval.before["wall_s"]
         yield _counter(f"{engine}: tokens a second", begin_s, {"tokens": interval.tokens_per_s})
     processes: dict[str, PhasesLine] = {}

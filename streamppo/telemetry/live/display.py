@@ -134,7 +134,7 @@ class LiveView:
         self._changed = True
 
     def update(self, text: str, *, is_last: bool) -> None:
-        """Store the line, which a terminal too small for the view shows. Log it if the terminal has closed."""
+        """Store the line, to be shown if the terminal is too small for the view. Log it if the terminal has closed."""
         self._state.line = text
         if self._closed or self._screen.size() is None:
             self._plain.update(text, is_last=is_last)

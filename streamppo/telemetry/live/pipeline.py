@@ -31,7 +31,7 @@ def pipeline(state: RunState, width: int, *, tall: bool = False) -> list[list[Te
 
 
 def waits(state: RunState, width: int) -> list[Text]:
-    """Show the share of time that the learner waited in the newest updates, and that engines were idle lately."""
+    """Show the newest shares of time for which the learner waited and the engines were idle."""
     learner, engines = state.learner_waits, state.engines_idle
     if learner is None:
         return []

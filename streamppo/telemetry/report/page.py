@@ -110,7 +110,7 @@ PANELS = (
     Panel("Push", ("push_ms",), "ms"),
     Panel("Memory of rank 0", ("peak_memory_mib",), "MiB"),
 )
-"""The charts in the order of the page. A chart is left out if no run has a metric of it."""
+"""The charts in the order of the page. A chart is left out if no run has any of its metrics."""
 COMPUTED = {
     "accuracy": "share of held-out prompts with a correct greedy answer, by the version evaluated",
     "wait_share": "wait_s / update_s: share of the learner's time spent waiting for a batch",
@@ -119,7 +119,7 @@ COMPUTED = {
 
 
 class Chart(NamedTuple):
-    """A drawn panel. `help` has the name and the description of each metric, and `legend` the curves if several.
+    """A drawn panel. `help` has the name and description of each metric. `legend` has the curves if there are several.
 
     `is_flat` is true if every curve is constant, for example a clip fraction that is always 0. `says` explains to the
     user how to read the chart.

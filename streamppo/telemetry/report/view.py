@@ -112,7 +112,7 @@ def evaluations(view: View) -> list[EvaluationLine]:
 
 
 def condition_class(condition: str) -> str:
-    """Return the CSS class for a run's condition or outcome. Any other text is the class "failed"."""
+    """Return the CSS class for a run's condition or outcome. Unknown texts get the class "failed"."""
     texts = {FINISHED: FINISHED, "running": "running", "killed": "killed", "replayed": "replayed"}
     if condition.startswith("Interrupted"):
         return "stopped"
@@ -241,7 +241,7 @@ def _in_batches(updates: Sequence[UpdateLine | RemadeLine]) -> dict[str, int]:
 
 
 def lengths(view: View) -> list[NamedNumber]:
-    """Return the mean lengths of trained and of dropped completions and of both, and the bias of the trained ones."""
+    """Return the mean lengths of trained, dropped and all sampled completions, and the bias of the trained ones."""
     if view.queue is None or not view.queue.consumed:
         return []
     queue, dropped = view.queue, view.queue.dropped["too_old"]
@@ -321,7 +321,7 @@ AGENTS = {
     "over budget": "beyond max_turns or max_tokens",
     "undelivered tokens": "sampled but not received, and not trained on",
 }
-"""The meaning of agents' counters, in the order of the table. Counters without an entry follow: refused requests."""
+"""The meaning of agents' counters, in the order of the table. Counters that are not listed here follow."""
 
 
 def agents(view: View) -> list[NamedNumber]:

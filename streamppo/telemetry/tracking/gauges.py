@@ -12,7 +12,7 @@ PREFIX = "streamppo_"
 VERSION = "version"
 """The metric whose value is the version of the newest point."""
 RUN, OF = "run", "of"
-"""The labels of a gauge: `RUN` has the run's name, `OF` the part of the metric's name after a catalogue name in _."""
+"""The labels of a gauge: the run's name, and the rest of the metric's name after a prefix such as `ess_lag_`."""
 TEXTS = {**catalogue.ENTRIES, VERSION: "updates that were made"}
 """The help text of each metric, by its name in the catalogue."""
 

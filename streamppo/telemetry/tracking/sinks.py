@@ -73,7 +73,7 @@ class Sinks:
         self._processes = {}
 
     def _start(self, run: TrackedRun) -> "subprocess.Popen[bytes]":
-        """Start a tracker in a separate session, where Ctrl-C does not reach it. So it can send the last lines."""
+        """Start a tracker in a separate session: Ctrl-C must not end it before it has sent the last lines."""
         path = self._log(run.kind)
         for folder in (path.parent, process.progress_path(self._folder, run.kind).parent):
             folder.mkdir(exist_ok=True)

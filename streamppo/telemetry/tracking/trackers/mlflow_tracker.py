@@ -12,7 +12,7 @@ from streamppo.telemetry.tracking.trackers.run import TrackedRun, is_successful
 MOST_METRICS, MOST_PARAMS = 1000, 100
 """The maximum number of metrics and of parameters in one call to a server."""
 LONGEST = 500
-"""The maximum number of characters of a parameter's value: every version of the server accepts as many."""
+"""A parameter's value is cut to this number of characters, which every server accepts."""
 REFUSED = re.compile(r"[^\w\-. :/]")
 """Characters that MLflow does not allow in names, such as the + of `ess_lag_65+`."""
 
