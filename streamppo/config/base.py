@@ -59,10 +59,10 @@ class Kind(Section, frozen=True, tag_field="kind"):
     """Base of every table with a `kind`. Each subclass has a different tag, the value of `kind`."""
 
 
-def address_fault(url: str) -> Iterator[str]:
-    """Yield a sentence if `url` is not an http or https address."""
+def address_fault(url: str, field: str = "url") -> Iterator[str]:
+    """Yield a sentence if `url`, the value of `field`, is not an http or https address."""
     if not url.startswith(("http://", "https://")):
-        yield f"url ({url!r}) must begin with http:// or https://"
+        yield f"{field} ({url!r}) must begin with http:// or https://"
 
 
 class Machine(Section, frozen=True):

@@ -9,7 +9,7 @@ from typing import Annotated, Literal, Self, TypeAlias
 
 from msgspec import Meta, field, structs
 
-from streamppo.config.base import Count, Kind, Machine, Positive, PositiveFloat, Processes, Seconds
+from streamppo.config.base import Count, Kind, Machine, Positive, PositiveFloat, Processes, Seconds, address_fault
 
 FAMILIES = ("llama", "qwen2", "qwen3")
 """Values of model_type for which the embedded engine and the learner compute with streamppo's code."""
@@ -142,8 +142,7 @@ class SGLangEngine(EngineKind, frozen=True, tag="sglang"):
             if elsewhere := DECIDED.get(name):
                 yield f"args.{name} is decided elsewhere: {elsewhere}"
         for url in self.urls:
-            if not url.startswith(("http://", "https://")):
-                yield f"urls ({url!r}) must begin with http:// or https://"
+            yield from address_fault(url, "urls")
             if self.urls.count(url) > 1:
                 yield f"urls must differ: two actors would update the server at {url!r}"
             if self.transport == "tensor" and not re.match(r"https?://(localhost|127\.|\[::1\])", url):

@@ -49,6 +49,8 @@ from streamppo.weights import factory, store
 if TYPE_CHECKING:
     from ray.actor import ActorProxy
 
+    from streamppo.queue.actor import QueueActor
+    from streamppo.queue.shards.shard import QueueShard
     from streamppo.rollout.actor import RolloutActor
 
 TOGETHER_S = 30.0
@@ -106,9 +108,9 @@ class Stages:
         Returns the newest version of the run. The updates after `version`, up to the newest version, must be repeated.
         """
         (newest,) = self.calls.wait([self.queue.begin.remote(version)], "opening the journal")
-        self._follow_queue("")
-        for number in range(len(self._shards)):
-            self._follow_shard(number, "")
+        self._follow(self.queue, "the queue died and was rebuilt from its journal")
+        for number, shard in enumerate(self._shards):
+            self._follow(shard, f"shard {number} of the queue died and was restarted", f"shard {number}")
         return newest
 
     def history(self) -> History:
@@ -225,27 +227,17 @@ class Stages:
             self.calls.watch(proof, RunStage.ROLLOUT, lambda _: None, name=name)
         return actor
 
-    def _follow_queue(self, life: str) -> None:
-        """Record a restart for each new process of the queue."""
+    def _follow(
+        self, actor: "ActorProxy[QueueActor] | ActorProxy[QueueShard]", reason: str, who: str = "", life: str = ""
+    ) -> None:
+        """Record a restart of the queue for each new process of `actor`. `life` is the id of its newest process."""
 
         def follow(another: str) -> None:
             if life:
-                self.note_restart(RunStage.QUEUE, "the queue died and was rebuilt from its journal")
-            self._follow_queue(another)
+                self.note_restart(RunStage.QUEUE, reason, who)
+            self._follow(actor, reason, who, another)
 
-        self.calls.watch(self.queue.new_process_id.remote(life), RunStage.QUEUE, follow)
-
-    def _follow_shard(self, number: int, life: str) -> None:
-        """Record a restart for each new process of one shard of the queue."""
-
-        def follow(another: str) -> None:
-            if life:
-                self.note_restart(
-                    RunStage.QUEUE, f"shard {number} of the queue died and was restarted", f"shard {number}"
-                )
-            self._follow_shard(number, another)
-
-        self.calls.watch(self._shards[number].new_process_id.remote(life), RunStage.QUEUE, follow)
+        self.calls.watch(actor.new_process_id.remote(life), RunStage.QUEUE, follow)
 
     def _replace_dead(self, name: str, error: RayActorError) -> None:
         """Replace a rollout actor. Raises `LearnerLost` for a rank, `RunError` for a queue that Ray cannot restart."""

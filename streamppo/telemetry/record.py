@@ -28,7 +28,7 @@ from streamppo.telemetry.live.display import Display, PlainLines
 from streamppo.telemetry.metrics_file import FINISHED, Line
 from streamppo.telemetry.summary import Summary
 from streamppo.telemetry.tracking.sinks import Sinks
-from streamppo.types import EngineReport, EvaluationReport, QueueReport, Sample, UpdateReport
+from streamppo.types import EngineReport, EvaluationReport, QueueReport, UpdateReport
 
 PACKAGES = ("streamppo", "torch", "ray", "transformers", "msgspec", "numpy")
 SUMMARY = "summary.json"
@@ -190,7 +190,8 @@ class RunRecord:
     def _engine(self, report: EngineReport, *, written: bool) -> None:
         counters = {name: getattr(report, name) for name in ("version", "tokens", "busy_s", "idle_s")}
         agents = {"agents": report.agents} if report.agents else {}
-        content = {**counters, **context_reuse.sum_reports([report]), **agents, "sampled": _sampled(report.sample)}
+        sampled = report.sample and msgspec.to_builtins(report.sample)
+        content = {**counters, **context_reuse.sum_reports([report]), **agents, "sampled": sampled}
         self._show_event("engine", report.actor, content, written=written)
 
     def tick(self, doing: str) -> None:
@@ -306,7 +307,3 @@ class RunRecord:
 
 def _named(lag_histogram: Mapping[int, int]) -> dict[str, int]:
     return {str(lag): count for lag, count in lag_histogram.items()}
-
-
-def _sampled(sample: Sample | None) -> dict[str, object] | None:
-    return sample and msgspec.to_builtins(sample)

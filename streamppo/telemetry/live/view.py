@@ -58,7 +58,8 @@ def final_rows(state: RunState, columns: int) -> list[Text]:
     width = columns - 1
     if columns < LEAST_COLUMNS:
         return [_line(state, width)]
-    texts = [_progress(state, width), *_reward(state, width, 1), *_held_out(state, width), *waits(state, width)]
+    texts = [_progress(state, width), *_curve(state, "reward", width, 1)]
+    texts += [*_held_out(state, width), *waits(state, width)]
     texts += [_warning(state, width)] if state.present_warning else []
     texts += [_end(state, width)] if state.ended not in ("", FINISHED) else []
     for row in texts:
@@ -84,7 +85,7 @@ def _narrow(state: RunState, width: int, room: int) -> list[Text]:
         return [
             (8, [_title(state, width)]),
             (0, [_progress(state, width)]),
-            (1, _reward(state, width, height)),
+            (1, _curve(state, "reward", width, height)),
             (2, _held_out(state, width, height)),
             *((9 + place, _curve(state, name, width, height)) for place, name in enumerate(("entropy", "ess"))),
             *zip((5, 6, 3, 11, 12), pipeline(state, width), strict=True),
@@ -111,7 +112,7 @@ def _wide(state: RunState, width: int, room: int) -> list[Text]:
 
     def curves(height: int) -> list[Text]:
         other_curves = [row for name in list(LABELS)[1:] for row in _curve(state, name, half, height)]
-        return [*_reward(state, half, height), *_held_out(state, half, height), *other_curves]
+        return [*_curve(state, "reward", half, height), *_held_out(state, half, height), *other_curves]
 
     curve_rows = curves(_height(lambda height: len(curves(height)), middle))
     pipeline_rows = [row for part in pipeline(state, half, tall=True) for row in part]
@@ -140,8 +141,7 @@ def _title(state: RunState, width: int) -> Text:
     lasted = seconds(state.wall_s)
     title = truncate(harmless(f"{state.name}  {state.folder}"), width - len(lasted) - 4)
     rule = "─" * max(0, width - len(lasted) - Text(title).cell_len - 2)
-    row = Text.assemble((title, "bold"), " ", (rule, "dim"), " ", (lasted, "dim"))
-    return row
+    return Text.assemble((title, "bold"), " ", (rule, "dim"), " ", (lasted, "dim"))
 
 
 def _line(state: RunState, width: int) -> Text:
@@ -171,10 +171,6 @@ def _progress(state: RunState, width: int) -> Text:
     return labelled_row(
         "update", (f"{count}  ", "bold"), (filled, colour), (unfilled, "dim"), f" {share:4.0%}  ", (time_left, "bold")
     )
-
-
-def _reward(state: RunState, width: int, height: int) -> list[Text]:
-    return _curve(state, "reward", width, height)
 
 
 def _curve(state: RunState, name: str, width: int, height: int) -> list[Text]:

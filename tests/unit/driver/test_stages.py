@@ -111,7 +111,7 @@ def test_a_queue_that_cannot_be_rebuilt_ends_the_run(driver_case: Make) -> None:
 
 def test_the_queues_second_life_is_a_restart_and_its_first_is_none(driver_case: Make) -> None:
     run = driver_case(1)
-    run.stages._follow_queue("")
+    run.stages._follow(run.stages.queue, "the queue died and was rebuilt from its journal")
     run.answer("queue.new_process_id()", "first")
     assert run.record.restarts == []
     run.answer("queue.new_process_id(first)", "second")

@@ -6,8 +6,9 @@ from collections.abc import Mapping, Sequence
 from mlflow import MlflowClient  # pyright: ignore[reportMissingImports]
 from mlflow.entities import Metric, Param  # pyright: ignore[reportMissingImports]
 
+from streamppo.telemetry.metrics_file import FINISHED
 from streamppo.telemetry.tracking.points import Point
-from streamppo.telemetry.tracking.trackers.run import TrackedRun, is_successful
+from streamppo.telemetry.tracking.trackers.run import TrackedRun
 
 MOST_METRICS, MOST_PARAMS = 1000, 100
 """The maximum number of metrics and of parameters in one call to a server."""
@@ -43,7 +44,7 @@ class MLflow:
 
     def close(self, outcome: str) -> None:
         """Set the run's final status: FINISHED if the run made all its updates, otherwise KILLED."""
-        self._client.set_terminated(self.id, "FINISHED" if is_successful(outcome) else "KILLED")
+        self._client.set_terminated(self.id, "FINISHED" if outcome == FINISHED else "KILLED")
 
     def _send_config(self, config: Mapping[str, object]) -> None:
         params = [Param(name, str(value)[:LONGEST]) for name, value in config.items()]

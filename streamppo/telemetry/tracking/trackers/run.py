@@ -7,7 +7,6 @@ from typing import Literal, Protocol, TypeAlias
 import msgspec
 
 from streamppo.config.sections import Tracker as Library
-from streamppo.telemetry.metrics_file import FINISHED
 from streamppo.telemetry.tracking.points import Point
 
 Kind: TypeAlias = Library | Literal["prometheus"]
@@ -48,8 +47,3 @@ class Tracker(Protocol):
     def close(self, outcome: str) -> None:
         """Close the run with `outcome` ("" if the driver was killed), and wait until everything is sent."""
         ...
-
-
-def is_successful(outcome: str) -> bool:
-    """Return whether a run made all its updates."""
-    return outcome == FINISHED

@@ -8,8 +8,9 @@ from collections.abc import Sequence
 
 import wandb  # pyright: ignore[reportMissingImports]
 
+from streamppo.telemetry.metrics_file import FINISHED
 from streamppo.telemetry.tracking.points import Point
-from streamppo.telemetry.tracking.trackers.run import TrackedRun, is_successful
+from streamppo.telemetry.tracking.trackers.run import TrackedRun
 
 STEP = "update"
 """The x axis of curves: the version. wandb's own step must grow, but lines may have equal or decreasing versions."""
@@ -42,4 +43,4 @@ class WeightsAndBiases:
 
     def close(self, outcome: str) -> None:
         """Wait until the library has sent everything."""
-        self._run.finish(exit_code=0 if is_successful(outcome) else 1)
+        self._run.finish(exit_code=0 if outcome == FINISHED else 1)
