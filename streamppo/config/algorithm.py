@@ -304,9 +304,9 @@ class Algorithm(Section, frozen=True):
 
     def _group_mistakes(self) -> Iterator[str]:
         if self.zero_variance != "keep" and not self._advantage_compares:
-            yield "zero_variance judges groups: it needs an advantage that compares them"
+            yield "zero_variance finds groups of equal scores: it needs an advantage that compares samples of a prompt"
         if self.zero_variance != "resample" and self.resample != Resample():
-            yield f'resample is for zero_variance = "resample", and that is {self.zero_variance!r}'
+            yield f'resample is for zero_variance = "resample", and zero_variance is {self.zero_variance!r}'
         if isinstance(self.advantage, Gdpo) and self.zero_variance != "keep":
             yield "zero_variance compares scores, and with gdpo equal scores have a signal if components differ"
         if self.zero_variance != "keep" and self.teacher.on:
@@ -317,7 +317,7 @@ class Algorithm(Section, frozen=True):
         if self.curriculum is None:
             return
         if not self._advantage_compares:
-            yield "curriculum judges groups: it needs an advantage that compares them"
+            yield "curriculum finds groups without a signal: it needs an advantage that compares samples of a prompt"
         if isinstance(self.advantage, Gdpo):
             yield "curriculum compares scores, and with gdpo equal scores have a signal if components differ"
         if self.teacher.on:

@@ -35,7 +35,7 @@ def parse(texts: Sequence[str], rewrite: Rewrite = list) -> list[Override]:
 
 
 def apply(tree: Tree, overrides: Sequence[Override]) -> list[str]:
-    """Set the values in `tree`, in place. Returns a sentence for each name that is below a value (learner.lr.x)."""
+    """Set the values in `tree`, in place. Returns a sentence for each name inside a value, such as learner.lr.x."""
     return [mistake for override in overrides if (mistake := _apply(tree, override))]
 
 

@@ -120,7 +120,7 @@ class SGLangEngine(EngineKind, frozen=True, tag="sglang"):
     """Time limit for the engine's start."""
 
     def at(self, place: int) -> Self:
-        """Return the configuration of actor number `place`: only the address of its server in `urls`."""
+        """Return the configuration of actor number `place`, whose `urls` has only this actor's server."""
         return structs.replace(self, urls=self.urls[place : place + 1])
 
     @property

@@ -147,7 +147,7 @@ class Stages:
         return version
 
     def note_restart(self, stage: RunStage, reason: str, who: str = "") -> None:
-        """Record a restart of a stage, or of the actor `who` in it. Raises `RunError` after too many recent ones."""
+        """Record a restart of a stage, or of the actor `who` in it. Raises `RunError` after too many restarts."""
         watchdog = self.config.watchdog
         if killed := self._memory.explain():
             reason = f"{reason}: {killed}"

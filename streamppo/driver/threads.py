@@ -28,7 +28,7 @@ from streamppo.weights.models import headers
 LARGE = 10_000_000
 """A model with more parameters is large: its operations can use several threads."""
 BYTES = 4
-"""The assumed number of bytes of a parameter, for files that are pickles."""
+"""The assumed number of bytes per parameter in files that are pickles."""
 
 log = logging.getLogger(__name__)
 

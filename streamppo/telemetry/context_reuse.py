@@ -55,7 +55,7 @@ def sum_reports(reports: Sequence[EngineReport]) -> ReuseNumbers:
 
 
 def mean_shares(lines: Sequence[EngineLine]) -> ContextShares:
-    """Average the shares and add up the counts by age, over one line of each rollout actor."""
+    """Average the shares over rollout actors, and add up their reused tokens by age, given one line of each actor."""
     prefixes = [line["prefix_reused"] for line in lines if "prefix_reused" in line]
     contexts = [line["context_reused"] for line in lines if "context_reused" in line]
     ages: Counter[int] = Counter()

@@ -53,7 +53,7 @@ GIVEN_UP = "Ray has lost its machine: the raylet there died, was stopped, or had
 RAYS_OWN = ("raylet", "gcs_server", "autoscaler")
 """The "pid" fields of log lines from Ray's processes. In log lines from actors, "pid" is a number."""
 ORDERS = (RAY_TQDM_MAGIC, ray_constants.LOG_PREFIX_INFO_MESSAGE)
-"""Markers in a printed line. At the first, Ray draws a progress bar; at the second, Ray omits the text before it."""
+"""The first marker in a line makes Ray draw a progress bar, and the second makes Ray omit the text before it."""
 
 log = logging.getLogger(__name__)
 

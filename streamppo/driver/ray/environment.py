@@ -25,7 +25,7 @@ OWN_RAY = {
     "OMP_WAIT_POLICY": "PASSIVE",
     # Ray's default of 15 would slow a run down if the machine has other work.
     "RAY_worker_niceness": "0",
-    # This setting is meant for other systems. Here it makes a node at 127.0.0.1, whose servers listen only there.
+    # Ray has this setting for Windows and macOS. Here it makes Ray's servers listen only at 127.0.0.1.
     ray_constants.ENABLE_RAY_CLUSTERS_ENV_VAR: "0",
     # If the driver dies while one of Ray's processes starts or calls, that process searches for Ray for 15 s, not for
     # 60.

@@ -280,12 +280,12 @@ def attempts(view: View) -> tuple[str, RunsTable] | None:
         return "Every attempt was trained on.", RunsTable(ATTEMPTS, rows)
     text = (
         f"With 0 for each attempt that was not trained on, the mean reward would be {total['as_zero']:.4f}, and not "
-        f"{total['reward']:.4f}; advantages would be {shift:+.4f} on average"
+        f"{total['reward']:.4f}; the trained advantages would change by {shift:+.4f} on average"
     )
     if table["advantage_deviation"]:
         text += f", {shift / table['advantage_deviation']:.2f} of their standard deviation"
     if table["read"] < table["batches"]:
-        text += f". Trained ones are counted of {table['read']:,} of {table['batches']:,} batches"
+        text += f". Trained attempts are counted in {table['read']:,} of {table['batches']:,} batches"
     if test := table["length_test"]:
         text += f". Failed completions are longer than trained ones in {test['longer']:.0%} of the pairs"
         text += f" (z = {test['z']:.1f})"

@@ -155,10 +155,10 @@ def test_a_bad_value_is_refused_by_name(override: str, message: str) -> None:
     [
         (["algorithm.advantage.kind=rloo", "queue.samples_per_prompt=1"], "'rloo' compares the samples of a prompt"),
         (["algorithm.zero_variance=mask"], "needs an advantage that compares"),
-        (["algorithm.resample.component=right"], "resample is for zero_variance = \"resample\", and that is 'keep'"),
+        (["algorithm.resample.component=right"], "and zero_variance is 'keep'"),
         (["algorithm.resample.mean=[0.9, 0.1]"], r"mean must be empty or \[smallest, largest\]"),
         (["algorithm.resample.mean=[0.5]"], r"mean must be empty or \[smallest, largest\]"),
-        (["algorithm.curriculum={}"], "curriculum judges groups: it needs an advantage that compares them"),
+        (["algorithm.curriculum={}"], "curriculum finds groups without a signal: it needs an advantage"),
         (["algorithm.curriculum={floor=0.6}"], r"floor \(0.6\) must be at most repeat \(0.5\)"),
         ([RLOO, "algorithm.curriculum={}", "task.ramp_prompts=100"], "are two curricula: choose one"),
         (["algorithm.kl.reward_beta=0.1", "algorithm.kl.loss_beta=0.1"], "allow_both"),
