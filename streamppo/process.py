@@ -1,9 +1,9 @@
 """Settings of streamppo's processes: garbage collection, log output, and the time of their phases.
 
-Garbage collection: trajectories wait about a second for their rewards, so they survive the cheap passes, and Python
-would make a full pass every second. A full pass visits every object, which takes 0.3 s in a process that has loaded
-torch and transformers. Full passes can be rare because a trajectory's objects form no cycles. The import of torch,
-transformers and Ray takes 8.5 s of CPU, and 7.4 s in `without_gc`.
+Garbage collection: a trajectory lives for about a second until its reward arrives, so it survives the cheap passes.
+Python would then make a full pass every second. A full pass visits every object, which takes 0.3 s in a process that
+has loaded torch and transformers. Full passes can be rare because a trajectory's objects form no cycles. The import of
+torch, transformers and Ray takes 8.5 s of CPU, and 7.4 s in `without_gc`.
 
 Log lines: every module logs to `logging.getLogger(__name__)`, and each process calls `log_to_stdout` once. Ray forwards
 an actor's standard output to the driver's. Each line of an actor's log begins with a secret (`MARK`), which the driver

@@ -221,7 +221,7 @@ class Algorithm(Section, frozen=True):
     policy_loss: PolicyLoss = Clip()
     """The policy's loss."""
     proximal: Literal["recompute", "loglinear", "behavior"] = "recompute"
-    """Proximal log-probs: from a forward pass, from a mixture by lag (arXiv:2512.06547), or those of sampling."""
+    """Proximal log-probs: from a forward pass, from a mixture by lag (arXiv:2512.06547), or from sampling."""
     aggregation: Aggregation = "token-mean"
     """How the tokens' losses are averaged; "constant" divides the sum of each response by rollout.max_tokens."""
     critic: Critic = Critic()

@@ -17,7 +17,7 @@ from streamppo.config.sections import Config
 
 
 class Mistake(NamedTuple):
-    """A mistake, stated by the sentence `text`. `name` is the dotted name of the field or section.
+    """A mistake: `text` is a sentence about the field or section with the dotted name `name`.
 
     `at` is the dotted name under which the file sets the field or section. `broad` is true if the sentence is about
     several fields below `at`.

@@ -59,7 +59,7 @@ class Reject(Kind, frozen=True, tag="reject"):
     """Rules, each kind at most once. A token is dropped if any rule drops it or its response."""
 
     def contradictions(self) -> Iterator[str]:
-        """There must be at least one rule, and each kind at most once."""
+        """`reject` must contain at least one rule, and each kind of rule at most once."""
         yield from _repeated(self.reject, "reject")
         if not self.reject:
             yield "reject has no rule: choose kind = 'off' for a weight of 1 everywhere"

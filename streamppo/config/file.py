@@ -80,8 +80,8 @@ def existing(run: Path) -> Path:
         if (run / "config.json").is_file():
             raise CheckpointError(f"{run}: made by an earlier version of streamppo: only that version can continue it")
         raise CheckpointError(f"{run}: no run found")
-    # A path that no longer exists was a temporary file of a run in progress, and is accepted. So are hidden files, such
-    # as an editor's lock, because they are never opened.
+    # A path that no longer exists was a temporary file of a run in progress, and is accepted. Hidden files, such as an
+    # editor's lock, are accepted too, because they are never opened.
     shown = [path for path in run.iterdir() if not path.name.startswith(".")]
     if foreign := [path.name for path in shown if not (path.is_file() or path.is_dir()) and os.path.lexists(path)]:
         raise CheckpointError(f"{run / min(foreign)}: neither a file nor a folder; streamppo writes only these")

@@ -107,7 +107,7 @@ class Queue(Section, frozen=True):
     def flow_lag(self) -> int:
         """The lag that admission and cuts aim at, and the largest value of an adaptive lag.
 
-        The difference to `bound` is slack. Just-in-time segments get one version of slack if `bound` is above 1. With
+        `bound` minus this lag is slack. Just-in-time segments get one version of slack if `bound` is above 1. With
         too_old = "windowed" the slack is the window, three tenths of the held units (queue/rules/take.py).
         """
         if self.too_old == "windowed":

@@ -36,7 +36,7 @@ class FunctionScorer(Batched, frozen=True, kw_only=True, tag_field="kind", tag="
     where: Literal["auto", "actor", "process"] = "auto"
     """Calls run in the rollout actor or in separate processes; "auto" is "actor" only for streamppo's async scorers."""
     processes: Positive = 2
-    """Number of processes for a sync function. An async function always has one."""
+    """Number of processes for a sync function. An async function always has one process."""
     memory_mib: Positive = 512
     """Memory that one process may use after the import (Linux)."""
 
@@ -49,7 +49,7 @@ class ModelScorer(Batched, frozen=True, kw_only=True, tag_field="kind", tag="mod
     label: Count = 0
     """Index of the model's output that is the score."""
     max_tokens: Positive = 4096
-    """Maximum tokens of a text; a longer one fails its trajectory."""
+    """Maximum tokens of a text; a longer text fails its trajectory."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Type of parameters and activations."""
     threads: Positive = 1

@@ -32,7 +32,7 @@ class EmbeddedEngine(EngineKind, frozen=True, tag="embedded"):
 
     @property
     def spare_weights(self) -> int:
-        """Number of copies of the weights in addition to those used for decoding."""
+        """Number of copies of the weights in addition to the copy used for decoding."""
         return 1
 
     def shares_weights(self, *, adapted: bool) -> bool:

@@ -175,7 +175,7 @@ class Config(Section, frozen=True):
 
     @property
     def engines(self) -> int:
-        """The number of engines, including those that only evaluate."""
+        """The number of actors with an engine: rollout actors, and actors that only evaluate."""
         return self.rollout.actors + self.evaluation.actors
 
     @property

@@ -85,10 +85,10 @@ class DataTask(Kind, frozen=True, tag="data"):
     """Rows of one or several data sets. In a file, `[task] data = ...` is short for `[task.sources.data]`."""
 
     sources: dict[str, Source] = msgspec.field(default_factory=dict[str, Source])
-    """Data sets by name, mixed by weight. A scorer's `sources` has such names, or values of a row's data_source."""
+    """Data sets by name, mixed by weight. A scorer's `sources` selects by these names, or by a row's data_source."""
 
     def contradictions(self) -> Iterator[str]:
-        """There must be at least one source."""
+        """A data task must have at least one source."""
         if not self.sources:
             yield "a data task needs `data`, or tables `[task.sources.NAME]` that each have `data`"
 

@@ -66,7 +66,7 @@ def with_clock(config: Config, folder: Path) -> Config:
 
 
 def verify(config: Config, folder: Path, *, accept_changes: bool) -> None:
-    """Compare all inputs with those recorded for the run in `folder`, and record the present ones.
+    """Compare all inputs with the recorded inputs of the run in `folder`, and record the present inputs.
 
     Raises `CheckpointError` for changed data or models, unless `accept_changes`.
     """

@@ -30,7 +30,7 @@ End: TypeAlias = Literal["trained", "failed", "dropped", "lost"]
 WINDOW = 20
 """The number of versions in a window of the length test."""
 LEAST_FAILED, LEAST_Z, LEAST_SHIFT = 20, 4.0, 0.1
-"""The length test is significant from this number of failed prompts, this |z|, and this |`longer` - 1/2| on."""
+"""Least values of a significant length test: failed prompts, |z|, and |`longer` - 1/2|."""
 FIRES = (
     f"failed completions are longer than trained ones in more than {0.5 + LEAST_SHIFT:.0%} of the pairs, or in less "
     f"than {0.5 - LEAST_SHIFT:.0%}, at a z beyond ±{LEAST_Z:g} (by chance in one run of 15,000), with {LEAST_FAILED} "

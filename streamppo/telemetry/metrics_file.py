@@ -231,7 +231,7 @@ class LineReader:
         self._tail = Tail(folder)
 
     def read(self) -> list[Line]:
-        """Read the lines written since the last call. Returns the valid ones."""
+        """Read the lines written since the last call. Returns the valid lines."""
         new: list[Line] = []
         texts = self._tail.read()
         if self._tail.times_begun != self.times_begun:

@@ -287,7 +287,7 @@ class RunRecord:
             with self._after(outcome), durable.naming(path, RunError):
                 durable.write(path, (json.dumps(content, indent=2) + "\n").encode())
         finally:
-            # Closing fails if a buffered line cannot be written. The first write of the line has reported the error.
+            # Closing fails if a buffered line cannot be written. The first attempt to write it has raised the error.
             with suppress(OSError):
                 self._file.close()
             if self._sinks is not None:

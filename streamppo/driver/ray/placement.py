@@ -157,7 +157,7 @@ class Placement:
         return self._options(self._plan.actors[number], rollout.threads, rollout.gpus)
 
     def evaluator(self, number: int) -> Options:
-        """Return the Ray options of the actor `number` among those that only evaluate."""
+        """Return the Ray options of evaluation actor `number`."""
         rollout = self._config.rollout
         return self._options(self._plan.evaluators[number], rollout.threads, rollout.gpus)
 

@@ -268,7 +268,7 @@ def _fork(channel: socket.socket) -> bool:
 
     If its launcher has ended, the fork ends too, like a worker that is killed while it starts.
     """
-    # The kernel then removes a fork that has ended, without a wait here.
+    # If SIGCHLD is ignored, the kernel removes ended forks, and the template does not have to wait for them.
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     try:
         if os.fork():

@@ -186,10 +186,10 @@ def _ends(totals: LineTotals) -> list[NamedNumber]:
 def ledger(view: View) -> tuple[list[NamedNumber], str]:
     """Return the number of tokens with each outcome, and a sentence that compares their sum with the delivered tokens.
 
-    Tokens in batches are counted by the learner, all other tokens by the queue. Both counts are those at the journal's
+    Tokens in batches are counted by the learner, all other tokens by the queue. Both counts end at the journal's
     version, so lines of later updates are excluded.
 
-    Example: of 100 delivered tokens, 20 wait and the updates' lines have 70. The sum is 90, which is 10 less.
+    Example: 100 tokens were delivered, 20 are waiting, and the lines of updates have 70. The sum is 90: 10 less.
     """
     if view.queue is None:
         return [], ""

@@ -112,7 +112,7 @@ def _open_tracker(run: TrackedRun) -> Tracker:
 
 
 def _send(tracker: Tracker, tail: Tail, points: Points) -> bool:
-    """Send the next lines. Returns False if there are none."""
+    """Send the next lines. Returns False if there are no new lines."""
     before, lines = tail.end, read_lines(tail)
     if new_points := list(points.make(lines, tail.written_s)):
         tracker.send(new_points)
