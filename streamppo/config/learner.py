@@ -56,8 +56,8 @@ class Mesh(Section, frozen=True):
         if self.slices > 1 and prefix == "detached":
             (choice, *_) = self.attention_settings
             yield (
-                f"{choice} computes all tokens of a row together: it is not possible with queue.segments.prefix = "
-                + ("'detached'")
+                f"{choice} computes all tokens of a row together: it is not possible with "
+                "queue.segments.prefix = 'detached'"
             )
         if splits and adapted:
             yield f"{splits[0]} splits weights, which model.lora does not support: choose one"

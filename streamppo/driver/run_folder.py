@@ -40,7 +40,7 @@ LOCK_S = 1.0
 SCALE = "scale.json"
 ACCEPTED = "scale.taken"
 WAIT_S = 60.0
-"""Time limit of `scale` for the driver's answer. Once the learner has loaded, the driver answers within a second."""
+"""Time limit of `scale` for the answer of the driver, which looks for requests twice a second during training."""
 POLL_S = 0.1
 FINAL_CONFIG = Path("final/config.json")
 
