@@ -241,13 +241,7 @@ RANGES = (
     Range("algorithm.positive_nll", 0.0, 2.0, "about 0.1", lambda config: config.algorithm.positive_nll),
     Range("algorithm.target_kl", 0.0, 1.0, "from 0.01 to 0.1", lambda config: config.algorithm.target_kl),
     Range("algorithm.advantage.lam", 0.5, 1.0, "from 0.9 to 1", _lam),
-    Range(
-        "algorithm.advantage.gamma",
-        0.9,
-        1.0,
-        "from 0.99 to 1",
-        lambda config: getattr(config.algorithm.advantage, "gamma", None),
-    ),
+    Range("algorithm.advantage.gamma", 0.9, 1.0, "from 0.99 to 1", _gamma),
     Range("algorithm.policy_loss.range", 0.001, 2.0, "from 0.1 to 0.4", _upper_clip),
     Range("algorithm.correction.cap", 0.0, 50.0, "from 1 to 10", _cap),
 )
