@@ -1,6 +1,7 @@
-"""The process of a run that a script or notebook starts: `python -m streamppo.api.child DESCRIPTOR`.
+"""The process that trains for a script or notebook: `python -m streamppo.api.child DESCRIPTOR`.
 
-DESCRIPTOR is the file descriptor of a socket to the script. If the script ends, the process stops as on SIGTERM.
+DESCRIPTOR is the file descriptor of a socket to the script. When the script closes the socket or ends, the process
+sends itself SIGTERM.
 """
 
 import logging
@@ -34,7 +35,7 @@ log = logging.getLogger("streamppo.api.child")
 
 
 def main(descriptor: int) -> int:
-    """Start or resume the run that the script requests. Returns the exit code of `streamppo run` or `resume`."""
+    """Start or resume the run that the script requests. Returns the same exit code as `streamppo run`."""
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     channel = socket.socket(fileno=descriptor)
     lines = channel.makefile("rb")
@@ -51,7 +52,7 @@ def main(descriptor: int) -> int:
 
 
 def _stop_with_script(lines: BufferedReader) -> None:
-    # The connection is reset if the script ends before it has read all replies.
+    # The read raises ConnectionResetError if the script ends with unread replies.
     with suppress(ConnectionError):
         lines.read()
     os.kill(os.getpid(), signal.SIGTERM)
@@ -97,7 +98,7 @@ def _train(request: RunRequest, config: Config, folder: Path, channel: socket.so
 
 
 def _reward_override(reward: RewardSource | None, folder: Path) -> list[str]:
-    """Write the source of the script's reward, if any, to `folder`, and return the overrides that name it."""
+    """Return an override that sets `reward.function` to the script's reward. Writes the reward's source to `folder`."""
     if reward is None:
         return []
     function = reward.function

@@ -6,7 +6,8 @@ reward defined in the script or notebook        a file with its source, after th
     functions and classes                           their source, after the definitions that they use
     numbers, texts, tables, regular expressions     their present values
 
-Reward processes, resume and replay can load this value without the script. Other rewards are refused.
+Reward processes, resume and replay can load the value without the script. Lambdas, methods, closures, and rewards that
+use values of other types are refused.
 """
 
 import __future__
@@ -33,7 +34,10 @@ Definition = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
 
 
 def write_out(reward: Callable[..., object]) -> RewardSource:
-    """Return the name of `reward`, with its source if no module has it. Raises `TaskError` if there is no source."""
+    """Return the name of `reward`, and its source if the script defines it.
+
+    Raises `TaskError` if `reward` cannot be loaded without the script.
+    """
     name = _name(reward)
     if name == "<lambda>":
         raise TaskError("reward: a lambda has no source that can stand alone: write it as a `def`")
@@ -69,7 +73,6 @@ class _File:
         self._defined: dict[str, object] = {}
 
     def text(self) -> str:
-        """Return the text of the file."""
         lazy = [LAZY] if self._is_lazy else []
         imports = "".join(f"{statement}\n" for statement in sorted(self._imports))
         return "\n".join([HEAD, *lazy, *([imports] if imports else []), *self._body])
@@ -80,7 +83,7 @@ class _File:
         codes = list(_codes(definition))
         if closed := {name for code in codes for name in code.co_freevars} - {"__class__"}:
             self._refuse(f"{_name(definition)!r} is a closure over {min(closed)!r}")
-        # Names in lazy annotations are not evaluated, and so need not exist.
+        # With `from __future__ import annotations`, names in annotations are not evaluated, so they need not exist.
         is_lazy = any(code.co_flags & __future__.annotations.compiler_flag for code in codes)
         self._is_lazy |= is_lazy
         text = self._source(definition, codes)
@@ -90,7 +93,7 @@ class _File:
         self._body.append(f"\n{text}")
 
     def _use(self, name: str, values: Mapping[str, object], text: str) -> None:
-        """Define or import `name` in the file with its value among the `values` of the script."""
+        """Add a definition, value or import of the global `name` to the file. `values` are the script's globals."""
         if name not in values:
             if not hasattr(builtins, name):
                 self._refuse(f"{name!r} is not defined")
@@ -132,7 +135,7 @@ class _File:
             self._body.append(f"{name} = {defined_name}\n")
 
     def _source(self, definition: object, codes: Sequence[CodeType]) -> str:
-        """Return the source of a definition in its file or cell, with its decorators."""
+        """Return the source of a definition, with its decorators, from the script or the notebook's cell."""
         name = _name(definition)
         file = codes[0].co_filename if codes else str(getattr(sys.modules[MAIN], "__file__", "the script"))
         lines = linecache.getlines(file)
@@ -143,7 +146,7 @@ class _File:
         for node in ast.walk(tree):
             if isinstance(node, Definition) and node.name == name and _defines(node, definition, codes):
                 text = "".join(lines[_first_line(node) - 1 : node.end_lineno]).rstrip() + "\n"
-                # The lines keep their indentation, which may be part of strings over several lines.
+                # Indented lines follow `if True:`, because dedenting would change strings of several lines.
                 return f"if True:\n{text}" if text[0].isspace() else text
         self._refuse(f"the source of {_name(definition)!r} is no longer in {file}")
 
@@ -158,12 +161,12 @@ class _File:
 
 
 def _codes(definition: object) -> Iterator[CodeType]:
-    """Yield the code objects of a function without decorators, or of the methods that the script defines in a class."""
+    """Yield the code object of a function below its decorators, or of each method in the source of a class."""
     for member in vars(definition).values() if isinstance(definition, type) else [definition]:
         function = getattr(member, "__func__", getattr(member, "fget", None) or member)
         inner = inspect.unwrap(function) if callable(function) else None
         code = getattr(inner, "__code__", None)
-        # Generated methods, as of a dataclass, are not in the script.
+        # Methods that a decorator such as dataclass generates have no source in the script.
         in_script = getattr(inner, "__module__", "") == MAIN and bool(code and linecache.getlines(code.co_filename))
         if isinstance(code, CodeType) and (in_script or member is definition):
             yield code
@@ -180,7 +183,7 @@ def _first_line(node: Definition) -> int:
 
 
 def _defines(node: Definition, definition: object, codes: Sequence[CodeType]) -> bool:
-    """True if `node` is the source of `definition` by line numbers, because several definitions may have its name."""
+    """True if `node` has the line numbers of `definition`. Other definitions may have the same name."""
     if isinstance(node, ast.ClassDef):
         return isinstance(definition, type) and all(
             _first_line(node) <= code.co_firstlineno <= (node.end_lineno or 0) for code in codes
@@ -228,7 +231,7 @@ def _literal(value: object) -> str | None:
 
 
 def _import_statement(value: object, name: str) -> str | None:
-    """Return the statement that imports `value` from another module as `name`; None if there is none."""
+    """Return a statement that imports `value` as `name` from the module that has it; None if no module has it."""
     for module_name in (getattr(value, "__module__", None), getattr(type(value), "__module__", None)):
         module = sys.modules.get(module_name) if isinstance(module_name, str) and module_name != MAIN else None
         for member in (getattr(value, "__name__", name), name):

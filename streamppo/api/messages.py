@@ -1,7 +1,7 @@
 """Messages between a script or notebook and the process of its run, as JSON lines over a socket.
 
-script -> run    one `RunRequest`; the script's end closes the stream
-run -> script    a `RunReply` with the run's folder when it exists, and one with the error that ended the run, if any
+script -> run    one `RunRequest`; the socket closes when the script ends
+run -> script    a `RunReply` with the run's folder when it exists, and a `RunReply` with the error if the run fails
 """
 
 import msgspec
@@ -10,7 +10,7 @@ from streamppo.types import WireStruct
 
 
 class RewardSource(WireStruct, frozen=True):
-    """A reward. `function` is the value of `reward.function`, or the reward's name in `source` if this is not empty."""
+    """A reward: its name in `source` or, if `source` is empty, the value of `reward.function`."""
 
     function: str
     source: str = ""
@@ -28,7 +28,7 @@ class RunRequest(WireStruct, frozen=True):
 
 
 class RunReply(WireStruct, frozen=True):
-    """The run's folder, or an error with its class in `streamppo.errors` and its text."""
+    """The run's `folder`, or the run's `error`: the name of a class in `streamppo.errors`, and its `text`."""
 
     folder: str = ""
     error: str = ""

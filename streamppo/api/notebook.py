@@ -12,9 +12,9 @@ from streamppo.telemetry.report import page
 from streamppo.telemetry.report.view import View
 
 DRAW_S = 5.0
-"""Seconds between two drawings, each of which takes about 10 ms of the notebook's process."""
+"""Minimum seconds between two drawings. A drawing takes about 10 ms in the notebook's process."""
 HEIGHT = 560
-"""Height in pixels of the frame, in which the page scrolls."""
+"""Height of the iframe in pixels. The page in the iframe scrolls."""
 
 
 class _Display(Protocol):
@@ -24,10 +24,10 @@ class _Display(Protocol):
 
 
 def charts(folder: Path) -> str:
-    """Return HTML with the curves of the run in `folder`. An iframe keeps their style out of the notebook."""
+    """Return HTML with a run's curves. An iframe keeps the curves' style sheet out of the notebook."""
     curves = page.curves(View(folder.name, metrics_file.read(folder)))
     frame = f'<iframe srcdoc="{escape(curves)}" style="width: 100%; height: {HEIGHT}px; border: 0"></iframe>'
-    # IPython warns about HTML that is only an iframe.
+    # IPython warns about HTML that is an iframe without a surrounding element.
     return f"<div>{frame}</div>"
 
 

@@ -1,6 +1,6 @@
 """Starts the process of a run from a script or notebook, forwards its output, and waits for its end.
 
-The process has a separate process group, so that only the script receives a Ctrl-C, and then sends it a SIGINT.
+The process has its own process group, so a Ctrl-C reaches only the script. The script then sends SIGINT to the process.
 """
 
 import codecs
@@ -22,11 +22,11 @@ from streamppo.api.messages import RunReply, RunRequest, encode
 from streamppo.errors import Interrupted, RunError, StreamppoError
 
 CHILD = "streamppo.api.child"
-"""The module of the run's process."""
+"""The module that the run's process executes."""
 TICK_S = 2.0
 """Seconds between two calls of the watcher while the run has no output."""
 DRAIN_S = 0.05
-"""Seconds between two reads of the output of a run that stops."""
+"""Seconds between two reads of the output while the process stops."""
 CHUNK_BYTES = 2**16
 
 Watcher = Callable[[Path], None]
@@ -48,7 +48,7 @@ def drive(request: RunRequest, watch: Watcher | None = None) -> Path:
 
 
 def run_command(*words: str) -> object:
-    """Run a command with `--json` among its `words`. Returns the parsed output, even if the exit code is not 0.
+    """Run `streamppo WORDS`, with `--json` in `words`. Returns the parsed output, even if the exit code is not 0.
 
     Raises the `StreamppoError` that the command reports.
     """
@@ -92,12 +92,12 @@ class _Child:
             self._selector.register(self._process.stdout, selectors.EVENT_READ)
 
     def send(self, request: RunRequest) -> None:
-        """Send the request. `follow` detects a dead process."""
+        """Send the request. Errors are ignored here, because `outcome` reports a dead process."""
         with suppress(OSError):
             self._channel.sendall(encode(request))
 
     def follow(self) -> None:
-        """Forward output until the process ends. A Ctrl-C sends it a SIGINT; a second one ends the run at once."""
+        """Forward output until the process ends. Each Ctrl-C sends a SIGINT; a second SIGINT ends the run at once."""
         is_open = True
         while is_open:
             try:
@@ -107,7 +107,7 @@ class _Child:
                 self._process.send_signal(signal.SIGINT)
 
     def end(self) -> None:
-        """Close the socket, which stops the process, and forward its output until its end.
+        """Close the socket, so that the process stops, and forward the output until the process ends.
 
         If forwarding fails, further output is discarded, and the error is raised after the process has ended.
         """
@@ -115,7 +115,7 @@ class _Child:
         try:
             self._drain()
         finally:
-            # If nobody read its output, the process would wait forever.
+            # The output must be read, because the process waits while the pipe is full.
             self._drops_output = True
             self._drain()
             if self._process.stdout is not None:
@@ -125,7 +125,7 @@ class _Child:
             self._watch(folder)
 
     def _drain(self) -> None:
-        """Forward the output of the process until its end."""
+        """Forward the output until the process ends."""
         while self._process.poll() is None:
             with suppress(subprocess.TimeoutExpired):
                 self._process.wait(DRAIN_S)

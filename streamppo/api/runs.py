@@ -1,7 +1,7 @@
 """The Python interface: start, resume and read runs, and call commands on them.
 
-A run is a separate process, and so does not change the script's signals, Ray or memory. `fork` and the functions after
-it run commands with `--json` in a separate process, too.
+A run trains in a separate process, so the script's signal handlers, Ray connection and memory are not affected. `fork`
+and the functions after `fork` run commands with `--json`, also in separate processes.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 
 class Run:
-    """A run in its folder. Every property reads the files again, also during the run."""
+    """A run in its folder. Every access to a property reads the files again, also while the run is in progress."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -53,9 +53,9 @@ class Run:
 
     @property
     def metrics(self) -> list[dict[str, float]]:
-        """A dictionary for each update in order, with its version under `update` and every metric of metrics.jsonl.
+        """A dictionary for each update, in order: every metric of metrics.jsonl, and the new version under `update`.
 
-        `accuracy` is the held-out accuracy of this version, if it was evaluated.
+        `accuracy` is the held-out accuracy of the version, if the version was evaluated.
         """
         lines = metrics_file.read(self.folder)
         accuracy = dict(summary.line_totals(lines)["evaluations"])
@@ -83,7 +83,7 @@ class Run:
 
     @property
     def summary(self) -> dict[str, object]:
-        """The content of summary.json. During the run, and after it was killed, this is the part that is known."""
+        """The content of summary.json. If the run is in progress or was killed: the numbers that are known so far."""
         from streamppo.commands.look.summary import current_summary
 
         return current_summary(self.folder)
@@ -104,9 +104,9 @@ class Run:
         return archive.open(self.folder)
 
     def difference(self, other: "Run") -> "RunDifference | None":
-        """Return this run minus `other`, prompt by prompt, after the last version that both have; None without one.
+        """Compare the rewards of this run and `other` on the same prompts; None if the runs have no common version.
 
-        `rows` has differences with their errors, first over all updates after that version, then over parts of them.
+        `rows` has differences (this run minus `other`) after the last common version: over all updates, then parts.
         """
         from streamppo.driver import report
 
@@ -168,9 +168,9 @@ def fork(
     name: str = "",
     runs: str | PathLike[str] = "runs",
 ) -> Run:
-    """Make a new run in `runs` that begins with version `at` of the run in `folder`, with changed settings.
+    """Make a new run in `runs` that begins with version `at` of the run in `folder`, and has `changes` to its settings.
 
-    `resume` continues it. Raises the command's `StreamppoError`.
+    `resume` continues the fork. Raises the `StreamppoError` of the command.
     """
     words = ["fork", str(configfile.existing(Path(folder))), "--at", str(at), "--runs", str(Path(runs)), "--json"]
     words += ["--name", name] if name else []
@@ -186,16 +186,16 @@ def bisect(
     test: str | PathLike[str] | None = None,
     changes: Sequence[str] = (),
 ) -> "Answer":
-    """Find the first version of the run in `folder` at which `metric` is `above` or `below` a bound, or `test` holds.
+    """Find the first version of the run in `folder` at which `metric` is above or below a bound or a test returns True.
 
-    `test` is a file with a function `test`. `changes` replay versions under another configuration. Raises the command's
-    `StreamppoError`.
+    The file `test` contains the function `test`. With `changes`, versions are replayed under another configuration.
+    Raises the `StreamppoError` of the command.
     """
     from streamppo.commands.bisection import Answer
 
     words = ["bisect", str(configfile.existing(Path(folder))), "--json"]
     options = {"--metric": metric or None, "--above": above, "--below": below, "--test": test}
-    # An argument with "=" can be a negative number.
+    # Without "=", a negative number would be taken for an option.
     words += [f"{option}={value}" for option, value in options.items() if value is not None]
     return Answer(**cast(dict[str, Any], run_command(*words, *_set(changes))))
 
@@ -209,16 +209,16 @@ def try_versions(
     sample: int | None = None,
     n: int = 16,
 ) -> "Trial":
-    """Let `versions` of the run in `folder` continue a completion of `prompt`, a number or a text, `n` times each.
+    """Sample `n` continuations of a completion or a prompt with each of `versions` of the run in `folder`.
 
-    The continuations begin at token `at` of the archived `sample`, by default the first. Raises the command's
-    `StreamppoError`.
+    If `prompt` is a text, its completions are sampled. If `prompt` is a prompt's number, its archived `sample` (by
+    default the first) is continued from token `at`. Raises the `StreamppoError` of the command.
     """
     from streamppo.commands.trial import Trial
 
     words = ["try", str(configfile.existing(Path(folder))), "--json", "--version", *map(str, versions)]
     options = {"--prompt": prompt, "--at": at, "-n": n, "--sample": sample}
-    # An argument with "=" can be a text that begins with "-".
+    # Without "=", a text that begins with "-" would be taken for an option.
     words += [f"{option}={value}" for option, value in options.items() if value is not None]
     return msgspec.convert(run_command(*words), Trial)
 
@@ -226,7 +226,7 @@ def try_versions(
 def verify(folder: str | PathLike[str], updates: int = 1, expect: str = "") -> "Verification":
     """Compare the records of the run in `folder` with each other, and replay `updates` random updates.
 
-    `expect` is the digest that the run must have. `faults` may be empty. Raises the command's `StreamppoError`.
+    `expect` is the digest that the run must have. Raises the `StreamppoError` of the command.
     """
     from streamppo.commands.verification import Fault, Verification
 
@@ -239,7 +239,7 @@ def verify(folder: str | PathLike[str], updates: int = 1, expect: str = "") -> "
 
 
 class BundleReplay(NamedTuple):
-    """A replayed update: the new version's digest, the `recorded` digest, and reasons why they may differ.
+    """A replayed update: the new version's digest, the run's (`recorded`), and reasons why they may differ.
 
     `tokens` has columns (docs/bundle.md) with an entry for each token of each pass over a row.
     """
@@ -262,7 +262,7 @@ def bundle(
 ) -> Path:
     """Write the update that made version `update` of the run in `folder` to a file, and return its path.
 
-    Raises the command's `StreamppoError`.
+    Raises the `StreamppoError` of the command.
     """
     words = ["bundle", str(configfile.existing(Path(folder))), "--update", str(update), "--json"]
     words += ["--to", str(to)] if to is not None else []
@@ -273,7 +273,7 @@ def bundle(
 def replay(file: str | PathLike[str], rows: Sequence[int] = (), changes: Sequence[str] = ()) -> BundleReplay:
     """Replay the update in the bundle `file`, with `changes` to the configuration.
 
-    The result has the tokens of `rows`, by default of all; missing numbers are NaN. Raises the command's errors.
+    The result has the tokens of `rows` (default: all); missing numbers are NaN. Raises the command's `StreamppoError`.
     """
     words = ["replay", str(Path(file)), "--json"]
     words += ["--rows", *map(str, rows)] if rows else []
@@ -283,7 +283,7 @@ def replay(file: str | PathLike[str], rows: Sequence[int] = (), changes: Sequenc
 
 
 def _arrays(columns: Mapping[str, Sequence[Any]]) -> dict[str, NDArray[np.generic]]:
-    """Return the columns as arrays of float32 or integers. NaN is null in JSON."""
+    """Return the columns as arrays of float32 or integers, with NaN for null."""
     arrays: dict[str, NDArray[np.generic]] = {}
     for name, column in columns.items():
         values = [np.nan if value is None else value for value in column]

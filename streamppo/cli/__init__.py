@@ -57,7 +57,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _run(arguments: Sequence[str] | None) -> int:
     process.escape_unprintable()
     words = sys.argv[1:] if arguments is None else arguments
-    # Ray would write about its usage report into the log.
+    # Otherwise Ray writes a notice about its usage report into the log.
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     try:
         _refuse_deleted_folder()
@@ -74,7 +74,7 @@ def _run(arguments: Sequence[str] | None) -> int:
     except BrokenPipeError:
         return 128 + signal.SIGPIPE
     except OSError as error:
-        # Errors of standard output name no file. All others do.
+        # An error of standard output has no filename, unlike every other OSError.
         if error.errno not in FULL or error.filename is not None:
             raise
         return _fail_to_write()
@@ -86,7 +86,7 @@ def _fail_to_write() -> int:
 
 
 def _refuse_deleted_folder() -> None:
-    """Raise `RunError` if the current folder has been deleted. Relative paths and child processes would fail."""
+    """Raise `RunError` if the current folder has been deleted. Paths and child processes would fail in it."""
     try:
         Path.cwd()
     except OSError as error:
@@ -119,7 +119,7 @@ def run(
     from streamppo.commands.checks import check
 
     check.refuse(loaded)
-    # Catch signals before the next line is printed, because a program that reads it may send a signal.
+    # Catch signals before the next line is printed, because a program that reads the line may send one.
     interrupts = Interrupts()
     log.info(f"streamppo {__version__}: {config}, {loaded.updates} updates; starting Ray")
     from streamppo import loop
@@ -150,7 +150,7 @@ def resume(
 
 
 def _continue(config: Config, folder: Path, source: str, *, accept_changes: bool, trust: bool) -> int:
-    """Continue the run in `folder` with `config`. `source` names the file or the overrides with changes, or is "".
+    """Continue the run in `folder` with `config`. `source` is the file or the overrides that may change it, or "".
 
     A second driver and a complete run are detected before torch and Ray are imported.
     """
@@ -185,7 +185,7 @@ def fork(
 ) -> int:
     """Make a new run that begins with a version of another run. `resume` continues it.
 
-    A version without a checkpoint is replayed from the archive. The run itself is not changed.
+    A version without a checkpoint is replayed from the archive. The original run is not changed.
     """
     folder = run_argument.trusted_folder(folder, trust=trust)
     from streamppo.commands.start import fork as command
@@ -200,7 +200,7 @@ def scale(
     *,
     rollouts: Annotated[Positive, Parameter(help="The number of rollout actors, at least 1.")],
 ) -> int:
-    """Change the number of rollout actors of a run in progress. A resumed run keeps the number."""
+    """Change the number of rollout actors of a run in progress. A resumed run keeps the new number."""
     folder = configfile.existing(folder)
     path = folder / configfile.CONFIG
     before = configfile.load(path).rollout.actors

@@ -1,4 +1,4 @@
-"""The commands that show a run or check it, without training or weights."""
+"""The commands that look at a run: bisect, verify, inspect, report, summary, watch, trace and list."""
 
 from collections.abc import Sequence
 from pathlib import Path

@@ -49,7 +49,7 @@ def evaluate(
     json: Annotated[bool, Parameter(help="Print the numbers as JSON, for programs.")] = False,
     trust: Trust = False,
 ) -> int:
-    """Measure held-out accuracy and pass@k of a run's checkpoint, with the run's reward, or of a model."""
+    """Measure held-out accuracy and pass@k of a run's checkpoint, or of a model with the task of CONFIG."""
     run_config, config = run_argument.configuration_of(model, words, version)
     if run_config is not None:
         run_argument.ask(model.resolve(), trust=trust)
@@ -72,9 +72,10 @@ def try_versions(
     json: Annotated[bool, Parameter(help="Print the completions as JSON, for programs.")] = False,
     trust: Trust = False,
 ) -> int:
-    """Continue an archived completion from one of its tokens with any versions, and score the continuations.
+    """Sample continuations of an archived completion from one of its tokens with any versions, and score them.
 
-    A version without a checkpoint is replayed from the archive. The difference of two versions has an error.
+    A version without a checkpoint is replayed from the archive. With two versions, the difference of their mean rewards
+    is shown with its standard error.
     """
     from streamppo.commands.trial import TrialQuestion
 

@@ -15,7 +15,7 @@ from streamppo.errors import ConfigError
 
 SPLIT_PATHS = 'COMPREPLY=( $(compgen -f -- "${cur}") )'
 WHOLE_PATHS = "IFS=$'\\n' read -r -d '' -a COMPREPLY < <(compgen -f -- \"${cur}\"); compopt -o filenames 2> /dev/null"
-"""What cyclopts writes for bash to complete paths, which splits them at spaces, and its replacement."""
+"""The statement of cyclopts that completes paths in bash but splits them at spaces, and our replacement."""
 
 
 @app.command
@@ -34,7 +34,7 @@ def init(
 ) -> int:
     """Write a project that is ready to run on a CPU, or a configuration for your model, data and reward.
 
-    With --model, --data and --reward, the sizes in NAME.toml are derived from them.
+    With --model, --data and --reward, the sizes in NAME.toml follow from the model and the data.
     """
     from streamppo.commands.start import init as command
 
@@ -75,7 +75,7 @@ def check(
     ] = None,
     no_score: Annotated[bool, Parameter(help="Do not call the scorers or the agent on rows of the data.")] = False,
 ) -> int:
-    """Report mistakes in CONFIG, and the resources and memory that a run of it needs, without starting it.
+    """Report mistakes in CONFIG, and the resources and memory that its run needs, without starting the run.
 
     The exit code is 1 if the configuration cannot run.
     """
