@@ -37,11 +37,11 @@ from streamppo.types import Batch, TokenRecord
 from streamppo.weights.models.settings import REFUSALS
 
 FILE = re.compile(r"[A-Za-z0-9_.-]+\.(json|txt|model|tiktoken)")
-"""Allowed names of files of a model and tokenizer, which are neither code nor pickles."""
+"""Allowed names of the files of a model and tokenizer: no code, no pickles."""
 NAME = re.compile(rf"(batch|policy|optimizer|reference|model)\.[A-Za-z0-9_.]+|files\.{FILE.pattern}|rng")
 """Allowed names of tensors in a bundle."""
 MOST_ENTRIES = 2**26
-"""Maximum number of rows times tokens of the longest row, because all rows are padded to it."""
+"""Maximum entries of the padded batch: the number of rows times the tokens of the longest row."""
 MOST_STEPS = 10_000
 """Maximum optimizer steps of one update."""
 UNUSED_REWARD = FunctionScorer(function="streamppo.tasks.library.arithmetic:score")
@@ -77,13 +77,13 @@ class Bundle(NamedTuple):
     tensors: Mapping[str, Tensor]
 
     def part(self, name: str) -> dict[str, Tensor]:
-        """Return the tensors of the part `name`, by their names without this prefix."""
+        """Return the tensors named `name.*`, by the rest of their names."""
         prefix = f"{name}."
         return {key.removeprefix(prefix): self.tensors[key] for key in self.tensors if key.startswith(prefix)}
 
 
 def write(path: Path, bundle: Bundle) -> dict[str, int]:
-    """Write the file durably. Returns the bytes of each part. Raises `BundleError` if the file cannot be written."""
+    """Write the file durably. Returns the bytes of each part, such as batch or policy. Raises `BundleError`."""
     arrays, attributes = columns.batch_columns(bundle.batch, TokenRecord())
     tensors = {**bundle.tensors, **{f"batch.{name}": torch.from_numpy(array.copy()) for name, array in arrays.items()}}
     header = {"bundle": bundle.facts, "batch": attributes}
@@ -139,7 +139,7 @@ def _verify(facts: Facts, batch: Batch) -> None:
 
 
 def configurations(bundle: Bundle, folder: Path, changes: Sequence[str]) -> tuple[Config, Config]:
-    """Return the configuration of the update, without and with `changes`, parsed in `folder`.
+    """Return the configuration of the update, without and with `changes`. A TOML file is written to `folder`.
 
     Raises `ConfigError` for invalid changes, and `BundleError` for models outside the bundle or for too many steps.
     """

@@ -71,7 +71,7 @@ def bundle(run: Path, update: int, to: Path | None, rows: Sequence[int], *, adap
 
 
 def make(run: Path, update: int, to: Path | None, rows: Sequence[int], *, adapter: bool) -> WrittenBundle:
-    """Write the update that made version `update` of `run` to the file `to`, with only `rows` if any are given.
+    """Write the update that made version `update` of `run` to the file `to`, with `rows` of its batch (empty: all).
 
     With `adapter`, the frozen weights are omitted. Raises `JournalError` if the update was not made or its batch was
     not kept. Raises `ConfigError` if a bundle cannot hold the update, and `BundleError` if the file cannot be written.
@@ -117,7 +117,7 @@ def make(run: Path, update: int, to: Path | None, rows: Sequence[int], *, adapte
 
 
 def _refuse(past: Past, update: int, to: Path, *, adapter: bool) -> None:
-    """Raise the errors that are known before the bundle is made."""
+    """Raise the errors of `make` that need neither the batch nor the checkpoint."""
     config = past.history.at(past.version)
     if update not in past.digests:
         raise JournalError(f"{past.run}: version {update} was never made; the newest is {max(past.digests)}")
@@ -142,7 +142,7 @@ def _refuse(past: Past, update: int, to: Path, *, adapter: bool) -> None:
 
 
 def _checkpoint(past: Past, aside: Path) -> tuple[int, Path | None]:
-    """Return the version from which the checkpoint before the update was replayed, and the checkpoint or None."""
+    """Make the checkpoint before the update. Returns (version where its replay began, path); (0, None) at version 0."""
     if not past.version:
         return 0, None
     return versions.make_checkpoint(past, aside), aside / f"{past.version:08d}"
@@ -157,7 +157,7 @@ def _state(past: Past, checkpoint: Path | None) -> tuple[CheckpointState, dict[s
 
 
 def _name(stored: str) -> str:
-    """Return the bundle's name of a checkpoint's tensor; "" for a tensor of another rank or of a GPU."""
+    """Return the bundle's name of the checkpoint's tensor `stored`; "" for other ranks' tensors and a GPU's RNG."""
     of_rank_0 = stored.removeprefix("own.rank-0.")
     if of_rank_0 == "rng.cpu":
         return "rng"

@@ -18,7 +18,7 @@ from streamppo.types import ints
 SHOWN = ("policy_loss", "value_loss", "entropy", "proximal_kl", "behavior_kl", "ess", "grad_norm", "lr")
 """The metrics that are printed. --json has all metrics."""
 HIDDEN = ("row", "pass", "token", "version", "clipped", "dropped")
-"""Columns that only --json has. `pass`, `clipped` and `dropped` are also printed for a row in which they vary."""
+"""Columns that only --json has. A row's table also has `pass`, `clipped` and `dropped`, unless all are 0 or ""."""
 
 
 def replay(path: Path, rows: Sequence[int], changes: Sequence[str], *, trust: bool, debug: bool, as_json: bool) -> int:

@@ -24,7 +24,7 @@ from streamppo.types import Batch, ints
 Columns: TypeAlias = dict[str, NDArray[np.generic]]
 """Columns by name, with an entry for each token of each pass over a row."""
 EQUAL = "equal rewards"
-"""The reason for tokens of a group with equal rewards."""
+"""The entry in `dropped` of tokens whose group has equal rewards."""
 
 
 class RowPass(NamedTuple):
@@ -67,7 +67,7 @@ def _texts(batch: Batch, rows: Sequence[int], model: str) -> dict[int, list[str]
 
 
 def _passes(config: Config, updated: UpdateResult, rows: Sequence[int]) -> Iterator[RowPass]:
-    """Yield every pass over each of `rows`, in the order of rows."""
+    """Yield every pass over each of `rows`, row by row."""
     loss = Loss(updated.objective, config.algorithm, updated.batch, updated.targets, 0.0)
     by_row: dict[int, list[RowPass]] = {row: [] for row in rows}
     for forward in (forward for minibatch in updated.minibatches for forward in minibatch.passes):

@@ -37,9 +37,9 @@ from streamppo.weights.models import fit, settings, tokenizer
 from streamppo.weights.models import folder as model_folder
 
 COUNTS = re.compile(r"layer|expert|block|depth")
-"""Matches the fields of config.json with a number of modules."""
+"""Matches the names of fields of config.json that count modules, such as num_hidden_layers."""
 MODULES, MOST_BUFFERS = 1000, 2**30
-"""Maximum modules of a kind (or the file's number of tensors if it is larger), and bytes of a model's buffers."""
+"""Maximum of a field that `COUNTS` matches (the number of tensors if larger), and of the bytes of all buffers."""
 MOST_THREADS, MOST_TEXT = 256, 400
 
 
@@ -54,10 +54,10 @@ class BundleUpdate(NamedTuple):
 def make(
     path: Path, bundle: Bundle, rows: Sequence[int], changes: Sequence[str], *, trust: bool, debug: bool
 ) -> BundleUpdate:
-    """Replay the update of `bundle`, read from `path`, with `changes` to the settings. Returns the tokens of `rows`.
+    """Replay the update of `bundle`, read from `path`, with `changes` to the settings.
 
-    With `debug` the update starts in pdb. Raises `BundleError` if the file has no complete update, and `ConfigError`
-    for invalid changes or for code without the user's consent.
+    The result has the tokens of `rows`. With `debug` the update starts in pdb. Raises `BundleError` if the file has no
+    complete update, and `ConfigError` for invalid changes or for code without the user's consent.
     """
     with tempfile.TemporaryDirectory() as folder:
         try:
@@ -79,7 +79,7 @@ def make(
 
 
 def _for_one_rank(config: Config) -> Config:
-    """Return the configuration for one rank, which is on a GPU if this machine has one and the run's ranks had."""
+    """Return the configuration for one rank. It uses a GPU if the run's ranks did and this machine has a GPU."""
     has_gpu = config.learner.gpus > 0 and torch.cuda.is_available()
     learner = structs.replace(
         config.learner, ranks=1, mesh=Mesh(), offload=False, transport=ObjectStore(), gpus=float(has_gpu)
@@ -89,7 +89,7 @@ def _for_one_rank(config: Config) -> Config:
 
 
 def _learner(bundle: Bundle, config: Config, model: str, place: torch.device) -> Learner:
-    """Return the learner before the update. Raises `BundleError` if the weights do not have the recorded digest."""
+    """Build the learner before the update. Raises `BundleError` if the weights do not have the recorded digest."""
 
     def restore(trained: TrainState) -> CheckpointState:
         if bundle.facts.state.version:
@@ -141,7 +141,7 @@ def digest_of(learner: Learner) -> str:
 
 
 def _model(bundle: Bundle, config: Config, folder: Path, changes: Sequence[str]) -> str:
-    """Write the model's folder, and return its path. For a bundle with only adapters return --set model.path."""
+    """Write the model's folder, and return its path. For adapters alone, return the path of --set model.path."""
     files, weights = bundle.part("files"), bundle.part("model") or bundle.part("policy.lm")
     folders = [change.partition("=")[2] for change in changes if change.startswith("model.path=")]
     if config.model.lora is not None and not bundle.part("model"):
@@ -165,7 +165,7 @@ def _model(bundle: Bundle, config: Config, folder: Path, changes: Sequence[str])
 
 def _write_weights(folder: Path, weights: Mapping[str, Tensor], tensors: int) -> None:
     """Write the model's weights after checking that every size in config.json fits the bundle's tensors."""
-    # The check precedes transformers, which allocates an entry for each layer.
+    # Counts are checked first, because transformers allocates an entry for each layer of config.json.
     if count := next(_large_counts(model_folder.kind(folder), max(MODULES, tensors)), ""):
         raise BundleError(f"config.json: {count} in a file of {tensors} tensors")
     described = settings.read_settings(folder)

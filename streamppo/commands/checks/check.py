@@ -6,7 +6,7 @@ later      cannot be known before a run starts
 not here   missing on this machine, so that no run can start here; another machine may have it
 error      no run can start anywhere
 
-Light checks need neither torch nor transformers. Light checks come first, and `run` makes only light checks. Memory,
+Light checks seldom import torch or transformers. Light checks come first, and `run` makes only light checks. Memory,
 the tokenizer and scores of rows are checked if the light checks find no error.
 """
 
@@ -69,7 +69,7 @@ def check_lightly(config: Config, *, largest_mib: int | None = None) -> tuple[li
         *folder.critic(config.algorithm.critic),
         *folder.teacher(config.algorithm.teacher),
     ]
-    # For `run` the actors log the notes about repeated rows and omitted columns.
+    # `run` omits the task's notes (repeated rows, omitted columns), because the actors log them.
     findings += [
         finding
         for finding in loaded.findings
@@ -93,8 +93,8 @@ def check_lightly(config: Config, *, largest_mib: int | None = None) -> tuple[li
 def _check_with_torch(
     findings: Sequence[Finding], config: Config, untokenized: LoadedTask, gpu_gib: float | None, *, call: bool
 ) -> list[Finding]:
-    """Return the light `findings` and those about the model, the tokenized task and memory."""
-    # Importing torch takes seconds, and is not needed if there are other errors.
+    """Return the light `findings`, with findings about the model, the tokenized task and memory."""
+    # Importing torch takes seconds, and is not needed if a light check finds an error.
     import transformers
 
     from streamppo.commands.checks import memory, model, rows, turns
@@ -135,7 +135,7 @@ def _check_with_torch(
 def refuse(config: Config) -> None:
     """Log the notes, and raise `ConfigError` with a line for each reason why a run of `config` cannot start here.
 
-    On a cluster, resources that are missing here are no reason, because another machine may have them.
+    On a cluster, missing resources of this machine are no reason, because another machine may have them.
     """
     fatal = ("error", "not here") if config.cluster.address == LOCAL else ("error",)
     reasons: list[str] = []

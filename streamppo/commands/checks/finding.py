@@ -45,7 +45,7 @@ def first_line(error: BaseException) -> str:
 
 
 def contacted_later(subject: str, url: str, key_env: str) -> Finding:
-    """Return a finding that the service at `url` is contacted later, and whether the environment has its API key."""
+    """Return the finding that a run will contact `url`, with a note if the environment has no variable `key_env`."""
     key = f"; the environment has no {key_env} here" if key_env and not os.environ.get(key_env) else ""
     return Finding(subject, "later", f"{url} is contacted when the run starts{key}")
 

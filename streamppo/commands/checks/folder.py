@@ -15,7 +15,7 @@ from streamppo.weights.models import folder as folders
 from streamppo.weights.models import headers
 
 EAGER = ("bloom", "gpt_neo", "mpt", "openai-gpt")
-"""Values of model_type that transformers computes only with eager attention."""
+"""Values of model_type whose models transformers computes only with eager attention."""
 CAP = "attn_logit_softcapping"
 """The field of config.json with the bound (soft cap) of attention logits."""
 NEUTRAL: Mapping[str, object] = {
@@ -64,7 +64,7 @@ def model(config: Config) -> Findings:
 
 
 def find(path: str, subject: str) -> tuple[str | None, Finding]:
-    """Return a model's folder on this machine or in the hub's cache, or None, and a finding about it."""
+    """Return the folder of a model on this machine or in the hub's cache (else None), and a finding about the model."""
     if Path(path).is_dir():
         return path, Finding(subject, "ok", path)
     if looks_like_path(path):
@@ -101,7 +101,7 @@ def _content(folder: Path, config: Config) -> Findings:
 
 
 def weights(path: str, subject: str) -> Findings:
-    """Check the first bytes of a model's weights, unless the start of a run downloads them."""
+    """Check the first bytes of a model's weights, if they are on this machine."""
     folder, _ = find(path, subject)
     if folder is None:
         return
@@ -117,7 +117,7 @@ def weights(path: str, subject: str) -> Findings:
 
 
 def critic(critic: Critic) -> Findings:
-    """Check the critic's model if it is a folder or hub name, and the run of `pretrain`."""
+    """Check the critic's model if it is a folder or hub name, and the run that `pretrain` names."""
     if critic.model not in CRITICS:
         yield find(critic.model, "critic")[1]
         yield from weights(critic.model, "critic")
@@ -126,7 +126,7 @@ def critic(critic: Critic) -> Findings:
 
 
 def teacher(teacher: Teacher) -> Findings:
-    """Check that the teacher exists. The start of a run compares its tokenizer with the policy's."""
+    """Check that the teacher exists. A run compares the teacher's tokenizer with the policy's when it starts."""
     if teacher.model:
         yield find(teacher.model, "teacher")[1]
         yield from weights(teacher.model, "teacher")
@@ -189,7 +189,7 @@ def _equal(value: object, wanted: object) -> bool:
 
 
 def _generation_config(path: Path) -> Mapping[str, object]:
-    """Read the settings, {} if there is no file. Raises OSError, ValueError or RecursionError for a damaged file."""
+    """Return the file's settings, {} without a file. Raises OSError, ValueError or RecursionError if it is damaged."""
     try:
         settings: object = json.loads(durable.read(path))
     except FileNotFoundError:

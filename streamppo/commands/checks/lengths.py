@@ -1,7 +1,7 @@
 """Compares lengths of answers with the token limit of a completion, and lengths of prompts with the model's context.
 
 A token has at least one byte, so a prompt fits the context if it has no more bytes than the context has tokens.
-transformers takes seconds to import, so `prompt_bytes` imports it only if no prompt fits by its bytes.
+transformers takes seconds to import, so `prompt_bytes` imports it only if every prompt has too many bytes.
 """
 
 import sys
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
 LONG_SHARE = 0.05
-"""A note is made if more than this share of rows have an answer beyond the limit."""
+"""There is a note if the answers of more than this share of rows are longer than the token limit."""
 FEW_TOKENS = 64
 """A token limit below this is low, except for small models."""
 SOLUTION_SCORERS = "streamppo.tasks.scorers."
@@ -66,7 +66,7 @@ def answers(config: Config, task: Task, tokenizer: Tokenizer | None) -> Findings
             f"rollout.max_tokens ({bound}) is low for a model of {model.parameters:,} parameters, which reasons "
             "before it answers: completions are cut off",
         )
-    # A long answer may be a solution, and the scorer may read only its end.
+    # A long answer is no error: it may be a solution of which the scorer reads only the end.
     if (
         lengths
         and min(lengths) - 1 > bound
@@ -95,7 +95,7 @@ def _reads_solutions(scorer: Scorer) -> bool:
 
 
 def _numeric(config: Config, prompts: Sequence[Prompt]) -> Findings:
-    """Note answers that are numbers, because a user's function may compare them with a text, which is never equal."""
+    """Note answers that are numbers, because a user's function may compare them with the text of a completion."""
     values = [prompt.columns.get("answer") for prompt in prompts]
     numbers = [value for value in values if isinstance(value, int | float | Decimal) and not isinstance(value, bool)]
     functions = [scorer for scorer in config.reward.scorers.values() if isinstance(scorer, FunctionScorer)]
@@ -113,7 +113,7 @@ def _characters(text: str) -> int:
 
 
 def prompts(task: Task, hf_config: "PretrainedConfig", tokenizer: Tokenizer) -> Findings:
-    """Find prompts that fill the model's context, because their completions fail."""
+    """Find prompts that leave no room for a completion in the model's context."""
     bound = positions.longest(hf_config, sys.maxsize)
     lengths = [min(len(tokenizer.ids(prompt)), prompt.max_tokens or sys.maxsize) for prompt in task.training[:ROWS]]
     longer = [length for length in lengths if length >= bound]
@@ -127,7 +127,7 @@ def prompts(task: Task, hf_config: "PretrainedConfig", tokenizer: Tokenizer) -> 
 
 
 def prompt_bytes(config: Config, task: Task) -> Findings:
-    """Find prompts that fill the context of a model on this machine, if the bytes of all prompts exceed it."""
+    """Call `prompts` for a model on this machine, if every prompt has more bytes than the context has tokens."""
     bound = _positions(config)
     if bound is None or any(_bytes(prompt) + TEMPLATE_TOKENS < bound for prompt in task.training[:ROWS]):
         return

@@ -31,7 +31,7 @@ PROCESS_MIB = 300
 TRACKER_EXTRAS = {"trackio": "trackio"}
 """Extras of trackers whose library is not in the extra `tracking`."""
 TRACKER_MODULES = {"prometheus": "prometheus_client"}
-"""Modules of trackers whose module has another name."""
+"""Modules of trackers whose names differ from the trackers' names."""
 
 
 def engine(config: Config) -> Finding:
@@ -82,7 +82,7 @@ def gpus_here() -> int:
 
 
 def memory_mib() -> int:
-    """Return the memory of this machine, or of its container if that has less."""
+    """Return the memory of this machine or of its container, whichever is less."""
     physical = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return min(physical, watched_memory.limit() or physical) // 2**20
 
@@ -93,7 +93,7 @@ def shared_mib() -> int | None:
 
 
 def places(config: Config) -> Findings:
-    """Report the resources that a run requests from Ray. For a local Ray, compare them with this machine's."""
+    """Report the resources that a run requests from Ray. With a local Ray, compare the resources with this machine."""
     if config.learner.threads == "auto":
         number, reason = threads.choose(config)
         yield Finding("threads", "ok", f"learner.threads = {number}: {reason}")
@@ -168,7 +168,7 @@ def libraries(config: Config) -> Findings:
 
 
 def _library(name: str, purpose: str, remedy: str) -> Finding:
-    """Check that a module has code, unlike a folder such as the wandb/ of offline runs."""
+    """Check that a module is installed. A folder without code does not count, such as the wandb/ of offline runs."""
     spec = find_spec(TRACKER_MODULES.get(name, name))
     if spec is not None and spec.origin is not None:
         return Finding(name, "ok", f"is installed{purpose}")

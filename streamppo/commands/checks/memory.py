@@ -29,7 +29,7 @@ class Gpu(NamedTuple):
 
 
 def gpu(gib: float | None) -> Gpu:
-    """Return a GPU with memory `gib`, by default that of this machine's GPU or else `ASSUMED_GIB`."""
+    """Return a GPU with memory `gib`. The default is this machine's GPU or, without a GPU, `ASSUMED_GIB`."""
     if gib is not None:
         return Gpu(gib, True)
     if torch.cuda.is_available():
@@ -109,7 +109,7 @@ def _shared(config: Config, model: ranks.ModelSizes) -> Findings:
 
 
 def _lack_state(config: Config) -> State:
-    """The state of a finding about too little memory: an error if this machine has the GPUs of the run."""
+    """Return the state of a finding about too little memory: "error" if this machine has enough GPUs for the run."""
     return "error" if placement.plan(config).total("GPU") <= machine.gpus_here() else "not here"
 
 
@@ -139,7 +139,7 @@ def _queue(config: Config, model: ranks.ModelSizes) -> Findings:
 
 
 def _machine(config: Config, model: ranks.ModelSizes, longest: int) -> Findings:
-    """Compare the memory of a local run with this machine's."""
+    """Compare the host memory that a local run needs with the memory of this machine."""
     engine = estimate.engine(config, model, longest, 0.0)
     rank = ranks.rank(config, model, longest)
     needed, size_mib = estimate.machine(config, model, rank, engine, longest), machine.memory_mib()

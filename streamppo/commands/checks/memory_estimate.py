@@ -1,4 +1,4 @@
-"""Estimates the memory of an engine, the object store and a machine. learner/memory.py estimates a rank's.
+"""Estimates the memory of an engine, the object store and a machine. learner/memory.py estimates the memory of a rank.
 
 The estimates leave out 1 to 3 GiB for CUDA and for SGLang's graphs.
 """
@@ -14,9 +14,9 @@ from streamppo.learner.memory import MASTER, MOMENTS, ModelSizes, RankMemory, ro
 VERSIONS = 3
 """Versions of the weights in the object store: two in the ledger, and one that is being pushed."""
 COPIES = 2
-"""Versions of the weights that an actor with SGLang holds besides the pulled one: the served one and the next."""
+"""Versions of the weights in an actor with SGLang besides the pulled version: the served version and the next."""
 IN_COMMON = 3
-"""Versions in memory that the actors of a machine share: the served one, the next, and the pulled one."""
+"""Versions in memory that a machine's actors share: the served version, the next, and the pulled version."""
 TOKEN_BYTES = 13
 """Bytes of a token of a completion in journal and archive: its id, log-prob, version and mask."""
 QUEUE_BYTES_PER_S = 60e6
@@ -28,9 +28,10 @@ OPERATIONS_PER_S = 989e12 / 2
 
 
 class EngineMemory(NamedTuple):
-    """Bytes of one engine on one GPU, or in the actor's memory on a CPU, and the capacity of the cache in tokens.
+    """Bytes of an engine on each of its GPUs or, on a CPU, in its actor's memory.
 
-    Rows that wait between two turns stay in the cache. `copied` is a temporary copy of one layer's rows.
+    `cache` has room for `tokens` tokens, including rows that wait between two turns. `copied` is a temporary copy of
+    one layer's rows.
     """
 
     weights: int
@@ -47,8 +48,8 @@ class EngineMemory(NamedTuple):
 def engine(config: Config, model: ModelSizes, longest: int, free: float) -> EngineMemory | None:
     """Estimate one engine on one of its GPUs, with `free` bytes when it starts. Returns None for a running server.
 
-    On a GPU, SGLang uses `mem_fraction_static` of the free memory for weights and cache. In all other cases the cache
-    has room for a row of `longest` tokens in every slot.
+    SGLang on a GPU uses `mem_fraction_static` of the free memory for weights and cache. Otherwise the cache has room
+    for a row of `longest` tokens in every slot.
     """
     gpus = max(1, int(config.rollout.gpus))
     spare = config.rollout.engine.spare_weights if config.rollout.gpus else 0
@@ -80,10 +81,12 @@ def object_store(model: ModelSizes) -> int:
 
 
 class ActorWeights(NamedTuple):
-    """Bytes of weights in the memory of one rollout actor, besides those of its engine.
+    """Bytes of weights in the memory of one rollout actor, besides the engine's weights.
 
-    pulled the newest version; 0 if it is a view of Ray's object store, as from a single rank merged with adapters, the
-    frozen model and the next version private copies that are sent to SGLang shared copies that SGLang reads in place
+    pulled     the newest version; 0 if it is a view of Ray's object store, such as a version from a single rank
+    merged     with adapters: the frozen model and the next version
+    private    copies that are sent to SGLang
+    shared     copies that SGLang reads in place
 
     If the actors of a machine share their versions (`in_common`), all four numbers are 0.
     """
@@ -186,7 +189,7 @@ class QueueLoad(NamedTuple):
 
 
 def queue(config: Config, model: ModelSizes) -> QueueLoad:
-    """Estimate the queue's load from a learner on H100s that never waits, at six operations per parameter and token."""
+    """Estimate the queue's load: H100s compute six operations per parameter and token, and the learner never waits."""
     size = TOKEN_BYTES + (model.routes if config.rollout.engine.routes else 0)
     size += candidate_bytes(config, model) if config.rollout.excludes_tokens else 0
     shards = config.queue.shards
@@ -196,5 +199,5 @@ def queue(config: Config, model: ModelSizes) -> QueueLoad:
 
 
 def candidate_bytes(config: Config, model: ModelSizes) -> int:
-    """Maximum bytes of a token's candidates in trajectory and journal: four for each, and four for their number."""
+    """Maximum bytes of a token's candidates in trajectory and journal: four per candidate, and four for the count."""
     return 4 + 4 * min(config.rollout.top_k or model.vocabulary, model.vocabulary)

@@ -28,11 +28,11 @@ from streamppo.weights.models.settings import settings
 SHOWN = 3
 """Maximum tokens, or strings of rollout.stop, that a note names."""
 NO_TOKEN = -1
-"""The number of no token, so that no turn ends with it."""
+"""A number that no token has. `observation` gets it as the last token of a turn that lacks its end token."""
 READ_MIB = 2048
-"""Weights up to this size are checked for NaN and infinity. Larger ones are checked when they are loaded."""
+"""Weights up to this size are checked for NaN and infinity. Larger weights are checked when they are loaded."""
 REMEDY = "load it with transformers' AutoModelForCausalLM, and save that with save_pretrained beside its tokenizer"
-"""Advice for weights whose names are not those of transformers' model."""
+"""Advice for weights whose names differ from the names in transformers' model."""
 
 
 class ModelFiles(NamedTuple):
@@ -43,7 +43,7 @@ class ModelFiles(NamedTuple):
 
 
 def load(config: Config, lesson: Lesson | None) -> tuple[ModelFiles, list[Finding]]:
-    """Read the model's settings and tokenizer. For builtin:tiny, the settings follow from its `lesson`."""
+    """Read the model's settings and tokenizer. The settings of builtin:tiny follow from its warm-up data `lesson`."""
     if lesson is not None:
         return ModelFiles(tiny.settings(config.model, SPECIALS + len(lesson.alphabet))), []
     folder, _ = find(config.model.path, "model")
@@ -96,7 +96,7 @@ def ends(config: Config, hf_config: PretrainedConfig, tokenizer: Tokenizer) -> F
 
 
 def _open_turn(ending: stop.Stop, tokenizer: Tokenizer) -> Findings:
-    """Note a chat template that ends no turn with a token (GLM's) if the first token of the next turn is not a stop."""
+    """If the chat template ends a turn without a token (GLM's), note if the next turn's first token is not a stop."""
     if not tokenizer.hf.chat_template or tokenizer.turn_end() is not None:
         return
     try:
@@ -205,7 +205,7 @@ def _export(folder: str) -> Findings:
 
 
 def _names(folder: str) -> Findings:
-    """Check that the policy's tensors have the same names as in the files, because SGLang expects these."""
+    """Check that the policy's tensors have the names in the model's files, because SGLang expects the files' names."""
     try:
         Architecture(settings(folder)).check_names(folder)
     except ModelError as error:

@@ -25,7 +25,7 @@ from streamppo.tasks.task import Task
 
 
 def settings(config: Config, task: Task | None) -> Findings:
-    """Note conflicting settings. `task` is None if it could not be built."""
+    """Note conflicting settings. `task` is None unless all its data were read."""
     learner, rollout = config.learner, config.rollout
     yield from _correction(config)
     yield from _admission(config)
@@ -75,7 +75,7 @@ def _correction(config: Config) -> Findings:
 
 
 def _admission(config: Config) -> Findings:
-    """Note that max_lag bounds only the mean lag."""
+    """Note the admission "mean", with which max_lag bounds only the mean lag."""
     if config.queue.admission == "mean":
         yield _note(
             f"queue.admission is 'mean': queue.max_lag ({config.queue.bound}) bounds the mean lag of completions, "
@@ -84,7 +84,7 @@ def _admission(config: Config) -> Findings:
 
 
 def _segments(config: Config) -> Findings:
-    """Note segments that are cut at a number of tokens."""
+    """Note segments of fewer tokens than the longest completion."""
     segments, longest = config.queue.segments, longest_completion(config)
     if segments is not None and 0 < segments.max_tokens < longest:
         yield _note(
@@ -95,7 +95,7 @@ def _segments(config: Config) -> Findings:
 
 
 def _loss(config: Config) -> Findings:
-    """Note losses that need a ratio other than 1, or another aggregation."""
+    """Note losses that do not suit the number of steps on a batch, or the aggregation."""
     algorithm, loss = config.algorithm, config.algorithm.policy_loss
     kind, steps = loss.__struct_config__.tag, config.learner.epochs * config.learner.minibatches
     plain = isinstance(loss, Reinforce | ImportanceWeighted | CustomLoss | Cispo) or loss == Clip()
@@ -176,7 +176,7 @@ def _note_repeats(config: Config, task: Task | None) -> Findings:
 
 
 def _cores(config: Config) -> Findings:
-    """Note more threads than cores. Engines count half if the learner has several threads."""
+    """Note more threads than cores. Engines' threads count half if the learner has several threads."""
     learners = config.learner.ranks * config.learner.thread_count
     engines = config.rollout.actors * config.rollout.threads
     cores, threads = process.cores(), learners + engines
@@ -193,7 +193,7 @@ def _note(text: str) -> Finding:
 
 
 class Range(NamedTuple):
-    """A setting, the bounds beyond which it is noted, the usual range in words, and a function for its value."""
+    """A setting, the bounds beyond which it is noted, the usual range in words, and a function that gets its value."""
 
     name: str
     low: float
@@ -245,7 +245,6 @@ RANGES = (
     Range("algorithm.policy_loss.range", 0.001, 2.0, "from 0.1 to 0.4", _upper_clip),
     Range("algorithm.correction.cap", 0.0, 50.0, "from 1 to 10", _cap),
 )
-"""The ranges, in the order of sections."""
 
 
 def ranges(config: Config) -> Findings:

@@ -70,7 +70,7 @@ class UnreadableAnswers:
 
 
 class _ScorerRows:
-    """A scorer, and counts of its rows."""
+    """A scorer, with counts of its rows and of the unreadable answers among them."""
 
     def __init__(self, name: str, scorer: FunctionScorer, reader: Reader) -> None:
         self.name = name
@@ -171,7 +171,7 @@ def _gold_completion(prompt: Prompt, tokenizer: Tokenizer) -> ScoredText:
 
 
 def _altered_answers(rows: Sequence[tuple[Prompt, ScoredText]]) -> Findings:
-    """Note the first answer that its tokens decode to another text, because no completion can equal it."""
+    """Note the first answer whose tokens decode to a different text: no completion can equal this answer."""
     for prompt, text in rows:
         answer = gold.completion(prompt.columns.get("answer"))
         if answer != text.completion:
@@ -197,7 +197,7 @@ async def _scores(
 
 
 def _in_box(scorer: FunctionScorer, text: ScoredText) -> ScoredText:
-    """Put the completion into the box that `Math` reads."""
+    """If the scorer is `Math`, which reads LaTeX boxes, put a completion without a box into a box."""
     if scorer.function != MATH or extract_boxed(text.completion) is not None:
         return text
     fields = {name: getattr(text, name) for name in text.__struct_fields__}

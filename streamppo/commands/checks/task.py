@@ -39,7 +39,7 @@ class LoadedTask(NamedTuple):
 
 
 def load(config: Config, tokenizer: Measure | None, *, limit: int | None = None) -> LoadedTask:
-    """Build the task from the first `limit` rows of its data, or from all.
+    """Build the task from the first `limit` rows of its data, by default from all rows.
 
     If `tokenizer` is None, the findings also report answers that scorers cannot read.
     """

@@ -1,6 +1,6 @@
 """Checks conversations: control tokens in rows, and a turn of the environment or a run of the agent.
 
-An engine replaces the policy and samples the row's answer in every turn.
+Instead of the policy, an engine answers every turn with the row's answer.
 """
 
 import asyncio
@@ -31,7 +31,7 @@ AGENT_S = 20.0
 
 
 class Answers:
-    """An engine that samples the row's answer in every turn."""
+    """An engine that answers every turn with the row's answer."""
 
     def __init__(self, tokenizer: Tokenizer, prompt: Prompt) -> None:
         answer = prompt.columns.get("answer")
@@ -47,7 +47,7 @@ class Answers:
 
 
 def findings(config: Config, task: Task, tokenizer: Tokenizer, *, call: bool = True) -> Findings:
-    """Check the first prompts, and play a turn of the environment, or (with `call`) run the agent, for each source."""
+    """Check the first prompts. For each source, play a turn of the environment or, with `call`, run the agent."""
     first = task.training[:PROMPTS]
     notes = (
         _note_control_tokens(first, tokenizer),
@@ -67,7 +67,7 @@ def findings(config: Config, task: Task, tokenizer: Tokenizer, *, call: bool = T
 
 
 def _note_control_tokens(prompts: Sequence[Prompt], tokenizer: Tokenizer) -> str:
-    """Return a note about control tokens in prompts that keep them as text or have messages; "" without any."""
+    """Return a note about control tokens that are not parsed, or get a second chat template; "" if there are none."""
     examined = [prompt for prompt in prompts if prompt.template.control_tokens == "text" or prompt.messages]
     spelled = [(prompt, name) for prompt in examined if (name := tokenizer.find_control_token(prompt))]
     if not spelled:
@@ -94,7 +94,7 @@ def _note_opening(prompts: Sequence[Prompt], tokenizer: Tokenizer) -> str:
 
 
 def _note_tools(prompts: Sequence[Prompt], tokenizer: Tokenizer) -> str:
-    """Return a note about prompts whose tools the chat template does not write; "" without any."""
+    """Return a note about prompts whose tools the chat template does not write; "" if there are none."""
     count = sum(tokenizer.leaves_out_tools(prompt) for prompt in prompts)
     if not count:
         return ""
@@ -105,7 +105,7 @@ def _note_tools(prompts: Sequence[Prompt], tokenizer: Tokenizer) -> str:
 
 
 def _note_assistant_prompts(prompts: Sequence[Prompt]) -> str:
-    """Return a note about prompts that end with an assistant's message; "" without any."""
+    """Return a note about prompts that end with an assistant's message; "" if there are none."""
     count = sum(prompt.messages[-1].role == "assistant" for prompt in prompts if prompt.messages)
     if not count:
         return ""
@@ -157,7 +157,7 @@ def _play_agents(
                     f"{source}: it has not ended after {limited.timeout_s:g} s, and was stopped; in a run it has "
                     f"{environment.timeout_s:g} s (environment.timeout_s)"
                 )
-            # A failure after an answer may be right, because the agent may expect an answer other than the row's.
+            # After an answer, a failure may be intended: the agent may expect an answer other than the row's.
             is_fault = not error.tokens and not is_late
             yield Finding("environment", "error" if is_fault else "note", reason)
             return
