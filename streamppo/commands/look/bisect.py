@@ -28,7 +28,7 @@ from streamppo.types import Batch
 
 
 def bisect(run: Path, question: Question, *, as_json: bool) -> int:
-    """Find the first version, and print it. Raises the errors of `find`."""
+    """Find and print the first version at which the condition holds. Raises the errors of `find`."""
     with log_to_stderr():
         answer = find(run, question)
     if as_json:
@@ -73,7 +73,7 @@ def _load(path: Path) -> UserTest:
 
 
 def _examine_records(run: Path, question: Question, test: UserTest | None) -> Answer:
-    """Examine the lines or batches of all recorded versions."""
+    """Examine the metrics or the archived batches of all recorded versions."""
     lines = lines_of(run)
     if test is None:
         values = _values(run, lines, question.metric)
@@ -102,7 +102,7 @@ def _values(run: Path, lines: Mapping[int, Metrics], metric: str) -> dict[int, f
 
 
 def _batches(batches: Archive, versions: Sequence[int], *, wanted: bool) -> Iterator[tuple[int, Batch | None]]:
-    """Yield every version, with its batch if batches are `wanted`."""
+    """Yield (version, batch) of every archived batch if batches are `wanted`, else (version, None) of `versions`."""
     archived = set(batches.versions())
     for version in sorted({version + 1 for version in archived} if wanted else versions):
         yield version, batches.batch(version - 1) if wanted else None

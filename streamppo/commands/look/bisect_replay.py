@@ -40,7 +40,7 @@ from streamppo.queue.store.journal import Journal
 
 
 def find(run: Path, question: Question, test: UserTest | None) -> Answer:
-    """Find the first version at which a test of weights holds, or at which any condition holds under changes."""
+    """Find the first version at which a test of weights holds or, with changes, at which the condition holds."""
     if question.changes or test is None:
         return _changed(run, question, test)
     return _by_weights(run, question, test)
@@ -75,7 +75,7 @@ def _by_weights(run: Path, question: Question, test: UserTest) -> Answer:
 
     remade, start = replay.from_checkpoint(choose, use)
     between = [later - earlier for earlier, later in zip([0, *_versions(before)], _versions(before), strict=False)]
-    # The first version may be between two earlier checkpoints, where no version is examined.
+    # The test may already hold between two earlier checkpoints, where no version is examined.
     certain = all(step == 1 for step in between)
     return conclude(
         question, sorted([*examined, *remade]), len(remade), certain=certain, subjects="versions", begin=start
@@ -83,7 +83,7 @@ def _by_weights(run: Path, question: Question, test: UserTest) -> Answer:
 
 
 def _changed(run: Path, question: Question, test: UserTest | None) -> Answer:
-    """Replay versions under the changes up to the first at which the condition holds."""
+    """Replay versions with the changes until the condition holds."""
     past = _past(run)
     present = configfile.load(run / configfile.CONFIG)
     configs = {
@@ -116,7 +116,7 @@ def _replay(
     *,
     model: bool = True,
 ) -> list[ExaminedVersion]:
-    """Replay and examine the versions after `begin`, up to `last` or the first at which the condition holds."""
+    """Replay and examine the versions after `begin`, up to `last` or until the condition holds."""
     examined: list[ExaminedVersion] = []
     if last <= (int(begin.name) if begin else 0):
         return examined
@@ -158,7 +158,7 @@ def _examine(
 
 
 def _export_checkpoint(run: Path, path: Path, to: Path) -> bool:
-    """Export the checkpoint at `path`. Returns False if the run has deleted the checkpoint meanwhile."""
+    """Export the checkpoint at `path`. Returns False if the run has deleted the checkpoint while it was read."""
     config = configfile.load(run / configfile.CONFIG)
     try:
         policy = weights.checkpoint_weights(config, run, int(path.name))

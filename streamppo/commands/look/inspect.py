@@ -24,7 +24,7 @@ RECORD_NAMES = {"values": "values", "proximal_logprobs": "learner's", "advantage
 
 
 def inspect(config: Config, run: Path, update: int | None, count: int) -> int:
-    """Print `count` trajectories of the batch that made version `update`, by default the newest."""
+    """Print `count` trajectories of the batch that made version `update` (default: the newest version)."""
     batches = archive.open(run)
     versions = batches.versions()
     if not versions:
@@ -91,7 +91,7 @@ def inspect_prompt(run: Path, prompt: int) -> int:
 
 
 def _attempts_in_journal(journal: Journal, prompt: int) -> dict[Identity, str]:
-    """Return a text about each attempt at a prompt that waits or has failed."""
+    """Describe the attempts at a prompt that have failed, and the attempts that are in the queue."""
     counters = journal.counters()
     if counters is None:
         return {}
@@ -106,7 +106,7 @@ def _attempts_in_journal(journal: Journal, prompt: int) -> dict[Identity, str]:
 
 
 def _skipped(journal: Journal, counters: Counters | None, prompt: int) -> str:
-    """Return why the curriculum skipped the prompt; empty if it did not."""
+    """Return why the curriculum skipped the prompt; "" if the prompt was not skipped."""
     skipped = () if counters is None else journal.skipped(counters.shape.slots_of(prompt))
     if not skipped:
         return ""
@@ -116,7 +116,7 @@ def _skipped(journal: Journal, counters: Counters | None, prompt: int) -> str:
 
 
 def _attempts_in_archive(batches: Archive, versions: Iterable[PublishedVersion], prompt: int) -> dict[Identity, str]:
-    """Return a text about each trained attempt at a prompt. Opens only files whose range of prompts includes it."""
+    """Describe the attempts at a prompt that were trained on. Opens only batches that may have the prompt."""
     return {
         trajectory.identity: (
             f"trained on by update {version.version}: reward {trajectory.reward:g}, {trajectory.num_tokens} tokens"

@@ -1,6 +1,6 @@
 """Finds the row of data of a trajectory: the columns that scorers get, with the answer first.
 
-A trajectory stores only the number of its prompt, so the task is built again. The task's data may have changed since.
+A trajectory stores only the number of its prompt, so the task is built again. Its data may have changed.
 """
 
 from functools import cached_property
@@ -31,7 +31,7 @@ class DataRow(NamedTuple):
 
 
 class RunRows:
-    """The rows of the run in `folder`. The data are read when the first row is needed."""
+    """Finds rows of data of the run in `folder`. The data are read when the first row is needed."""
 
     def __init__(self, config: Config, folder: Path) -> None:
         self._config, self._folder = config, folder
@@ -42,7 +42,7 @@ class RunRows:
         if task is None or tokenizer is None:
             return DataRow([], missing)
         prompt = task.prompt(trajectory.identity.prompt)
-        # With an environment the trajectory does not begin with the row's prompt.
+        # With an environment the trajectory may begin with another prompt than the row's.
         if self._config.environment is None:
             try:
                 is_same = np.array_equal(tokenizer.encode(prompt), ints(trajectory.prompt_tokens))

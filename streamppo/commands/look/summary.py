@@ -18,7 +18,7 @@ from streamppo.terminal import harmless
 
 HEADINGS = ("run", "state", "updates", "reward", "accuracy", "last")
 STATE, GAP, LEAST_STATE = 1, 2, 10
-"""The column of the state, the characters between two columns, and the minimum characters of a state."""
+"""The number of the state's column, the characters between two columns, and the minimum characters of a state."""
 
 
 def summary(run: Path, *, as_json: bool) -> int:
@@ -66,7 +66,7 @@ def list_runs(runs: Path) -> int:
     cells = [_row(folder) for folder in sorted(folders, key=_last_change_s)]
     widths = [max(len(row[place]) for row in (HEADINGS, *cells)) + GAP for place in range(len(HEADINGS))]
     shown, places = console(), [*range(len(HEADINGS))]
-    # The state may be a long error, and gets the rest of the line.
+    # The state may be a long error. Its column gets the width that other columns leave.
     while (state_width := shown.width - sum(widths[place] for place in places if place != STATE)) < LEAST_STATE + GAP:
         if len(places) == STATE + 1:
             break
@@ -83,7 +83,7 @@ def list_runs(runs: Path) -> int:
 
 
 def _row(folder: Path) -> list[str]:
-    """Return the cells of a run. The state of an unreadable run is the error."""
+    """Return the cells of a run. An unreadable run has the error in place of its state."""
     shown, error = make_part(lambda: _view(folder))
     shown = shown or View(folder.name, [])
     totals = summaries.line_totals(shown.lines)

@@ -9,8 +9,8 @@
       tokens 16 to 20    branch      after token 8: '[user]and 1+1?[assistant]'
       tokens 21 to 22    turn 3      '2': not received; versions 2 x 5
 
-A node whose parent is not the preceding token begins a branch, and is indented below its parent's node. Turns, with
-reused and received tokens, come from the trajectory's column `turns`, or else from the mask.
+A node whose parent is not the preceding token begins a branch, and is indented below its parent's node. The
+trajectory's column `turns` has the turns, with reused and received tokens. Without it, turns follow from the mask.
 """
 
 from bisect import bisect_right
@@ -33,7 +33,7 @@ UNKNOWN = -1
 
 
 class TreeNode(NamedTuple):
-    """Tokens `start` to `end` - 1 of a row. `context` is the number of tokens on the path before the node.
+    """A node: tokens `start` to `end` - 1 of a row. `context` is the number of tokens on the path before the node.
 
     If the node does not follow the previous token of the row, `parent` is the token that it follows (-1: none). A node
     of kind "again" repeats the last token of a context, because the context gets another answer. A turn has a `number`.
@@ -181,7 +181,7 @@ def _turns(trajectory: Trajectory, prompt: int) -> list[TurnPlace]:
 
 
 def _cuts(start: int, end: int, prompt: int, turn_places: list[TurnPlace]) -> list[tuple[int, int]]:
-    """Return (start, end) of the prompt, of turns, and of messages between them, in the tokens `start` to `end`."""
+    """Divide tokens `start` to `end` - 1 into pairs (start, end): the prompt, turns, and messages between turns."""
     edges = {start, end, *(edge for turn in turn_places for edge in (turn.start, turn.end) if start < edge < end)}
     edges |= {prompt} if start < prompt < end else set()
     ordered = sorted(edges)
@@ -189,7 +189,7 @@ def _cuts(start: int, end: int, prompt: int, turn_places: list[TurnPlace]) -> li
 
 
 def _rewards(trajectory: Trajectory) -> Floats:
-    """Return the reward of each token. If the column is missing, the last sampled token gets the whole reward."""
+    """Return the reward of each token. Without `token_rewards`, the last sampled token gets the whole reward."""
     if trajectory.token_rewards:
         return floats(trajectory.token_rewards)
     rewards = np.zeros(trajectory.num_tokens, np.float32)
@@ -203,7 +203,7 @@ def count_versions(versions: Ints) -> tuple[tuple[int, int], ...]:
 
 
 def _calls(text: str) -> tuple[str, ...]:
-    """Return the tool calls in a turn's text, if they have the marks of most templates."""
+    """Return the tool calls in a turn's text, if the text marks them as most chat templates do."""
     return tuple(f"{call.name}({call.arguments})" for call in reply.read(text).calls)
 
 

@@ -1,6 +1,6 @@
 """`streamppo verify`: compares the records of a run with each other, and replays some of its updates.
 
-record                  differs from
+record                  compared with
 ----------------------  --------------------------------------------------------------------------------------
 journal.sqlite          the checksums of its rows, and the chain of its versions (queue/rules/records.py)
 archive/                the journal's SHA-256; the versions of its tokens; the trajectories of other batches
@@ -50,11 +50,11 @@ from streamppo.types import Batch, Identity, UpdateReport, ints
 PENDING = 3
 """Number of newest updates whose lines a running or killed driver may not have written yet."""
 NEAR = 1e-5
-"""Relative tolerance of equal metrics, because sums over several ranks are rounded in another order."""
+"""Relative tolerance for equal metrics. A replay may add the sums over several ranks in another order."""
 MEASURED = ("_s", "_ms", "_mib")
-"""The ends of the names of metrics in units of time and memory, which a replay does not reproduce."""
+"""Endings of the names of metrics that measure time or memory. A replay does not reproduce these metrics."""
 MACHINE_METRICS = ("learner_tflops", "mfu")
-"""Other metrics that a replay does not reproduce."""
+"""Further metrics that a replay does not reproduce."""
 FILES = (configfile.CONFIG, inputs.INPUTS, METRICS, record.SUMMARY)
 """Files that the digest of a run covers in addition to the chain."""
 
@@ -83,7 +83,7 @@ def verify(run: Path, updates: int, expect: str, *, as_json: bool) -> int:
 def check(run: Path, updates: int, expect: str = "") -> Verification:
     """Compare the records of a run, and replay `updates` random updates of it.
 
-    `expect` is a digest that the run or one of the chain's links must have.
+    If `expect` is not "", it must be the digest of the run or a link of the chain.
     """
     try:
         records = Records(run)
@@ -114,7 +114,7 @@ class Records:
         with closing(Journal.open_run(run)) as journal:
             self.published, encoded, configs = journal.versions(), journal.configs(), resume_checks.configs(journal)
             saved, self._ended = journal.read(), msgspec.msgpack.encode(journal.ended_attempts())
-            # Reading a row compares it with its checksum.
+            # Reading these rows compares them with their checksums.
             journal.skipped()
         if saved is None or not configs or not self.published:
             raise JournalError(f"{run / 'journal.sqlite'}: no version was made yet")
@@ -219,7 +219,7 @@ class Records:
             return
         if saved is None:
             return
-        # Keys become strings, as in the file.
+        # JSON makes strings of integer keys, as in the file.
         expected = json.loads(json.dumps(summary.line_totals(self.content.lines)))
         present = json.loads(json.dumps(saved))
         if (last := (self.content.lines or [None])[-1]) is not None and "end" in last:
@@ -257,7 +257,7 @@ class Records:
                 if version == self.newest and (self.run / "final").is_dir():
                     self._check_final(policy.tensors)
             except StreamppoError as error:
-                # A run in progress may have deleted the checkpoint meanwhile.
+                # A run in progress may have deleted the checkpoint while it was read.
                 if path.is_dir():
                     self._add_error(error)
         return checkpoints
@@ -269,7 +269,7 @@ class Records:
             self._add("final", f"{len(names)} tensors differ from those of version {self.newest}")
 
     def check_updates(self, checkpoints: Sequence[Path], updates: int) -> list[int]:
-        """Replay updates, each from the checkpoint before it. Compares and returns all replayed versions."""
+        """Replay random updates, each from a checkpoint before it. Compares and returns the replayed versions."""
         archived = set(self.archive.versions())
         starts = {
             version: max((path for path in checkpoints if int(path.name) < version), default=None)
@@ -318,7 +318,7 @@ class Records:
 
 
 def _fault(run: Path, error: Exception) -> Fault:
-    """Return an error as a fault in the file with whose path it begins, else as a fault of the whole run."""
+    """Return an error as a fault. Its place is the file with whose path the message begins, else "."."""
     place, _, text = str(error).partition(": ")
     return Fault(str(Path(place).relative_to(run)), text) if Path(place).is_relative_to(run) else Fault(".", str(error))
 

@@ -48,7 +48,7 @@ def report(paths: Sequence[Path], to: Path | None, measured: Sequence[Path] = ()
 
 
 def _predicted(paths: Sequence[Path], measured: Sequence[Path]) -> list[tuple[str, RunsTable]]:
-    """Return a table for each run that compares it with its prediction from the costs of `measured` runs."""
+    """Return a table for each run. It compares the run with a prediction from the costs of `measured` runs."""
     if not measured:
         return []
     from streamppo.commands.plan import plan
@@ -60,7 +60,7 @@ def _predicted(paths: Sequence[Path], measured: Sequence[Path]) -> list[tuple[st
 
 
 def trace(run: Path, to: Path) -> int:
-    """Write the events of `run` to the file `to`. Raises `RunError` if there are none or the file cannot be written."""
+    """Write the events of `run` to the file `to`. Raises `RunError` without events or if `to` cannot be written."""
     durable.refuse_output(to, RunError)
     if not (lines := metrics_file.read(run)):
         raise RunError(f"{run}: {metrics_file.METRICS} has no line yet")

@@ -1,7 +1,7 @@
 """`streamppo try`: lets versions of a run continue an archived completion from a token, in this process.
 
 seeds of continuations    seed_of_retry(seed of the archived completion, 0 .. n - 1), the same for each version
-seed of the repetition    that of the archived completion, which its version then samples again, token for token
+seed of the repetition    the seed of the archived completion, so that its version samples the same tokens again
 """
 
 import asyncio
@@ -53,7 +53,7 @@ class VersionWeights(NamedTuple):
 
 
 class SampledContinuation(NamedTuple):
-    """A continuation, and its episode or None if it failed."""
+    """A continuation, and its episode (None if the continuation failed)."""
 
     result: TrialSample
     episode: Episode | None
@@ -75,7 +75,7 @@ def try_versions(run: Path, question: TrialQuestion, *, as_json: bool) -> int:
 
 
 def find(run: Path, question: TrialQuestion) -> Trial:
-    """Let each version continue a completion.
+    """Sample the continuations that `question` asks for.
 
     Raises `ConfigError` for a question that does not suit the run, `JournalError` if a version or the completion was
     not kept, `RunError` if the prompt or the environment has changed, and the errors of `versions.remake`.
@@ -146,7 +146,7 @@ class _Continuations:
         self._limit = stop.load_limit(config.rollout.limit, config.rollout.max_tokens)
 
     async def run(self, subjects: list[VersionWeights], *, replayable: bool) -> Trial:
-        """Sample from one version after another. The run's engine draws the same random numbers if `replayable`."""
+        """Sample with one version after another. If `replayable`, the run's completions can be sampled again."""
         config, question, source = self._config, self._question, self._source
         task = tasks.build(config.task, config.seed, self._tokenizer)
         prompt = self._prompt(task)
@@ -180,7 +180,7 @@ class _Continuations:
         )
 
     def _prompt(self, task: Task) -> Prompt:
-        """Return the prompt by its number or its text. In a chat, the text is a user message after the system's."""
+        """Return the prompt by its number or its text. In a chat, a text is a user message after the system message."""
         if (number := self._question.number) is not None:
             return task.prompt(number)
         example, text = task.prompt(0), self._question.prompt
@@ -189,7 +189,7 @@ class _Continuations:
         return structs.replace(example, text=text, columns={}, messages=messages)
 
     async def _version(self, subject: VersionWeights, prompt: Prompt, *, replayable: bool) -> VersionTrial:
-        """Continue with a version. A version that had sampled the archived completion samples that completion again."""
+        """Sample with a version. A version that sampled the archived completion also samples that completion again."""
         policy, source, question = subject.policy, self._source, self._question
         task = queue_settings(self._config).task
         identity = source.identity if source else Identity(task=task, prompt=question.number or 0, sample=0)
@@ -231,7 +231,7 @@ class _Continuations:
         return critic_value(self._config, self._model, subject.path, subject.policy, context)
 
     async def _play(self, engine: Engine, prompt: Prompt, sampling: Sampling) -> SampledContinuation:
-        """Sample and score a continuation. A failed one has a reason and no reward."""
+        """Sample and score a continuation. A failed continuation has a reason and no reward."""
         at, source = self._question.at, self._source
         sampler = Continuation(engine, source.recorded, at, self._completes) if source else engine
         scored = bool(self._config.reward.scorers)
@@ -253,7 +253,7 @@ class _Continuations:
 
 
 def _first_difference(source: ArchivedCompletion, repetition: Episode) -> int | None:
-    """Return the first token that differs or is missing in one of the two; None if all tokens are equal."""
+    """Return the position of the first token that differs or is missing in one completion; None if all are equal."""
     first, second = source.recorded.tokens, repetition.tokens
     shorter = min(len(first), len(second))
     if (differences := np.flatnonzero(first[:shorter] != second[:shorter])).size:

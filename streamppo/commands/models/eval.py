@@ -4,7 +4,7 @@ accuracy    share of the prompts whose greedy answer is right, as in a run's own
 pass@k      chance that one of k samples is right: the mean over prompts of 1 - C(n - c, k) / C(n, k), of n samples of
             which c are right (Chen et al. 2021, https://arxiv.org/abs/2107.03374)
 
-An answer is right if its reward is at least `reward.correct_at`. Samples are drawn by the settings of `[rollout]`.
+An answer is right if its reward is at least `reward.correct_at`. Samples are drawn with the settings of `[rollout]`.
 """
 
 import asyncio
@@ -66,7 +66,7 @@ class ScoredAnswer(NamedTuple):
 
 
 class MeanEstimate(TypedDict):
-    """A mean over prompts, and its standard error, or twice None if no prompt was scored."""
+    """A mean over prompts (None without scored prompts), and its standard error (None for fewer than two)."""
 
     mean: float | None
     error: float | None
@@ -75,7 +75,8 @@ class MeanEstimate(TypedDict):
 class EvalResult(TypedDict):
     """The output of `--json`. `reward`, `tokens` and `truncated` are means over the greedy answers.
 
-    `failed` is the number of greedy answers and samples without a score, and `reasons` has this number by reason.
+    `failed` is the number of greedy answers and samples without a score, and `reasons` has the numbers of the most
+    frequent reasons.
     """
 
     model: str
@@ -95,7 +96,7 @@ class EvalResult(TypedDict):
 def evaluate(
     name: str, run_config: Config | None, config: Config | None, *, version: int | None, samples: int, as_json: bool
 ) -> int:
-    """Evaluate the run or model `name`, and print a table or JSON. Returns the exit code, 1 if nothing was scored.
+    """Evaluate and print the run or model `name`. Returns the exit code, 1 if no greedy answer has a score.
 
     For a run, `config` replaces all sections of `run_config` except [model]. For a model, `run_config` is None. If
     `samples` is 0, there is no pass@k. Raises `ConfigError`, `TaskError`, and errors of `checkpoint_weights`.
@@ -201,7 +202,7 @@ class _AnswerQueue:
 
 
 def pass_at(samples: int, correct: int, k: int) -> float:
-    """Return the chance that one of k <= samples is right: 1 - C(samples - correct, k) / C(samples, k)."""
+    """Return the chance that one of k samples is right: 1 - C(samples - correct, k) / C(samples, k)."""
     return 1.0 - math.comb(samples - correct, k) / math.comb(samples, k)
 
 

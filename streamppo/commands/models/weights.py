@@ -1,4 +1,4 @@
-"""Reads and exports the policy's weights in a checkpoint of a run, without Ray, engines or a running run."""
+"""Reads and exports the policy's weights in a checkpoint of a run, without Ray or engines."""
 
 from pathlib import Path
 from typing import NamedTuple
@@ -56,10 +56,10 @@ def export(config: Config, run: Path, version: int | None, folder: Path, *, adap
 def checkpoint_weights(config: Config, run: Path, version: int | None) -> Weights:
     """Read the policy of `version`, by default of the newest checkpoint.
 
-    If a run in progress deletes the newest checkpoint meanwhile, the next newest is read. Files that are missing or
-    damaged on this disk are fetched from checkpoint.remote if it is set. Raises `CheckpointError` if the checkpoint
-    does not exist, if its files are on other disks, or if its digest is not the journal's. Raises `ModelError` if the
-    run's initial model, which has the shapes of the weights, is missing.
+    If a run in progress deletes this checkpoint during the read, the newest checkpoint is chosen again. Files that are
+    missing or damaged on this disk are fetched from checkpoint.remote if it is set. Raises `CheckpointError` if the
+    checkpoint does not exist, if its files are on other disks, or if its digest is not the journal's. Raises
+    `ModelError` if the run's initial model, which has the shapes of the weights, is missing.
     """
     while True:
         past = _run_history(config, run)
@@ -82,7 +82,7 @@ def weights_in(
 ) -> Weights:
     """Read the policy of the checkpoint at `path`. The run began with the model `start`.
 
-    `fetch` is the same as in `manifest.verify`. Raises the errors of `checkpoint_weights`.
+    `fetch` gets files that are missing or damaged. Raises the errors of `checkpoint_weights`.
     """
     state, model = manifest.verify_whole(path, past, fetch), config.model
     tensors = _read(path, start, model)
@@ -115,7 +115,7 @@ def _run_history(config: Config, run: Path) -> History | None:
 
 
 def _checkpoint(run: Path, version: int | None, past: History | None) -> Path:
-    """Return the checkpoint of `version`, by default the newest one that belongs to `past`, or else the newest one."""
+    """Return the checkpoint of `version`, by default the newest that belongs to `past` or, without such, the newest."""
     folder, address = run / "checkpoints", remote.known_address(run)
     checkpoints = {int(path.name): path for path in manifest.complete(folder)}
     whole = [number for number in checkpoints if version is None and manifest.is_of(checkpoints[number], past)]
@@ -135,7 +135,7 @@ def _checkpoint(run: Path, version: int | None, past: History | None) -> Path:
 
 
 def _read(path: Path, start: str, model: Model) -> dict[str, Tensor]:
-    """Return the trained parameters of a policy in a checkpoint of any number of ranks, in the model's `dtype`.
+    """Return the policy's trained parameters in the model's `dtype`. Any number of ranks may have saved the checkpoint.
 
     Names and order are the same as in a push. Tied weights appear once, under their name in `named_parameters`.
     """

@@ -25,10 +25,10 @@ AHEAD = 2
 
 
 class CurveSource(Protocol):
-    """A run or a replay with curves."""
+    """A run or a replay whose curves the page shows."""
 
     def tag(self) -> str:
-        """Read what has changed. Returns a tag, which differs if anything has changed."""
+        """Read new content. Returns a tag, which is equal to the previous tag if nothing has changed."""
         ...
 
     def run_view(self) -> RunView:
@@ -37,7 +37,7 @@ class CurveSource(Protocol):
 
 
 class WatchedRun:
-    """The run in `folder`, called `name`. Unreadable parts become notes of the view."""
+    """The run in `folder`, which the page calls `name`. The view has notes about parts that cannot be read."""
 
     def __init__(self, folder: Path, name: str) -> None:
         self._folder = folder

@@ -1,8 +1,8 @@
 """Serves the page of `streamppo watch` with starlette, for one run and the runs with which it is compared.
 
-On loopback it answers only requests whose Host header is a loopback name, so that no other site can reach it through a
-domain name (DNS rebinding). On other hosts it requires the token, first in the address and then as a cookie. A request
-that starts a process also requires the key (tries.py).
+On loopback the server answers only requests whose Host header is a loopback name, so that no other site can reach it
+through a domain name (DNS rebinding). On other hosts the server requires the token, first in the address and then as a
+cookie. A request that starts a process also requires the key (tries.py).
 """
 
 import secrets
@@ -98,7 +98,7 @@ def address(listener: socket.socket, host: str, token: str | None) -> str:
 
 
 class Page:
-    """The page about the run in `folder`. `others` are runs and replays that it compares at first."""
+    """The page about the run in `folder`. `others` are the runs and replays that are compared at first."""
 
     def __init__(self, folder: Path, others: list[Path], key: str) -> None:
         self._run = WatchedRun(folder, folder.name)
@@ -128,7 +128,7 @@ class Page:
         return Response("\n".join(part.read_text() for part in parts), media_type=kind)
 
     def sections(self, request: Request) -> Response:
-        """Return the sections if anything has changed, and the time of the next request."""
+        """Return the sections if anything has changed, and the seconds until the next request."""
         # Several pages may send requests at the same time, each in a thread.
         with self._lock:
             names = request.query_params.getlist("with")
@@ -173,9 +173,9 @@ class Page:
 
 
 def application(folder: Path, others: list[Path], token: str | None, key: str = "") -> Starlette:
-    """Return the application, which answers only requests with the `token`, or without one, on a loopback name.
+    """Return the application. It answers only requests with the `token` or, if it is None, to a loopback name.
 
-    Only requests with the `key` can start a process. If the key is empty, no request can.
+    Only requests with the `key` can start a process. If the key is empty, no request can start one.
     """
     page = Page(folder, others, key)
     routes = [
@@ -195,7 +195,7 @@ def application(folder: Path, others: list[Path], token: str | None, key: str = 
 
 
 def _asking_for(token: str) -> Callable[[Request, Callable[[Request], Awaitable[Response]]], Awaitable[Response]]:
-    """Answer requests with the token as a cookie. A request with the token in its address gets the cookie."""
+    """Return middleware that requires the token as a cookie, and sets the cookie if the token is in the address."""
 
     async def dispatch(request: Request, answer: Callable[[Request], Awaitable[Response]]) -> Response:
         # Cookies are shared between the ports of a host, so the name contains the port.

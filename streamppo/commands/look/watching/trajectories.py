@@ -1,6 +1,6 @@
 """Reads batches in a run's archive for the page: a list of trajectories, and one trajectory with numbers of its tokens.
 
-The page shows numbers of the archive, and differences and ratios of two of them. Missing columns are left out.
+The page shows columns of the archive, and differences and ratios of two columns. Missing columns are left out.
 """
 
 import math
@@ -45,7 +45,7 @@ RECORD_COLUMNS = {
 class TokenColumn(TypedDict):
     """A number for each token of a completion; None if the token was not sampled or its number is missing.
 
-    `kind` is the colour: "more" is deeper for larger numbers, "less" for smaller ones, and "both" depends on the sign.
+    `kind` chooses the colour: "more" is deeper for larger numbers, "less" for smaller numbers; "both" shows the sign.
     """
 
     name: str
@@ -90,7 +90,7 @@ class BatchContent(TypedDict):
 
 
 class TreeRow(TypedDict):
-    """A node of a trajectory's tree (tree.py) in words. `token` is its first token in the completion, or None."""
+    """A node of a trajectory's tree (tree.py) in words. `token` is its first token's place in the shown completion."""
 
     kind: str
     name: str
@@ -208,7 +208,7 @@ class Trajectories:
         return _tokenizer(self._model).decode(tokens.tolist(), skip_special_tokens=False)
 
     def _read(self, version: int) -> tuple[Batch, dict[str, list[Floats]]]:
-        """Return a batch, and the learner's numbers by name, each with a column for each trajectory."""
+        """Return a batch, and for each name of the learner's numbers a column for each trajectory."""
         return archive.open(self._folder).batch_and_record(version)
 
 
@@ -305,7 +305,7 @@ def _column(name: str, text: str, kind: str, values: NDArray[np.generic], mask: 
 
 
 def _texts(model: Path, decode: Decode, tokens: Ints) -> list[str]:
-    """Return the text that each token adds. A character of several tokens is added by the last of them."""
+    """Return the text that each token adds. If several tokens spell a character, the last token adds it."""
     if not (model / report.TOKENIZER).is_file():
         return [decode(tokens[place : place + 1]) for place in range(len(tokens))]
     tokenizer, stream = _tokenizer(model), DecodeStream(skip_special_tokens=False)

@@ -1,7 +1,7 @@
 """Runs `streamppo try` for the page, in a separate process with a time limit. Only one process runs at a time.
 
 A request must have this page as its origin, which excludes other sites. A header must have the key that `watch` has
-printed, which excludes other users of this machine. A request cannot consent to code.
+printed, which excludes other users of this machine. A request cannot consent to the run's code.
 """
 
 import asyncio
@@ -46,7 +46,7 @@ class TryRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Tries:
-    """Answers requests for the run in `folder`. If `key` is empty, all are refused."""
+    """Answers requests for the run in `folder`. If `key` is empty, all requests are refused."""
 
     def __init__(self, folder: Path, trajectories: Trajectories, key: str) -> None:
         self._folder, self._trajectories, self._key = folder, trajectories, key
