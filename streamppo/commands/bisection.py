@@ -14,7 +14,7 @@ from streamppo.telemetry import metrics_file, summary
 
 
 class Question(NamedTuple):
-    """A condition on versions, replayed with `changes`: a bound on `metric`, or the function in the file `test`."""
+    """A condition on versions: a bound on `metric`, or the test in the file `test`. `changes` require a replay."""
 
     metric: str = ""
     above: float | None = None
@@ -35,7 +35,7 @@ class Question(NamedTuple):
             raise ConfigError("a bound must be a number")
 
     def holds(self, value: float) -> bool:
-        """True if `value` is within the bound; False for NaN."""
+        """True if `value` is above or below the bound, as the condition says; False for NaN."""
         return value > self.above if self.above is not None else value < (self.below or 0.0)
 
     def words(self) -> str:
@@ -86,7 +86,7 @@ class UserTest(NamedTuple):
     parameters: frozenset[str]
 
     def holds(self, **arguments: object) -> bool:
-        """Call the function. Raises `TaskError` if that fails, and `ConfigError` for a result that is no bool."""
+        """Call the function. Raises `TaskError` if the call fails, and `ConfigError` if the result is no bool."""
         named = {name: value for name, value in arguments.items() if name in self.parameters}
         answer = plugins.call(f"--test {self.name}", lambda: self.function(**named))
         if not isinstance(answer, bool | np.bool_):

@@ -16,7 +16,7 @@ from streamppo import process
 from streamppo.terminal import harmless, lines
 
 PLAIN_WIDTH = 10_000
-"""The width without a terminal, which exceeds every row, so that each row stays one line for grep."""
+"""The width of a line without a terminal. No row is wider, so each row stays one line for grep."""
 
 
 class _PlainConsole(logging.Formatter):
@@ -34,7 +34,8 @@ class _Console(Console):
 def echo(*rows: str, result: Path | None = None) -> None:
     """Print each row of a command's result as one line, or an empty line if there are no rows.
 
-    If the file `result` is a pipe or device, rows go to standard error, because `result` may be standard output.
+    `result` is the file that has the command's result. If this file is a pipe or device, it may be standard
+    output, and the rows go to standard error.
     """
     is_result = result is None or result.is_file()
     console(sys.stdout if is_result else sys.stderr).print("\n".join(map(harmless, rows)), soft_wrap=True)
@@ -48,7 +49,7 @@ def console(stream: TextIO | None = None) -> Console:
 
 class _Rows(Table):
     def add_row(self, *cells: RenderableType | None, style: StyleType | None = None, end_section: bool = False) -> None:
-        """Add a row. A text in a cell becomes one line."""
+        """Add a row. The text of a cell is written in one line."""
         shown = (harmless(cell) if isinstance(cell, str) else cell for cell in cells)
         super().add_row(*shown, style=style, end_section=end_section)
 
@@ -59,13 +60,13 @@ def table(*columns: str) -> Table:
 
 
 def complain(text: str) -> None:
-    """Write one message to standard error. A closed terminal does not change the exit code."""
+    """Write one message to standard error. Errors of this write are ignored."""
     with suppress(OSError):
         sys.stderr.write(f"streamppo: {lines(text)}\n")
 
 
 def flush() -> bool:
-    """Flush standard output. Returns False if the flush fails, but True if a reader has ended (`| head`)."""
+    """Flush standard output. Returns False if the flush fails, unless the reader of a pipe has ended (`| head`)."""
     try:
         sys.stdout.flush()
     except OSError as error:

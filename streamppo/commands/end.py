@@ -1,7 +1,7 @@
 """Ends a process that has called user code. Threads, processes and exit hooks of that code may never end.
 
-`GRACE_S` seconds for all threads in the user's code `HOOKS_S` for threads of libraries, executors, processes of
-multiprocessing and exit hooks
+Threads in the user's code have `GRACE_S` seconds together. Threads of libraries, executors, processes of
+multiprocessing and exit hooks have `HOOKS_S` seconds. Then the process ends.
 """
 
 import multiprocessing
@@ -33,7 +33,7 @@ def leave(code: int) -> NoReturn:
 
 
 def _lasting() -> list[threading.Thread]:
-    """The threads for which Python waits at exit."""
+    """Return the threads for which Python waits at exit."""
     return [
         thread for thread in threading.enumerate() if not thread.daemon and thread is not threading.current_thread()
     ]

@@ -47,7 +47,7 @@ SHOWN = ("policy_loss", "entropy", "proximal_kl", "behavior_kl", "ess", "grad_no
 SHOWN_VERSIONS = 20
 """Maximum versions in the printed table."""
 HORIZONS = {"entropy": 64, "proximal_kl": 8, "behavior_kl": 4, "ess": 4, "grad_norm": 2}
-"""Updates up to which a changed replay predicts each metric of a fork (benchmarks/learning/what_if.py)."""
+"""For each metric, the last update at which a replay with changes predicts a fork (benchmarks/learning/what_if.py)."""
 
 
 T = TypeVar("T")
@@ -55,7 +55,7 @@ log = logging.getLogger(__name__)
 
 
 class ReplayedUpdate(TypedDict):
-    """The metrics of one update: recorded by the run, or None, and replayed."""
+    """The metrics of one update in the run (None if they were not recorded) and in the replay."""
 
     version: int
     recorded: Mapping[str, object] | None
@@ -65,9 +65,9 @@ class ReplayedUpdate(TypedDict):
 def replay(run: Path, to: int | None, changes: Sequence[str]) -> int:
     """Replay versions 1 to `to`, with `changes` to the configuration. Returns the exit code 0.
 
-    If the first batches were not kept, the replay begins with the oldest checkpoint whose later batches were.
+    If the first batches were not kept, the replay begins with the oldest checkpoint after which all batches were kept.
 
-    Raises `Diverged` if a version's weights differ from the recorded ones, in an exact run without changes.
+    Raises `Diverged` if there are no `changes`, the run was exact, and a version has other weights than recorded.
     """
     journal = Journal.open_run(run)
     recorded = journal.versions()
@@ -81,7 +81,7 @@ def replay(run: Path, to: int | None, changes: Sequence[str]) -> int:
     present = configfile.load(run / configfile.CONFIG)
     changed = {version: with_changes(config, present, changes) for version, config in configs.items()}
     if changes:
-        # There is no learning rate after the configured updates.
+        # The learning rate is defined only for the configured number of updates.
         last = min(last, max(config.updates for config in changed.values()))
     past = History(changed, history.digests(configs, recorded))
 
@@ -102,7 +102,7 @@ def replay(run: Path, to: int | None, changes: Sequence[str]) -> int:
     try:
         echo(f"report: {_report(run, changes, recorded, digests, reports)}")
     except RunError as error:
-        # Without changes the result is the comparison, which has been printed.
+        # Without changes the printed comparison is the result, and a report is not required.
         if changes:
             raise
         echo(f"no report: {error}")
@@ -115,7 +115,7 @@ def replay(run: Path, to: int | None, changes: Sequence[str]) -> int:
 
 
 def with_changes(recorded: Config, present: Config, changes: Sequence[str]) -> Config:
-    """Return a recorded configuration with `changes`, and with the paths in `present` of files that were moved."""
+    """Return the configuration `recorded` with `changes`. The paths of moved files are taken from `present`."""
     places = [f"{name}={json.dumps(place)}" for name, place in moved_paths(recorded, present).items()]
     return threads.with_number(configfile.change(recorded, [*places, *changes]), recorded.learner.threads)
 
@@ -135,8 +135,8 @@ def remake(
 ) -> tuple[dict[int, str], list[UpdateReport]]:
     """Replay the versions after the checkpoint `begin` (None: version 0) up to `last`, or until `until` returns True.
 
-    Returns the digest of every version, and the report of every update. The last version is saved in the folder
-    `checkpoints` if one is given. The learner's ranks run on a new Ray cluster, which ends with the call. Raises
+    Returns the digest of every version, and the report of every update. If `checkpoints` is a folder, a checkpoint of
+    the last version is saved there. The learner's ranks run on a new Ray cluster, which ends with the call. Raises
     `RunError` if a rank fails.
     """
     configs = {version: remote.at_rest(config, run) for version, config in past.configs.items()}
@@ -181,7 +181,7 @@ def _export(ranks: "Sequence[ActorProxy[Rank]]", to: Path) -> None:
 
 
 def from_checkpoint(choose: Callable[[], Path | None], use: Callable[[Path | None], T]) -> T:
-    """Call `use` with the result of `choose` (None: version 0), again if the run deletes the chosen checkpoint."""
+    """Call `use` with a checkpoint from `choose` (None: version 0). Repeat both if the run deletes the checkpoint."""
     while True:
         begin = choose()
         # A checkpoint may exist only at checkpoint.remote.
@@ -195,7 +195,7 @@ def from_checkpoint(choose: Callable[[], Path | None], use: Callable[[Path | Non
 
 
 def oldest_start(run: Path, past: History) -> Path | None:
-    """Return the oldest checkpoint of the run whose later batches were all kept; None if all batches were kept.
+    """Return the run's oldest checkpoint after which all batches were kept; None if all batches of the run were kept.
 
     Raises `JournalError` if there is no such checkpoint.
     """
@@ -213,7 +213,7 @@ def oldest_start(run: Path, past: History) -> Path | None:
 
 
 def _compare(recorded: Mapping[int, PublishedVersion], digests: Mapping[int, str], *, exact: bool) -> list[int]:
-    """Print a row for each version, and a summary. Returns the versions whose digest is not the recorded one."""
+    """Print a row for each version, and a summary. Returns the versions whose digest differs from the record."""
     rows = table("version", "weights", "")
     different: list[int] = []
     for version, digest in sorted(digests.items()):
@@ -240,7 +240,7 @@ def _curves(run: Path, reports: Sequence[UpdateReport]) -> list[ReplayedUpdate]:
 
 
 def _print_curves(curves: Sequence[ReplayedUpdate]) -> None:
-    """Print two rows for each shown version: the metrics of the run, and those of the replay."""
+    """Print two rows for each shown version: the metrics in the run, and the metrics in the replay."""
     rows = table("version", "", *SHOWN)
     for column in rows.columns[2:]:
         column.justify = "right"

@@ -14,10 +14,10 @@ log = logging.getLogger(__name__)
 
 
 def configuration_of(model: Path, words: Sequence[str], version: int | None) -> tuple[Config | None, Config | None]:
-    """Return the configuration of the run `model` or None, and that of the file among `words` or None.
+    """Return two configurations: of the run `model` (None if it is no run), and of a file in `words` (else None).
 
-    Overrides apply to the file if there is one, else to the run. If `model` is no run, raises `ConfigError` without a
-    file or with a version.
+    Overrides in `words` apply to the file or, without a file, to the run. If `model` is no run, raises `ConfigError`
+    if `words` have no file, or if a `version` is given.
     """
     files, overrides = [word for word in words if "=" not in word], [word for word in words if "=" in word]
     if len(files) > 1:
@@ -33,23 +33,23 @@ def configuration_of(model: Path, words: Sequence[str], version: int | None) -> 
 
 
 def runs_and_replays(command: str, paths: Sequence[Path]) -> list[Path]:
-    """Return the absolute paths of runs and of files of replays. Raises `ConfigError` if there are none."""
+    """Return the absolute paths of runs and of files of replays. Raises `ConfigError` if `paths` is empty."""
     if not paths:
         raise ConfigError(f"`streamppo {command}` needs at least one run folder")
     return [path.resolve() if path.is_file() else configfile.existing(path) for path in paths]
 
 
 def trusted_folder(run: Path, *, trust: bool) -> Path:
-    """Return an existing run's absolute folder after `ask`. Raises the errors of `existing` and `ask`."""
+    """Require consent by `ask`, and return the absolute folder of a run. Raises the errors of `existing` and `ask`."""
     folder = configfile.existing(run)
     ask(folder, trust=trust)
     return folder
 
 
 def ask(run: Path, present: Config | None = None, *, trust: bool = False) -> None:
-    """Raise `ConfigError` if a present or earlier configuration of the run names code without the user's consent.
+    """Raise `ConfigError` if the user has not agreed to run the code in a present or earlier configuration of the run.
 
-    `present` is the configuration to continue with, by default the run's. Paths in `present` replace recorded ones.
+    `present` is the configuration to continue with, by default the run's. Its paths replace the recorded paths.
     """
     from streamppo.queue import resume_checks
     from streamppo.queue.store.journal import Journal
@@ -64,7 +64,7 @@ def ask(run: Path, present: Config | None = None, *, trust: bool = False) -> Non
 
 
 def agree_to_changes(run: Path, config: Config, *, trust: bool = False) -> list[str]:
-    """Check and record consent to continue the run with `config`. Logs and returns `changes`. Raises its errors."""
+    """Require and record consent to continue the run with `config`. Logs and returns the lines of `changes`."""
     lines = changes(run, config)
     ask(run, config, trust=trust)
     consent.give(run, config)
@@ -74,7 +74,7 @@ def agree_to_changes(run: Path, config: Config, *, trust: bool = False) -> list[
 
 
 def changes(run: Path, config: Config) -> list[str]:
-    """Return a line for each value of the run that `config` changes. Raises `ConfigError` if a value is fixed."""
+    """Return a line for each value of the run that `config` changes. Raises `ConfigError` if such a value is fixed."""
     before = configfile.load(run / configfile.CONFIG)
     # If two runs have the same name, the second one's folder has a number, which `run --resume` includes in the name.
     if config.name not in (before.name, run.name):

@@ -1,4 +1,4 @@
-"""Starts an engine in this process, or reward models, for commands that need no run."""
+"""Starts an engine in this process, and reward models on a Ray cluster, for commands that do not train."""
 
 import logging
 from collections.abc import Generator, Mapping

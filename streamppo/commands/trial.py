@@ -11,11 +11,11 @@ from streamppo.errors import ConfigError
 from streamppo.terminal import bounded
 
 MOST_TEXT, MOST_BESIDE = 2_000, 200
-"""Maximum characters of a text, and of each text if several versions are side by side."""
+"""Maximum characters of a printed text, and of a text in a table with several versions."""
 
 
 class TrialQuestion(NamedTuple):
-    """Asks for `n` continuations by each of `versions`, of a prompt or from token `at` of an archived completion.
+    """Asks each of `versions` for `n` continuations of a prompt, or of an archived completion from its token `at`.
 
     `prompt` is a prompt's number in the run, or a text. By default `sample` is the first, and `attempt` the newest.
     """
@@ -44,7 +44,7 @@ class TrialQuestion(NamedTuple):
             raise ConfigError("--at, --sample and --attempt belong to an archived completion, and --prompt is a text")
 
     def refuse_agent(self, config: Config) -> None:
-        """Raise `ConfigError` for a run of an agent."""
+        """Raise `ConfigError` if the run trains an agent."""
         if isinstance(config.environment, AgentEnvironment):
             raise ConfigError(
                 "this run trains an agent (environment.kind): the state of the agent's program is not recorded, so it "
@@ -63,12 +63,11 @@ class TrialSample(msgspec.Struct, frozen=True):
 
 
 class VersionTrial(msgspec.Struct, frozen=True):
-    """The continuations of `version`, which was replayed from version `begin` or, if both are equal, has a checkpoint.
+    """The continuations of `version`, which has a checkpoint, or was replayed from a lower version `begin`.
 
-    `mean` is the mean of the rewards, and `error` its standard error. `value` is the critic's value of the version at
-    the token. `is_same` is True if the version samples the archived completion again with the run's random numbers, and
-    `differs` is the first different token. `is_same` is None if other versions sampled a
-    part of the archived completion.
+    `mean` is the mean of the rewards, and `error` its standard error. `value` is the value at token `at` by the
+    version's critic. If `version` alone sampled the archived completion, it samples the completion again with the run's
+    random numbers: `is_same` is True if the tokens are equal, and `differs` is the first different token.
     """
 
     version: int
@@ -84,8 +83,9 @@ class VersionTrial(msgspec.Struct, frozen=True):
 class Trial(msgspec.Struct, frozen=True):
     """The result: the archived completion up to the token, and each version's continuations.
 
-    `recorded_value` is the critic's value when the update to version `update` began. `difference` is the mean reward of
-    the last version minus that of the first, over pairs with the same random numbers.
+    `update` is the update that trained on the archived completion, and `recorded_value` is the critic's value at token
+    `at` before the update. `difference` is the mean reward of the last version minus that of the first, over pairs with
+    the same random numbers.
     """
 
     prompt: str
@@ -142,7 +142,7 @@ def _error(error: float | None) -> str:
 
 
 def cells(result: Trial) -> list[list[str]]:
-    """Return a table of continuations with a row for each number and a column for each version."""
+    """Return a table of the continuations: a column for each version, with its continuation i in row i."""
     most = MOST_TEXT if len(result.versions) == 1 else MOST_BESIDE
     rows = zip(*(version.continuations for version in result.versions), strict=True)
     return [[_cell(continuation, most) for continuation in row] for row in rows]

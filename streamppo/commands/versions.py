@@ -25,7 +25,7 @@ log = logging.getLogger(__name__)
 
 
 class Past(NamedTuple):
-    """A run up to a version: the digests of versions, the versions of archived batches, and the configurations."""
+    """A run's records for making `version`: all versions' `digests`, and the versions whose batches are `archived`."""
 
     run: Path
     version: int
@@ -35,7 +35,7 @@ class Past(NamedTuple):
 
 
 def read_past(run: Path, at: int) -> Past:
-    """Read a run up to version `at`. Raises `JournalError` for a version that was never made."""
+    """Read a run's records for making version `at`. Raises `JournalError` if that version was never made."""
     present = configfile.load(run / configfile.CONFIG)
     with closing(Journal.open_run(run)) as journal:
         published = journal.versions()
@@ -47,7 +47,7 @@ def read_past(run: Path, at: int) -> Past:
 
 
 def newest_whole(past: Past) -> Path | None:
-    """Return the newest complete checkpoint up to the version; None if there is none.
+    """Return the newest complete checkpoint of `past.version` or an earlier version; None if there is none.
 
     Files that are missing or damaged on this disk are fetched from checkpoint.remote if it is set.
     """
@@ -64,7 +64,7 @@ def newest_whole(past: Past) -> Path | None:
 
 
 def remake(past: Past, begin: Path | None, folder: Path) -> None:
-    """Replay the version from the checkpoint `begin` (None: version 0), and save a checkpoint of it in `folder`.
+    """Replay `past.version` from the checkpoint `begin` (None: version 0), and save its checkpoint in `folder`.
 
     Raises `JournalError` for a batch that was not kept, and `Diverged` if the version's weights differ from the
     recorded ones.
@@ -89,7 +89,7 @@ def remake(past: Past, begin: Path | None, folder: Path) -> None:
 
 
 def make_checkpoint(past: Past, folder: Path) -> int:
-    """Copy the version's checkpoint to `folder`, or replay the version. Returns the version from which a replay began.
+    """Copy the checkpoint of `past.version` to `folder`, or replay it. Returns the version of the used checkpoint.
 
     Raises `CheckpointError`, and the errors of `remake`.
     """
@@ -109,7 +109,7 @@ def _copy_checkpoint(source: Path, target: Path) -> None:
     files = manifest.read(source).files
     hashes = {name: sha256 for part in (files.shared, *files.ranks) for name, sha256 in part.items()}
     with durable.naming(target, RunError):
-        # The folder may have a part of a checkpoint that the run has deleted.
+        # An earlier attempt may have copied a part of a checkpoint before the run deleted it.
         shutil.rmtree(target, ignore_errors=True)
         durable.folder(target)
         for name, sha256 in hashes.items():
@@ -120,7 +120,7 @@ def _copy_checkpoint(source: Path, target: Path) -> None:
 
 
 def _without_copies(config: Config) -> Config:
-    """Return the configuration with checkpoint.remote unset."""
+    """Return the configuration with checkpoint.remote and cluster.own_disks unset."""
     cluster = structs.replace(config.cluster, own_disks=False)
     return structs.replace(config, cluster=cluster, checkpoint=structs.replace(config.checkpoint, remote=""))
 

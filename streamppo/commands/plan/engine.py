@@ -1,6 +1,6 @@
 """Simulates an engine, which decodes its rows in steps, and swaps versions and fills free rows between steps.
 
-Consecutive steps without a change are one piece of work. A new row or version ends it after the present step.
+Consecutive steps without a change are one piece of work. A new row or version ends this work after the present step.
 """
 
 import bisect
@@ -105,7 +105,7 @@ class SimulatedEngine:
         self._boundary()
 
     def _ages(self, row: SimulatedRow) -> Ages:
-        """Return the ages of a row that ends with this step. The prefill sampled its first token, steps the others."""
+        """Return the ages of a row that ends with this step. The prefill sampled the row's first token."""
         first = bisect.bisect_right(self._swaps, (row.begun, inf)) - 1
         ages, end = Counter({self._swaps[first][1]: 1}), row.begun + row.length - 1
         for (step, version), (until, _) in itertools.pairwise([*self._swaps[first:], (end, 0)]):

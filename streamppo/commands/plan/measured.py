@@ -1,7 +1,7 @@
 """Measures costs of stages, and lengths of completions, in runs on this machine.
 
-A cost is the CPU seconds of phases divided by their calls, rows or tokens. Least squares over runs, or parts of a run,
-of different sizes separate the cost of a call from that of a row. No cost is below 0.
+A cost is the CPU seconds of phases divided by their calls, rows or tokens. A least-squares fit over runs (or parts of
+a run) of different sizes separates the cost of a call from the cost of a row. No cost is below 0.
 """
 
 import itertools
@@ -62,7 +62,7 @@ class MeasuredRun(NamedTuple):
         return [(name, interval) for name, intervals in named for interval in intervals]
 
     def work(self, interval: Interval) -> tuple[int, float, int]:
-        """Return a rank's updates in an interval, the tokens of its rows, and its updates that wait for other ranks."""
+        """Return a rank's updates in an interval, the tokens of its rows, and how many updates exchange gradients."""
         rows = [tokens for second, tokens in self.updates if interval.begin_s < second <= interval.end_s]
         ranks = self.config.learner.ranks
         return len(rows), sum(rows) / ranks, len(rows) * (ranks > 1)
@@ -189,7 +189,7 @@ def _interval(before: PhasesLine, after: PhasesLine) -> Interval:
 
 
 def _fit(points: Iterable[tuple[tuple[float, ...], float]]) -> tuple[float, ...]:
-    """Return the cost of each cause by least squares without a constant. Causes whose cost would not be above 0 get 0.
+    """Fit the cost of each cause by least squares without a constant. A cause without a positive cost gets 0.
 
     Example: (((1, 10), 3.0), ((1, 20), 5.0)) -> (1.0, 0.2).
     """

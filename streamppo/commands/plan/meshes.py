@@ -1,4 +1,4 @@
-"""Chooses the meshes that a plan tries. A mesh saves memory of ranks, and costs time to move data between them."""
+"""Chooses the meshes that a plan tries. A mesh saves memory of ranks, and costs time in which ranks exchange data."""
 
 from collections.abc import Callable, Iterator
 from itertools import islice, product
@@ -23,8 +23,8 @@ PARTS = (2, 4, 8)
 def choose(config: Config, model: "PretrainedConfig", fits: Callable[[Config], bool]) -> list[Mesh]:
     """Return meshes for the ranks of `config` that `model` supports and for which `fits` returns True.
 
-    The candidates are the configured mesh, and the same mesh with a replica on each node. If neither mesh fits, the
-    result is the first fitting mesh that also divides experts, else rows, else layers.
+    The candidates are the configured mesh, and the same mesh with a replica on each node. If neither fits, meshes that
+    divide experts, then rows, then layers are tried, and the result is the first mesh that fits.
     """
     plain = [mesh for mesh in _plain(config) if _holds(config, mesh, model, fits)]
     divided = () if plain else (mesh for mesh in _divided(config) if _holds(config, mesh, model, fits))

@@ -41,7 +41,7 @@ GROUPS: Mapping[str, tuple[str, ...]] = {
 DOUBT = {"measured": 0.15, "estimated": 0.5}
 """Assumed relative error of a group of costs."""
 SPREAD, DRAWS = 0.8, 999
-"""The standard deviation of the logarithm of assumed lengths, and their number."""
+"""The standard deviation of the logarithm of assumed completion lengths, and the number of these lengths."""
 COMPARED = 60
 """Number of simulated updates for a comparison with a run."""
 ROOM = 0.92
@@ -88,7 +88,7 @@ class Hardware(NamedTuple):
 
 
 class Assumed(NamedTuple):
-    """What the user assumes: mean tokens of prompt and completion, and seconds of a reward."""
+    """Assumptions of the user: mean tokens of prompt and completion, and seconds of a reward."""
 
     prompt_tokens: float | None = None
     length: float | None = None
@@ -209,7 +209,7 @@ def realised(run: Path) -> Realised:
 
 
 def lognormal(mean: float, most: int) -> list[int]:
-    """Return lengths at evenly spaced quantiles of a lognormal distribution, in a fixed arbitrary order."""
+    """Return `DRAWS` lengths at evenly spaced quantiles of a lognormal distribution, in a fixed arbitrary order."""
     median = mean / math.exp(SPREAD**2 / 2)
     lengths = [median * math.exp(SPREAD * NormalDist().inv_cdf((n + 0.5) / DRAWS)) for n in range(DRAWS)]
     # 617 and 999 have no common factor, so each length occurs once.
@@ -242,7 +242,7 @@ def _is_round(ranks: int) -> bool:
 
 
 def _report(tried: Sequence[Proposal], known: Basis, to: Path | None) -> None:
-    """Print the proposals with the best last, and the group of costs on which the best depends most."""
+    """Print the proposals with the best last, and the group of costs that affects the best proposal most."""
     rows = table("settings", "updates/s", "tokens/s", "learner waits", "engines busy", "lag", "p99", "max", "lost")
     for proposal in tried:
         rows.add_row(" ".join(proposal.overrides) or "as configured", *_cells(proposal.prediction))
@@ -272,7 +272,7 @@ def _report(tried: Sequence[Proposal], known: Basis, to: Path | None) -> None:
 
 
 def least_sure(proposal: Proposal, known: Basis) -> tuple[str, float, float]:
-    """Return the group of costs with the most effect on updates/s, and the effects of more and of less of it."""
+    """Return the group of costs that changes updates/s most, and the changes with its costs higher and lower."""
     costs, base = known.price(proposal.config), proposal.prediction.updates_per_s
 
     def change(group: str, factor: float) -> float:

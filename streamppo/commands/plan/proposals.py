@@ -1,8 +1,9 @@
 """Proposes settings with a higher throughput, which it finds by simulation.
 
-One setting after another takes the value with the most trained tokens per second. Of several values within `EQUAL` of
-the highest rate, the first is taken: the fewest GPUs of a stage, the smallest lag, the fewest slots and trajectories in
-flight. A larger batch must gain `BATCH_GAIN`, because it changes what an update learns.
+Settings are changed one after another, each to the value with the most trained tokens per second. Of several values
+within `EQUAL` of the highest rate, the first is taken: the fewest GPUs of a stage, the smallest lag, the fewest slots
+and trajectories in flight. A larger batch must raise the rate by the share `BATCH_GAIN`, because it changes what an
+update learns.
 """
 
 from collections.abc import Callable, Sequence
@@ -82,7 +83,7 @@ def workload(config: Config, basis: Basis) -> Workload:
 
 
 def predict(config: Config, basis: Basis, updates: int = 0, costs: StageCosts | None = None) -> Prediction:
-    """Simulate `updates` of `config`, by default enough to compare proposals. `costs` replace those of `basis`."""
+    """Simulate `updates` updates of `config` (0: enough to compare proposals). `costs` replace the costs of `basis`."""
     count = updates or max(FEWEST, min(MOST, TRAJECTORIES // config.queue.batch_size))
     return simulate(workload(config, basis), costs or basis.price(config), count, MOST_S)
 
@@ -95,7 +96,7 @@ def more_slots(config: Config) -> list[int]:
 def improve(
     config: Config, basis: Basis, splits: Sequence[tuple[str, ...]], first: tuple[str, ...] = ()
 ) -> list[Proposal]:
-    """Return proposals with the best last. The first has the overrides `first`, and each further one adds a change.
+    """Return proposals with the best last. The first has the overrides `first`; each further proposal adds a change.
 
     `splits` are overrides that divide cores or GPUs between ranks and engines.
     """
@@ -110,7 +111,7 @@ def improve(
         (lambda _: [(f"queue.max_lag={lag}",) for lag in LAGS], EQUAL),
         *rows,
         (lambda best: [(f"queue.batch_size={best.queue.batch_size * more}",) for more in MORE_ROWS], BATCH_GAIN),
-        # A larger batch admits more trajectories.
+        # Slots are tried again, because a larger batch admits more trajectories.
         *rows,
     ]
     for choices, gain in steps:

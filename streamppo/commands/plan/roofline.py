@@ -1,7 +1,7 @@
 """Estimates costs of stages on GPUs from the operations and bytes of a model and the rates of a GPU.
 
-No run on more than one GPU has been compared with these estimates (docs/status.md). The reached shares of a data
-sheet's numbers were measured on one H200 with a model of 0.5 billion parameters. Larger models reach more.
+No run on more than one GPU has been compared with these estimates (docs/status.md). The share of a data sheet's rate
+that a stage reaches was measured on one H200 with a model of 0.5 billion parameters. Larger models reach larger shares.
 """
 
 import math
@@ -34,7 +34,7 @@ NETWORK_GB_S = 50.0
 NODE = 8
 """GPUs of a node."""
 TRAINING_SHARE = {0.5e9: 0.14, 8e9: 0.35}
-"""Share of the TFLOP/s that an update reaches, by parameters. The first share is measured, the second is usual."""
+"""Share of the TFLOP/s that an update reaches, by parameters. The first share is measured, the second is typical."""
 PREFILL_SHARE, READING_SHARE = 0.4, 0.6
 """Share of the TFLOP/s that a prefill reaches, and share of the TB/s that a decoding step reaches."""
 LAUNCH_S = 0.004
@@ -126,5 +126,5 @@ def _shared_rows_s(config: Config, model: ModelSizes, gpu: GpuType) -> float:
 
 
 def _speed(ranks: int, gpu: GpuType) -> float:
-    """Return the bytes per second between neighbouring ranks, which share a node if it has room for all."""
+    """Return the bytes per second between neighbouring ranks, which share a node if all `ranks` fit into it."""
     return (gpu.link_gb_s if ranks <= NODE else NETWORK_GB_S) * 1e9

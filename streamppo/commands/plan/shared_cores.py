@@ -11,7 +11,7 @@ from functools import partial
 from math import inf
 
 LEAST_CORES = 0.25
-"""Cores that the simulated stages have at least, if other processes keep the machine busy."""
+"""Minimum cores of the simulated stages, however busy other processes keep the machine."""
 
 
 @dataclass(eq=False)
@@ -26,7 +26,7 @@ class Work:
 
 
 class SharedCores:
-    """The simulated clock `now`, timers, and work. `cores` is None if there are enough; `other` cores are busy."""
+    """The clock `now`, timers, and work. `cores` is None if there are enough. Other processes use `other` cores."""
 
     def __init__(self, cores: float | None, other: float) -> None:
         self.now = 0.0
@@ -60,7 +60,7 @@ class SharedCores:
             self.after(seconds, partial(self._end, work, work.ends))
 
     def advance(self) -> None:
-        """Advance the clock to the next end of a timer or of work. Raises `RuntimeError` if there is none."""
+        """Advance the clock to the next end of a timer or of work. Raises `RuntimeError` if nothing is left."""
         busy = sum(work.threads for work in self._shared)
         rate = min(1.0, self._cores / busy) if busy else 1.0
         first = min(self._shared, key=lambda work: work.left, default=None)

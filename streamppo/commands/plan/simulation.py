@@ -26,7 +26,7 @@ DRIVER_CORES = 0.2
 
 
 class Prediction(NamedTuple):
-    """Rates over the simulated updates after the skipped ones. `lags` counts trained tokens by lag."""
+    """Rates over the simulated updates after the skipped updates. `lags` counts trained tokens by lag."""
 
     updates_per_s: float
     tokens_per_s: float
@@ -50,12 +50,12 @@ class Prediction(NamedTuple):
 
 
 def skipped(settings: QueueSettings) -> int:
-    """Return the number of first updates that rates leave out, because the queue fills during them."""
+    """Return the number of first updates that do not count in rates, because the queue is still being filled."""
     return settings.max_lag + 3
 
 
 def simulate(workload: Workload, costs: StageCosts, updates: int = 60, most_s: float = inf) -> Prediction:
-    """Simulate `updates` updates after the skipped ones, but at most `most_s` simulated seconds."""
+    """Simulate the skipped updates and `updates` more, for at most `most_s` simulated seconds."""
     return SimulatedRun(workload, costs).predict(skipped(workload.settings), updates, most_s)
 
 
@@ -207,7 +207,7 @@ class SimulatedQueue:
                 self._batch = None
                 records = [record for record in batch.trajectories if isinstance(record, TrajectoryRecord)]
                 self.call(0.0, partial(then, records))
-        # If there is a ticket for a version, there is one for all later versions.
+        # If the rules have a ticket for a version, they have a ticket for all later versions.
         newest = max((actor.engine.version for actor, _, _ in self._waiting), default=0)
         waiting = self._waiting if self._waiting and self.rules.has_ticket(newest) else []
         self._waiting = [] if waiting else self._waiting

@@ -29,7 +29,7 @@ PARTS: tuple[Part, ...] = (
     ("cost/cost.py", "--updates", "30", "--repeat", "1"),
 )
 MARGIN = 1.1
-"""Medians whose ratio is smaller count as equal."""
+"""Two medians count as equal if their ratio is below this number."""
 REFERENCE = 1_000_000
 """Number of additions in the reference work."""
 QUOTED = 2000
@@ -98,7 +98,8 @@ def read(path: Path) -> BenchResult:
 def changes(now: BenchResult, then: BenchResult) -> dict[str, str]:
     """Return "slower", "faster" or "equal" for each cost in both results.
 
-    A cost is slower if the ratio of medians exceeds `MARGIN` and all values exceed all earlier ones, scaled by `pace`.
+    A cost is slower if the ratio of medians exceeds `MARGIN` and every value exceeds every earlier value, scaled by
+    `pace`.
     """
     words: dict[str, str] = {}
     for name in now.costs.keys() & then.costs.keys():

@@ -92,7 +92,7 @@ def _hellaswag(folder: Path, split: str) -> Rows:
 
 
 def _full_hh_rlhf(folder: Path, split: str) -> Rows:
-    """Dahoas/full-hh-rlhf, whose prompt is the dialogue up to the last answer, of which there are two."""
+    """Dahoas/full-hh-rlhf. The prompt is the dialogue before the last answer, and each row has two last answers."""
     for where, row in dataset_files.rows(str(folder), split):
         yield {
             "prompt": _messages(row["prompt"], where),

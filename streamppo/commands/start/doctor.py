@@ -138,7 +138,7 @@ def _loopback() -> Finding:
 
 
 def places(runs: Path) -> Findings:
-    """Check that the disk for runs is local and writable, has space, and uses this machine's time."""
+    """Check that the disk for runs is local and writable, has space, and has the same time as this machine."""
     folder = next(folder for folder in (runs.resolve(), *runs.resolve().parents) if folder.is_dir())
     try:
         run_folder.refuse_place(folder)

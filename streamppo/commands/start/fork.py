@@ -1,7 +1,7 @@
 """`streamppo fork`: makes a new run that begins with a version of another run.
 
     RUN at version N                      the fork
-    the checkpoint of N, or replayed    checkpoints/N, with the recorded digest
+    its checkpoint, or a replay           checkpoints/N, with the recorded digest
     journal and archive up to N           the same, and later prompts in their order (queue/rewind.py)
     the lines of its updates up to N      the same
     the configuration that held at N      the same, changed by --set, with an origin
@@ -40,7 +40,7 @@ from streamppo.telemetry.metrics_file import Line
 from streamppo.types import encode
 
 WAITS = "Interrupted: a fork that was not resumed yet"
-"""Text in the last metrics line of a fork, without which the fork would be shown as a killed run."""
+"""Text in the last metrics line of a fork. Without this line the fork would be shown as a killed run."""
 
 
 class Fork(NamedTuple):
@@ -88,7 +88,7 @@ def make(run: Path, at: int, changes: Sequence[str], name: str, runs: Path) -> F
 
 
 def _configuration(past: Past, changes: Sequence[str], name: str) -> Config:
-    """Return the configuration of the version with `changes`, a name and the origin."""
+    """Return the configuration at `past.version` with `changes`, the fork's name and its origin."""
     before = past.history.at(past.version)
     name_change = f"name={json.dumps(name or f'{before.name}-at-{past.version}')}"
     config = configfile.change(inputs.with_clock(before, past.run), [*changes, name_change])
@@ -141,7 +141,7 @@ def _fill(past: Past, config: Config, aside: Path) -> int:
 
 
 def _settle(past: Past, config: Config, aside: Path, *, taken_is_error: bool) -> Path:
-    """Rename the folder to its name, with a number if the name is taken, and write its configuration.
+    """Rename the folder `aside` to the fork's name, with a number if the name is taken, and write the configuration.
 
     The configuration is written last, because a folder without one is not a run.
     """
@@ -154,7 +154,7 @@ def _settle(past: Past, config: Config, aside: Path, *, taken_is_error: bool) ->
             if taken_is_error:
                 raise ConfigError(f"{folder}: already exists; choose another --name")
             continue
-        # The new name changes relative paths into the fork.
+        # Saved again: paths into the fork become relative when the fork has its final name.
         configfile.save(forked, folder)
         for consented in (forked, *past.history.configs.values()):
             consent.give(folder, consented)
@@ -197,7 +197,7 @@ def _with_reward(run: Path, config: Config, aside: Path, folder: Path) -> Config
 
 
 def _copy_model(source: Path, target: Path) -> None:
-    """Copy the model that was made for the run. If the model is missing, the seed makes the same one in the fork."""
+    """Copy the model that was made for the run. If there is none, the fork makes the same model from the seed."""
     if not source.is_dir():
         return
     durable.folder(target)
@@ -207,7 +207,7 @@ def _copy_model(source: Path, target: Path) -> None:
 
 
 def _lines(past: Past) -> Iterator[Line]:
-    """Yield the lines of the metrics file about updates and evaluations up to the version, and an end."""
+    """Yield the lines of the metrics file about updates and evaluations up to the version, then an "end" line."""
     wall_s = 0.0
     for line in metrics_file.read(past.run):
         version = line.get("update", line.get("remade"))

@@ -46,7 +46,7 @@ def init(folder: Path) -> int:
         raise ConfigError(f"{folder}: already exists; name a new folder")
     with durable.naming(folder, RunError):
         if folder.exists():
-            # It may be the current folder, or its parent may be read-only.
+            # The folder is not replaced: it may be the current folder, or its parent may be read-only.
             _fill(folder, name)
         else:
             folder.parent.mkdir(parents=True, exist_ok=True)

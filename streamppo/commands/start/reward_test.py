@@ -120,7 +120,7 @@ async def _score(rewards: Rewards, prompt: Prompt, text: ScoredText) -> TriedCom
 
 
 def _source(config: Config) -> Source:
-    """Return the task's only source, or one with the default names of columns."""
+    """Return the task's only source, or else a source with the default names of columns."""
     sources = list(config.task.sources.values()) if isinstance(config.task, DataTask) else []
     return sources[0] if len(sources) == 1 else Source(data="")
 
@@ -130,7 +130,7 @@ def _read_completions(
 ) -> Iterator[tuple[Prompt, ScoredText]]:
     """Read a jsonl file whose rows have a `completion`, and may have columns of the task's data.
 
-    The prompt is in the column that `source` names, or in `prompt`. A row without a prompt gets the task's next one.
+    The prompt is in the column that `source` names, or in `prompt`. A row n without a prompt gets prompt n of the task.
     """
     for number, (where, row) in enumerate(dataset_files.rows(str(file), "train")):
         completion, finish = row.get("completion"), row.get("finish", "stop")

@@ -1,4 +1,4 @@
-"""Reads a user's model: size, context and tokenizer, which are guessed from the name of a model that is not here."""
+"""Reads size, context and tokenizer of a user's model, or guesses them from its name if it is not on this machine."""
 
 import json
 import math
@@ -20,7 +20,7 @@ UNKNOWN_CONTEXT = 4096
 """Assumed number of positions of a model that is not on this machine."""
 UNKNOWN_PARAMETERS = 1_000_000_000
 CHARACTERS = 3
-"""Assumed characters of a token if there is no tokenizer, which is a low guess."""
+"""Assumed characters of a token if there is no tokenizer: a low guess."""
 TINY_PARAMETERS = 90_000
 """Approximate parameters of builtin:tiny."""
 FLOAT32 = 4
@@ -88,7 +88,7 @@ def read(path: str) -> PolicyModel:
 
 
 def _settings(folder: Path) -> Mapping[str, object]:
-    """Return the entries of config.json, in which those of a language model ("text_config") replace the model's."""
+    """Return the entries of config.json. Entries of a "text_config", the language model's, replace the others."""
     try:
         settings: object = json.loads(durable.read(folder / "config.json"))
     except (OSError, ValueError, RecursionError) as error:

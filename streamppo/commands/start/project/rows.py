@@ -46,8 +46,8 @@ class PromptView(NamedTuple):
 class DataRows(NamedTuple):
     """The `total` rows of the data set `data`. Prompts are lists of messages if `messages` is True, else texts.
 
-    `prompts` and `answers` are the tokens of each prompt, and of each answer that is a text or number, in the first
-    `MEASURED` rows. `templated` is True if the texts are already written in a chat template.
+    `prompts` and `answers` are the numbers of tokens of each prompt, and of each answer that is a text or number, in
+    the first `MEASURED` rows. `templated` is True if the texts are already written in a chat template.
     """
 
     data: str
@@ -71,7 +71,7 @@ class DataRows(NamedTuple):
 
 
 def read(data: str, reward: FunctionScorer, columns: tuple[str, str], view: PromptView) -> DataRows:
-    """Read the rows of `data` with prompt and answer in `columns`. An empty name is replaced by a usual name.
+    """Read the rows of `data` with prompt and answer in `columns`. For the name "", a usual name is tried.
 
     Raises `ConfigError` if no column is the prompt, or if a column that `reward` needs is missing.
     """
@@ -178,7 +178,7 @@ def _fault(value: object) -> str:
 
 
 def _is_prompt(value: object) -> bool:
-    """True for a text, and for messages whose last one is not the assistant's."""
+    """True for a text, and for messages that do not end with a message of the assistant."""
     if not isinstance(value, list):
         return isinstance(value, str) and bool(value)
     messages = cast("list[object]", value)

@@ -1,4 +1,4 @@
-"""Chooses the numbers of a run from its model, its rows and its machine, without loading anything."""
+"""Chooses the numeric settings of a run by its model, its rows and its machine, without loading anything."""
 
 import math
 from typing import NamedTuple
@@ -26,7 +26,7 @@ MIB = 2**20
 
 
 class LengthGuess(NamedTuple):
-    """Maximum tokens of prompt and completion, and the `reason` for the latter. `left_out` prompts are longer."""
+    """Maximum tokens of prompt and completion, and the `reason` for `max_tokens`. `left_out` counts longer prompts."""
 
     max_prompt_tokens: int
     max_tokens: int
@@ -44,7 +44,7 @@ class Places(NamedTuple):
 
 
 class Sizes(NamedTuple):
-    """The numbers of a run."""
+    """The numeric settings of a run."""
 
     lr: float
     updates: int
@@ -68,7 +68,7 @@ class Sizes(NamedTuple):
 
 
 def choose(policy: PolicyModel, rows: DataRows, gpus: int, memory_mib: int) -> Sizes:
-    """Choose the numbers for `gpus` GPUs, or for a CPU. Raises `ConfigError` if no prompt fits the model's context."""
+    """Choose the settings for `gpus` GPUs, or for a CPU. Raises `ConfigError` if no prompt fits the model's context."""
     small, length = is_small(policy), completion(policy, rows, gpus)
     share = min(0.25, max(0.05, 32 / rows.total))
     element = 2 if gpus else 4
@@ -93,7 +93,7 @@ def is_small(policy: PolicyModel) -> bool:
 def completion(policy: PolicyModel, rows: DataRows, gpus: int) -> LengthGuess:
     """Choose the maximum tokens of prompt and completion, whose sum fits the model's context.
 
-    Example: a model of 84,000 parameters with answers of up to 6 tokens gets 10 tokens, 1.25 * 6 rounded up, and 2.
+    Example: a model of 84,000 parameters with answers of up to 6 tokens gets 10 tokens: 1.25 * 6, rounded up, plus 2.
     """
     preferred, reason = _preferred_tokens(policy, rows, gpus)
     is_measured = policy.is_known and rows.total <= MEASURED
