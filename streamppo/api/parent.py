@@ -20,6 +20,7 @@ import msgspec
 from streamppo import errors
 from streamppo.api.messages import RunReply, RunRequest, encode
 from streamppo.errors import Interrupted, RunError, StreamppoError
+from streamppo.tasks import plugins
 
 CHILD = "streamppo.api.child"
 """The module that the run's process executes."""
@@ -52,9 +53,8 @@ def run_command(*words: str) -> object:
 
     Raises the `StreamppoError` that the command reports.
     """
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     command = [sys.executable, "-m", "streamppo", *words]
-    process = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
+    process = subprocess.run(command, capture_output=True, text=True, check=False, env=plugins.child_environment())
     if not process.returncode or process.stdout.startswith("{"):
         return json.loads(process.stdout)
     error_name, _, text = process.stderr.rpartition("streamppo: ")[2].partition(": ")
@@ -81,8 +81,7 @@ class _Child:
                 stdout=subprocess.PIPE if is_replaced else None,
                 stderr=subprocess.STDOUT if is_replaced else None,
                 process_group=0,
-                # The run can then import all modules that the script can.
-                env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+                env=plugins.child_environment(),
             )
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._selector = selectors.DefaultSelector()

@@ -44,6 +44,11 @@ def export_path() -> None:
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [folder, os.environ.get("PYTHONPATH")]))
 
 
+def child_environment() -> dict[str, str]:
+    """Return the environment for a child process that can import all modules that this process can."""
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+
+
 def _shadowing_modules(folder: Path) -> list[Path]:
     """Return the modules and packages in `folder` that would hide modules of Python or of imported libraries."""
     installed = {

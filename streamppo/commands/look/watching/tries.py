@@ -5,7 +5,6 @@ printed, which excludes other users of this machine. A request cannot consent to
 """
 
 import asyncio
-import os
 import secrets
 import signal
 import sys
@@ -21,6 +20,7 @@ from starlette.responses import JSONResponse, Response
 from streamppo.commands import trial
 from streamppo.commands.look.watching.trajectories import Trajectories
 from streamppo.commands.trial import Trial
+from streamppo.tasks import plugins
 from streamppo.terminal import bounded
 
 KEY = "x-streamppo-key"
@@ -79,9 +79,8 @@ class Tries:
 
     async def _run(self, words: list[str]) -> Response:
         command = [sys.executable, "-P", "-c", PROGRAM, *words]
-        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
         process = await asyncio.create_subprocess_exec(
-            *command, stdin=DEVNULL, stdout=PIPE, stderr=PIPE, env=environment
+            *command, stdin=DEVNULL, stdout=PIPE, stderr=PIPE, env=plugins.child_environment()
         )
         try:
             async with asyncio.timeout(LONGEST_S):
