@@ -123,7 +123,7 @@ def _check_with_torch(
         findings += model.ends(config, hf_config, tokenizer)
         if built is not None:
             findings += lengths.prompts(built, hf_config, tokenizer)
-    findings += model.rows(config, hf_config)
+    findings += model.longest_rows(config, hf_config)
     mesh = config.learner.mesh
     for refusal in (context_parallel.refusal(hf_config, mesh.slices), tensor_parallel.refusal(hf_config, mesh.expert)):
         if refusal:

@@ -120,7 +120,7 @@ def _unknown_tokens(strings: Sequence[str]) -> Findings:
         yield Finding("stop", "note", text)
 
 
-def rows(config: Config, hf_config: PretrainedConfig) -> Findings:
+def longest_rows(config: Config, hf_config: PretrainedConfig) -> Findings:
     """Check that the engine computes the same positions as transformers in the longest rows."""
     longest = longest_row(config)
     if isinstance(config.rollout.engine, EmbeddedEngine):

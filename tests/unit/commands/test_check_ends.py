@@ -103,7 +103,7 @@ def test_a_model_that_nothing_ends_is_noted_and_an_end_that_is_no_token_is_an_er
 def test_rows_that_an_engine_would_compute_otherwise_are_an_error(
     engine: str, hf_config: Any, said: str | None
 ) -> None:
-    got = list(model.rows(config_of(f"rollout.engine.kind={engine}"), hf_config))
+    got = list(model.longest_rows(config_of(f"rollout.engine.kind={engine}"), hf_config))
     assert [one.state for one in got] == ["error"] * (said is not None)
     assert said is None or said in got[0].text
 
