@@ -61,7 +61,7 @@ class Run:
         accuracy = dict(summary.line_totals(lines)["evaluations"])
         rows: list[dict[str, float]] = []
         for line in summary.updates_in_order(lines):
-            version = line["remade"] if "remade" in line else line["update"]
+            version = metrics_file.version_of(line)
             numbers = metrics_file.numbers(line)
             row = {"update": version} | {
                 name: value for name, value in numbers.items() if name not in ("update", "remade")

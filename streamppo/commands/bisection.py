@@ -97,7 +97,7 @@ class UserTest(NamedTuple):
 def lines_of(run: Path) -> dict[int, Metrics]:
     """Return the metrics of every update in the run's metrics file, by version."""
     lines = summary.updates_in_order(metrics_file.read(run))
-    return {line["remade"] if "remade" in line else line["update"]: metrics_file.numbers(line) for line in lines}
+    return {metrics_file.version_of(line): metrics_file.numbers(line) for line in lines}
 
 
 def refuse_metric(metric: str, known: Sequence[str], begin: str) -> NoReturn:

@@ -304,6 +304,11 @@ def parse(text: bytes) -> Line | None:
     return content if is_line(content) else None
 
 
+def version_of(line: UpdateLine | RemadeLine) -> int:
+    """Return the version that the line's update made."""
+    return line["remade"] if "remade" in line else line["update"]
+
+
 def numbers(line: UpdateLine | RemadeLine) -> dict[str, float]:
     """Return all numbers of an update's line: its version, its seconds, and its metrics."""
     return {name: float(value) for name, value in line.items() if isinstance(value, int | float)}

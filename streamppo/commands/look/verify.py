@@ -192,7 +192,7 @@ class Records:
         for line in lines:
             if "update" not in line and "remade" not in line:
                 continue
-            version = line["remade"] if "remade" in line else line["update"]
+            version = metrics_file.version_of(line)
             counts[version] += 1
             if version in self._numbers and (name := _different(line, *self._numbers[version])):
                 self._add(METRICS, f"update {version} and its batch differ in {name}")
