@@ -191,7 +191,7 @@ def from_checkpoint(choose: Callable[[], Path | None], use: Callable[[Path | Non
         except (StreamppoError, OSError):
             if begin is None or not is_here or begin.is_dir():
                 raise
-            log.info("%s: the run has deleted it meanwhile (checkpoint.keep): another one is taken", begin)
+            log.info("%s: the run has deleted it meanwhile (checkpoint.keep): another checkpoint is taken", begin)
 
 
 def oldest_start(run: Path, past: History) -> Path | None:
@@ -206,7 +206,7 @@ def oldest_start(run: Path, past: History) -> Path | None:
     local = [path for path in manifest.complete(folder) if manifest.is_of(path, past)]
     checkpoints = {*(int(path.name) for path in local), *copies}
     if not (covered := sorted(version for version in checkpoints if version >= first)):
-        raise JournalError(f"{run}: the archive begins with version {first}, but no checkpoint is as new")
+        raise JournalError(f"{run}: the archive begins with version {first}, but no checkpoint is of it or later")
     path = folder / f"{covered[0]:08d}"
     echo(f"batches before version {first} were not kept: beginning with the checkpoint of version {path.name}")
     return path
@@ -223,9 +223,8 @@ def _compare(recorded: Mapping[int, PublishedVersion], digests: Mapping[int, str
     console().print(rows)
     if not exact:
         same = len(digests) - len(different)
-        echo(
-            f"{len(digests)} versions, {same} of them as recorded; the others are only close, as learner.exact = false"
-        )
+        rest = "the others are only close, because learner.exact = false"
+        echo(f"{len(digests)} versions, {same} of them as recorded; {rest}")
     elif not different:
         echo(f"{len(digests)} versions, all of them bit for bit as recorded")
     return different

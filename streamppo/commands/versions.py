@@ -82,7 +82,7 @@ def remake(past: Past, begin: Path | None, folder: Path) -> None:
     digests, _ = replay.remake(past.run, history, begin, past.version, checkpoints=folder)
     if past.history.digests[past.version] not in (ANY, digests[past.version]):
         raise Diverged(
-            f"version {past.version} was replayed with other weights ({digests[past.version][:12]}, first "
+            f"version {past.version} was replayed with other weights ({digests[past.version][:12]}, recorded "
             f"{past.digests[past.version][:12]}): {DIVERGENCE_CAUSES}"
         )
     past.digests[past.version] = digests[past.version]

@@ -132,7 +132,7 @@ def _verify(facts: Facts, batch: Batch) -> None:
     if not 0 <= batch.version == facts.state.version < 2**31 or not -(2**31) <= batch.min_version < 2**31:
         raise ValueError(f"a batch of version {batch.version} with weights of version {facts.state.version}")
     if len(facts.kept or range(facts.rows)) != len(batch.trajectories):
-        raise ValueError(f"{len(batch.trajectories)} rows, and it names a different number")
+        raise ValueError(f"{len(batch.trajectories)} rows, and its header has a different number")
 
 
 # --- the configuration ---------------------------------------------------------------------------------------
@@ -150,7 +150,7 @@ def configurations(bundle: Bundle, folder: Path, changes: Sequence[str]) -> tupl
     except (ConfigError, ValueError) as error:
         if isinstance(error, ConfigError) and changes:
             raise
-        raise BundleError(f"no configuration of an update: {error}") from error
+        raise BundleError(f"its configuration cannot be read: {error}") from error
     if recorded.algorithm.critic.model not in CRITICS or recorded.algorithm.teacher.model:
         raise BundleError("its configuration names models outside the bundle")
     for config in (recorded, changed):

@@ -56,21 +56,21 @@ def _differences(bundle: Bundle, changes: Sequence[str]) -> Iterator[str]:
     if facts.kept:
         yield f"{len(facts.kept)} of the batch's {facts.rows} rows"
     if facts.state.ranks > 1:
-        yield f"the gradient was summed over {facts.state.ranks} ranks there, over one here"
+        yield f"the gradient was summed over {facts.state.ranks} ranks in the run, over one here"
     if facts.gpu and not torch.cuda.is_available():
-        yield "its rank had a GPU"
+        yield "the run's rank had a GPU"
     if not facts.exact:
         yield "learner.exact = false"
     for name, recorded in facts.software.items():
         if software[name] != recorded:
-            yield f"{name} {recorded} there, {software[name]} here"
+            yield f"{name} {recorded} in the run, {software[name]} here"
 
 
 def _verdict(bundle: Bundle, replayed: BundleUpdate, reasons: Sequence[str]) -> str:
     version = bundle.facts.state.version + 1
     if replayed.digest == bundle.facts.digest:
         return f"version {version} replayed bit for bit: its digest {replayed.digest[:12]} is that of the journal"
-    expected = f", first {bundle.facts.digest[:12]}" if bundle.facts.digest else ""
+    expected = f", recorded {bundle.facts.digest[:12]}" if bundle.facts.digest else ""
     reason = "; ".join(reasons) or "no reason known"
     return f"version {version} replayed with other bits ({replayed.digest[:12]}{expected}): {reason}"
 

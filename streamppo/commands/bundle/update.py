@@ -116,7 +116,7 @@ def _update(bundle: Bundle, learner: Learner, rows: Sequence[int], model: str, *
     with device.naming_inexact_operation():
         updated = pdb.Pdb().runcall(make_update, on_device) if debug else make_update(on_device)
     if updated is None:
-        raise BundleError("its update was quit in the debugger")
+        raise BundleError("its update was ended in the debugger")
     tokens = columns_of(learner.config, bundle.batch, updated, rows, model)
     metrics = learner.metrics(updated)
     metrics |= learner.adapt(updated, metrics, lags, scheduled)

@@ -140,7 +140,7 @@ def _object_store(mib: int) -> Findings:
 def _file_size(mib: int) -> Findings:
     limit, _ = resource.getrlimit(resource.RLIMIT_FSIZE)
     if limit != resource.RLIM_INFINITY and limit < mib * 2**20:
-        text = f"no file may be larger than {limit // 2**10} KiB here, and Ray's object store is one of {mib} MiB"
+        text = f"no file may be larger than {limit // 2**10} KiB here, and Ray's object store is a file of {mib} MiB"
         yield Finding("file size", "not here", f"{text}: ulimit -f unlimited, or a smaller cluster.object_store_mib")
 
 

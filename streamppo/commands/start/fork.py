@@ -102,8 +102,8 @@ def _refuse(past: Past, config: Config, runs: Path, name: str) -> None:
     resume_checks.refuse_changed_settings(before, config)
     if queue_settings(config).shape != queue_settings(before).shape:
         raise ConfigError(
-            "a fork keeps task.kind, queue.samples_per_prompt and whether samples of a prompt are compared: these "
-            "number the later prompts"
+            "a fork keeps task.kind, queue.samples_per_prompt and whether samples of a prompt are compared: "
+            "the numbers of later prompts depend on them"
         )
     if config.updates <= past.version:
         raise ConfigError(

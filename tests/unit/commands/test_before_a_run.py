@@ -127,7 +127,9 @@ def test_a_limit_of_file_sizes_below_rays_object_store_is_named(
     monkeypatch.setattr(machine.resource, "getrlimit", lambda _: (kib * 2**10, -1))
     monkeypatch.setattr(loop, "run", lambda *_, **__: 0)
     assert main(["run", str(MATH)]) == (2 if is_refused else 0)
-    said = f"file size: no file may be larger than {kib} KiB here, and Ray's object store is one of 256 MiB: ulimit -f"
+    said = (
+        f"file size: no file may be larger than {kib} KiB here, and Ray's object store is a file of 256 MiB: ulimit -f"
+    )
     assert (said in capsys.readouterr().err) == is_refused
 
 

@@ -183,8 +183,8 @@ def test_what_its_bits_depend_on_is_named_if_they_are_others(
     path = changed(bundled, tmp_path / "a", other)
     assert cli.main(["replay", str(path)]) == 0
     last = capsys.readouterr().out.splitlines()[-1]
-    for reason in ("summed over 2 ranks there", "a GPU", "learner.exact = false", "torch 1.0 there, "):
-        assert reason in last and "first 000000000000" in last
+    for reason in ("summed over 2 ranks in the run", "a GPU", "learner.exact = false", "torch 1.0 in the run, "):
+        assert reason in last and "recorded 000000000000" in last
     unknown = changed(
         bundled, tmp_path / "b", lambda found: found._replace(facts=structs.replace(found.facts, digest="0" * 64))
     )

@@ -146,4 +146,4 @@ def test_a_fork_of_two_ranks_is_the_same_run(tmp_path: Path, capsys: pytest.Capt
     assert digests(forks / "math-at-3") == digests(run)
     assert cli.main(["replay", str(bundle)]) == 0
     told = capsys.readouterr().out
-    assert "summed over 2 ranks there, over one here" in told or "bit for bit" in told
+    assert "summed over 2 ranks in the run, over one here" in told or "bit for bit" in told
