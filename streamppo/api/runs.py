@@ -239,7 +239,7 @@ def verify(folder: str | PathLike[str], updates: int = 1, expect: str = "") -> "
 
 
 class BundleReplay(NamedTuple):
-    """A replayed update: the new version's digest, the run's (`recorded`), and reasons why they may differ.
+    """A replayed update: the new version's `digest`, the `recorded` digest of the run, and reasons why they may differ.
 
     `tokens` has columns (docs/bundle.md) with an entry for each token of each pass over a row.
     """

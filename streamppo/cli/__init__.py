@@ -86,7 +86,7 @@ def _fail_to_write() -> int:
 
 
 def _refuse_deleted_folder() -> None:
-    """Raise `RunError` if the current folder has been deleted. Paths and child processes would fail in it."""
+    """Raise `RunError` if the current folder was deleted, because relative paths and child processes would fail."""
     try:
         Path.cwd()
     except OSError as error:
@@ -119,7 +119,7 @@ def run(
     from streamppo.commands.checks import check
 
     check.refuse(loaded)
-    # Catch signals before the next line is printed, because a program that reads the line may send one.
+    # Catch signals before the next line is printed: a program that reads the line may react with a signal.
     interrupts = Interrupts()
     log.info(f"streamppo {__version__}: {config}, {loaded.updates} updates; starting Ray")
     from streamppo import loop

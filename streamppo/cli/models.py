@@ -72,7 +72,7 @@ def try_versions(
     json: Annotated[bool, Parameter(help="Print the completions as JSON, for programs.")] = False,
     trust: Trust = False,
 ) -> int:
-    """Sample continuations of an archived completion from one of its tokens with any versions, and score them.
+    """Sample and score continuations of an archived completion from one of its tokens, with any versions.
 
     A version without a checkpoint is replayed from the archive. With two versions, the difference of their mean rewards
     is shown with its standard error.

@@ -15,7 +15,7 @@ from streamppo.errors import ConfigError
 
 SPLIT_PATHS = 'COMPREPLY=( $(compgen -f -- "${cur}") )'
 WHOLE_PATHS = "IFS=$'\\n' read -r -d '' -a COMPREPLY < <(compgen -f -- \"${cur}\"); compopt -o filenames 2> /dev/null"
-"""The statement of cyclopts that completes paths in bash but splits them at spaces, and our replacement."""
+"""The bash statement of cyclopts that completes paths but splits paths at spaces, and our replacement of it."""
 
 
 @app.command
@@ -153,7 +153,7 @@ def plan(
     price: Annotated[float | None, Parameter(validator=Number(gte=0), help="Price of a GPU hour.")] = None,
     json: Annotated[Path | None, Parameter(help="Write the numbers to this file.")] = None,
 ) -> int:
-    """Predict updates/s, waits and lag of a run, and propose faster settings, without starting it."""
+    """Predict updates/s, waits and lag of a run before its start, and propose faster settings."""
     if bool(measured) == bool(gpus):
         options = "one of --measured and --gpus" if not gpus else "--measured or --gpus, not both"
         raise ConfigError(f"plan needs {options}: costs come from runs on this machine or from a type of GPU")

@@ -51,7 +51,7 @@ class Answer(NamedTuple):
 
     `looked` versions were examined, and the condition holds at `holding` of them. `remade` updates were replayed.
     `certain` is True if every version up to `version` was examined. `monotone` is True if the condition holds at all
-    later examined versions, and None if there are none. `sure` states `certain` and `monotone` in a sentence.
+    later examined versions; None if no later version was examined. `sure` is both in words.
     """
 
     condition: str

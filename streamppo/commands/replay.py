@@ -197,7 +197,7 @@ def from_checkpoint(choose: Callable[[], Path | None], use: Callable[[Path | Non
 def oldest_start(run: Path, past: History) -> Path | None:
     """Return the run's oldest checkpoint after which all batches were kept; None if all batches of the run were kept.
 
-    Raises `JournalError` if there is no such checkpoint.
+    Raises `JournalError` if some batches were not kept, and no checkpoint is newer than them.
     """
     if not (first := min(archive.open(run).versions(), default=0)):
         return None
@@ -285,7 +285,7 @@ def _report(
 
 
 def _claim_name(folder: Path) -> Path:
-    """Reserve the next number by creating its temporary file (durable.py). Returns the report's path."""
+    """Reserve the next number by creating the report's temporary file (durable.py). Returns the report's path."""
     numbers = [path.name.partition(".")[0] for path in folder.iterdir()]
     for number in count(1 + max((int(name) for name in numbers if name.isdecimal()), default=0)):
         path = folder / f"{number}.json"

@@ -74,7 +74,7 @@ def agree_to_changes(run: Path, config: Config, *, trust: bool = False) -> list[
 
 
 def changes(run: Path, config: Config) -> list[str]:
-    """Return a line for each value of the run that `config` changes. Raises `ConfigError` if such a value is fixed."""
+    """Return a line for each value of the run that `config` changes. Raises `ConfigError` if the value is fixed."""
     before = configfile.load(run / configfile.CONFIG)
     # If two runs have the same name, the second one's folder has a number, which `run --resume` includes in the name.
     if config.name not in (before.name, run.name):

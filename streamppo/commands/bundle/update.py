@@ -79,7 +79,7 @@ def make(
 
 
 def _for_one_rank(config: Config) -> Config:
-    """Return the configuration for one rank. It uses a GPU if the run's ranks did and this machine has a GPU."""
+    """Return the configuration for one rank, with a GPU if the run's ranks had GPUs and this machine has one."""
     has_gpu = config.learner.gpus > 0 and torch.cuda.is_available()
     learner = structs.replace(
         config.learner, ranks=1, mesh=Mesh(), offload=False, transport=ObjectStore(), gpus=float(has_gpu)

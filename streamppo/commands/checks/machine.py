@@ -93,7 +93,7 @@ def shared_mib() -> int | None:
 
 
 def places(config: Config) -> Findings:
-    """Report the resources that a run requests from Ray. With a local Ray, compare the resources with this machine."""
+    """Report the resources that a run requests from Ray and, with a local Ray, compare them with this machine's."""
     if config.learner.threads == "auto":
         number, reason = threads.choose(config)
         yield Finding("threads", "ok", f"learner.threads = {number}: {reason}")

@@ -26,7 +26,7 @@ from streamppo.weights.models.fit import Kind
 from streamppo.weights.models.settings import settings
 
 SHOWN = 3
-"""Maximum tokens, or strings of rollout.stop, that a note names."""
+"""Maximum number of tokens, or of strings of rollout.stop, that a note lists."""
 NO_TOKEN = -1
 """A number that no token has. `observation` gets it as the last token of a turn that lacks its end token."""
 READ_MIB = 2048

@@ -70,7 +70,7 @@ class UnreadableAnswers:
 
 
 class _ScorerRows:
-    """A scorer, with counts of its rows and of the unreadable answers among them."""
+    """A scorer, with the number of its rows, and of its rows with unreadable answers."""
 
     def __init__(self, name: str, scorer: FunctionScorer, reader: Reader) -> None:
         self.name = name

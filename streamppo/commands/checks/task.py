@@ -136,7 +136,7 @@ def _scorer(subject: str, scorer: Scorer, prompts: list[Prompt]) -> Finding:
 
 
 def environment(config: Config) -> Findings:
-    """Check that the environment can be loaded, if there is one."""
+    """Check that the environment, if any, can be loaded."""
     if config.environment is None:
         return
     match config.environment:
@@ -162,7 +162,7 @@ def _check_agent(environment: AgentEnvironment) -> None:
 
 
 def limit(config: Config) -> Findings:
-    """Check that the function of rollout.limit can be loaded, if there is one."""
+    """Check that the function of rollout.limit, if any, can be loaded."""
     try:
         stop.load_limit(config.rollout.limit, config.rollout.max_tokens)
     except TaskError as error:

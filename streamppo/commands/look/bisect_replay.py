@@ -40,7 +40,7 @@ from streamppo.queue.store.journal import Journal
 
 
 def find(run: Path, question: Question, test: UserTest | None) -> Answer:
-    """Find the first version at which a test of weights holds or, with changes, at which the condition holds."""
+    """Find the first version at which a test of weights holds, or at which the condition holds in a changed replay."""
     if question.changes or test is None:
         return _changed(run, question, test)
     return _by_weights(run, question, test)

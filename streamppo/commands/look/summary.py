@@ -47,7 +47,7 @@ def summary(run: Path, *, as_json: bool) -> int:
 
 
 def current_summary(run: Path) -> dict[str, object]:
-    """Return the content of summary.json, or if it is missing the totals of metrics.jsonl and the run's state."""
+    """Return the content of summary.json. Without this file, return the totals of metrics.jsonl and the run's state."""
     shown = _view(run)
     numbers = {**(shown.summary or {"outcome": condition(run, shown), **summaries.line_totals(shown.lines)})}
     if "attempts" not in numbers and (attempts := report.count_attempts(run, configfile.load(run / configfile.CONFIG))):

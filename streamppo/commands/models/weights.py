@@ -56,9 +56,9 @@ def export(config: Config, run: Path, version: int | None, folder: Path, *, adap
 def checkpoint_weights(config: Config, run: Path, version: int | None) -> Weights:
     """Read the policy of `version`, by default of the newest checkpoint.
 
-    If a run in progress deletes this checkpoint during the read, the newest checkpoint is chosen again. Files that are
-    missing or damaged on this disk are fetched from checkpoint.remote if it is set. Raises `CheckpointError` if the
-    checkpoint does not exist, if its files are on other disks, or if its digest is not the journal's. Raises
+    If a run in progress deletes the chosen checkpoint during the read, the newest checkpoint is chosen again. Files
+    that are missing or damaged on this disk are fetched from checkpoint.remote if it is set. Raises `CheckpointError`
+    if the checkpoint does not exist, if its files are on other disks, or if its digest is not the journal's. Raises
     `ModelError` if the run's initial model, which has the shapes of the weights, is missing.
     """
     while True:
@@ -115,7 +115,7 @@ def _run_history(config: Config, run: Path) -> History | None:
 
 
 def _checkpoint(run: Path, version: int | None, past: History | None) -> Path:
-    """Return the checkpoint of `version`, by default the newest that belongs to `past` or, without such, the newest."""
+    """Return the checkpoint of `version`, by default the newest that belongs to `past` or, if none does, the newest."""
     folder, address = run / "checkpoints", remote.known_address(run)
     checkpoints = {int(path.name): path for path in manifest.complete(folder)}
     whole = [number for number in checkpoints if version is None and manifest.is_of(checkpoints[number], past)]

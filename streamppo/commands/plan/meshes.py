@@ -1,4 +1,4 @@
-"""Chooses the meshes that a plan tries. A mesh saves memory of ranks, and costs time in which ranks exchange data."""
+"""Chooses the meshes that a plan tries. A mesh reduces the memory of each rank, and costs time for exchanges."""
 
 from collections.abc import Callable, Iterator
 from itertools import islice, product

@@ -1,6 +1,6 @@
 """`streamppo plan`: predicts the throughput of a run before its start, and proposes faster settings.
 
-On this machine the costs come from `--measured` runs. For GPUs they are estimated from data sheets (roofline.py).
+On this machine the costs come from `--measured` runs. For GPUs the costs are estimated from data sheets (roofline.py).
 """
 
 import math
@@ -37,7 +37,7 @@ GROUPS: Mapping[str, tuple[str, ...]] = {
     "an actor's own work": ("sample_s",),
     "a reward": ("reward_s",),
 }
-"""Groups of costs that are probably wrong by the same share."""
+"""Groups of costs whose relative errors are probably equal."""
 DOUBT = {"measured": 0.15, "estimated": 0.5}
 """Assumed relative error of a group of costs."""
 SPREAD, DRAWS = 0.8, 999

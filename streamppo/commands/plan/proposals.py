@@ -2,8 +2,8 @@
 
 Settings are changed one after another, each to the value with the most trained tokens per second. Of several values
 within `EQUAL` of the highest rate, the first is taken: the fewest GPUs of a stage, the smallest lag, the fewest slots
-and trajectories in flight. A larger batch must raise the rate by the share `BATCH_GAIN`, because it changes what an
-update learns.
+and trajectories in flight. A larger batch must raise the rate by the share `BATCH_GAIN`, because updates then
+learn differently.
 """
 
 from collections.abc import Callable, Sequence
@@ -47,7 +47,7 @@ class Proposal(NamedTuple):
 
 
 class Basis(NamedTuple):
-    """The basis of predictions: lengths, the shared `cores` (None if stages have GPUs), and costs of a configuration.
+    """The data for predictions: lengths, the shared `cores` (None if stages have GPUs), and `price`, the stages' costs.
 
     `fits` returns True if the hardware can hold a configuration, and `slots` the numbers of slots to try. Costs may be
     wrong by the share `doubt`.

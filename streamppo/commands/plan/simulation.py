@@ -1,4 +1,4 @@
-"""Simulates a run with the queue's real rules. Engines, rewards and the learner only take simulated time.
+"""Simulates a run with the queue's real rules. Simulated engines, rewards and learner only take time.
 
 The same workload always gives the same prediction. Segments, restarts, failed samples and environments are not
 simulated.

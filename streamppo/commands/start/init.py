@@ -157,7 +157,7 @@ def _print_line(text: str) -> None:
 
 
 def _path_in(file: Path, path: str) -> str:
-    """Return `path` relative to the folder of `file` if it is in there, else absolute. A hub name is unchanged."""
+    """Return `path` relative to the folder of `file` if inside it, else absolute. A hub name is unchanged."""
     if not Path(path).exists():
         return path
     target, folder = Path(path).absolute(), file.absolute().parent

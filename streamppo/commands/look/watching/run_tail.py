@@ -124,7 +124,7 @@ class WatchedRun:
 
 
 class WatchedReplay:
-    """The updates in a report of `streamppo replay`. Raises `RunError` if the file is not such a report."""
+    """The updates in a report of `streamppo replay`. Raises `RunError` for other files."""
 
     def __init__(self, path: Path) -> None:
         self._view = report.replay_view(path)

@@ -173,9 +173,9 @@ class Page:
 
 
 def application(folder: Path, others: list[Path], token: str | None, key: str = "") -> Starlette:
-    """Return the application. It answers only requests with the `token` or, if it is None, to a loopback name.
+    """Return the application. It answers only requests with the `token` or, without a token, to a loopback name.
 
-    Only requests with the `key` can start a process. If the key is empty, no request can start one.
+    Only requests with the `key` can start a process. If the key is empty, no request can start a process.
     """
     page = Page(folder, others, key)
     routes = [

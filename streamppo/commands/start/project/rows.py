@@ -158,7 +158,7 @@ def _answer_column(data: str, rows: Sequence[Row], named: str, prompt: str) -> s
 
 
 def _misfit(rows: Sequence[Row], name: str) -> str:
-    """Return why the first unsuitable value at `name` is no prompt; "" if there is none."""
+    """Return why the first unsuitable value at `name` is no prompt; "" if no value is unsuitable."""
     values = [(place, _at(row, name)) for place, row in enumerate(rows, 1)]
     if all(value is None for _, value in values):
         return ""
