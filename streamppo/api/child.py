@@ -1,7 +1,6 @@
 """The process that trains for a script or notebook: `python -m streamppo.api.child DESCRIPTOR`.
 
-DESCRIPTOR is the file descriptor of a socket to the script. When the script closes the socket or ends, the process
-sends itself SIGTERM.
+DESCRIPTOR is the file descriptor of a socket to the script. When the socket closes, the process sends itself SIGTERM.
 """
 
 import logging

@@ -83,7 +83,7 @@ class Run:
 
     @property
     def summary(self) -> dict[str, object]:
-        """The content of summary.json. If the run is in progress or was killed: the numbers that are known so far."""
+        """The content of summary.json or, if the run is in progress or was killed, the numbers known so far."""
         from streamppo.commands.look.summary import current_summary
 
         return current_summary(self.folder)

@@ -74,8 +74,7 @@ def try_versions(
 ) -> int:
     """Sample and score continuations of an archived completion from one of its tokens, with any versions.
 
-    A version without a checkpoint is replayed from the archive. With two versions, the difference of their mean rewards
-    is shown with its standard error.
+    A version without a checkpoint is replayed from the archive. Two versions are compared by their mean rewards.
     """
     from streamppo.commands.trial import TrialQuestion
 

@@ -34,8 +34,7 @@ class _Console(Console):
 def echo(*rows: str, result: Path | None = None) -> None:
     """Print each row of a command's result as one line, or an empty line if there are no rows.
 
-    `result` is the file that has the command's result. If this file is a pipe or device, it may be standard
-    output, and the rows go to standard error.
+    If `result`, the file of the command's result, is a pipe or device, it may be standard output: rows go to stderr.
     """
     is_result = result is None or result.is_file()
     console(sys.stdout if is_result else sys.stderr).print("\n".join(map(harmless, rows)), soft_wrap=True)

@@ -40,7 +40,7 @@ def _lasting() -> list[threading.Thread]:
 
 
 def _end_late(code: int) -> None:
-    # The main thread waits for these threads and processes, or is in an exit hook.
+    # The main thread waits for the threads and processes in `names`, or is in an exit hook.
     names = [thread.name for thread in _lasting() if thread is not threading.main_thread()]
     names += [child.name for child in multiprocessing.active_children()]
     cause = f"by {', '.join(names)}" if names else "by an exit hook (atexit)"

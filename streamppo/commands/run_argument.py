@@ -49,7 +49,7 @@ def trusted_folder(run: Path, *, trust: bool) -> Path:
 def ask(run: Path, present: Config | None = None, *, trust: bool = False) -> None:
     """Raise `ConfigError` if the user has not agreed to run the code in a present or earlier configuration of the run.
 
-    `present` is the configuration to continue with, by default the run's. Its paths replace the recorded paths.
+    `present` is the configuration to continue with, by default the run's; its paths replace recorded paths.
     """
     from streamppo.queue import resume_checks
     from streamppo.queue.store.journal import Journal

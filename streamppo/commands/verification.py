@@ -14,8 +14,8 @@ class Fault(NamedTuple):
 class Verification(NamedTuple):
     """Counts of the compared versions, batches and checkpoints, and the `faults` in them.
 
-    `digest` is the run's digest, and `link` the digest of its newest version. If the journal cannot be read, both are
-    "". `remade` are the replayed versions. `notes` name parts that were not compared.
+    `digest` is the run's digest, `link` the digest of its newest version; both are "" if the journal cannot be read.
+    `remade` are the replayed versions. `notes` name parts that were not compared.
     """
 
     digest: str

@@ -141,7 +141,7 @@ def digest_of(learner: Learner) -> str:
 
 
 def _model(bundle: Bundle, config: Config, folder: Path, changes: Sequence[str]) -> str:
-    """Write the model's folder, and return its path. For adapters alone, return the path of --set model.path."""
+    """Write the model's folder, and return its path. With adapters alone, return the path of --set model.path."""
     files, weights = bundle.part("files"), bundle.part("model") or bundle.part("policy.lm")
     folders = [change.partition("=")[2] for change in changes if change.startswith("model.path=")]
     if config.model.lora is not None and not bundle.part("model"):

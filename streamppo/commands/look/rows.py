@@ -42,7 +42,7 @@ class RunRows:
         if task is None or tokenizer is None:
             return DataRow([], missing)
         prompt = task.prompt(trajectory.identity.prompt)
-        # With an environment the trajectory may begin with another prompt than the row's.
+        # With an environment the trajectory may not begin with the row's prompt.
         if self._config.environment is None:
             try:
                 is_same = np.array_equal(tokenizer.encode(prompt), ints(trajectory.prompt_tokens))

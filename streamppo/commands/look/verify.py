@@ -50,7 +50,7 @@ from streamppo.types import Batch, Identity, UpdateReport, ints
 PENDING = 3
 """Number of newest updates whose lines a running or killed driver may not have written yet."""
 NEAR = 1e-5
-"""Relative tolerance for equal metrics. A replay may add the sums over several ranks in another order."""
+"""Relative tolerance for equal metrics. A replay may add the ranks' sums in another order."""
 MEASURED = ("_s", "_ms", "_mib")
 """Endings of the names of metrics that measure time or memory. A replay does not reproduce these metrics."""
 MACHINE_METRICS = ("learner_tflops", "mfu")
@@ -269,7 +269,7 @@ class Records:
             self._add("final", f"{len(names)} tensors differ from those of version {self.newest}")
 
     def check_updates(self, checkpoints: Sequence[Path], updates: int) -> list[int]:
-        """Replay random updates, each from a checkpoint before it. Compares and returns the replayed versions."""
+        """Replay and compare random updates, each from a checkpoint before it. Returns the replayed versions."""
         archived = set(self.archive.versions())
         starts = {
             version: max((path for path in checkpoints if int(path.name) < version), default=None)

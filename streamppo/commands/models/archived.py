@@ -16,7 +16,7 @@ from streamppo.types import Floats, Identity, Ints, Trajectory, flags, ints
 class ArchivedCompletion(NamedTuple):
     """A completion with the versions that sampled its tokens, and the critic's values (NaN if they were not kept).
 
-    `update` is the version that the last segment's batch made. `reward` is None if its end is not archived.
+    `update` is the version that the last segment's batch made. `reward` is None if the completion's end is missing.
     """
 
     identity: Identity

@@ -75,8 +75,7 @@ class MeanEstimate(TypedDict):
 class EvalResult(TypedDict):
     """The output of `--json`. `reward`, `tokens` and `truncated` are means over the greedy answers.
 
-    `failed` is the number of greedy answers and samples without a score, and `reasons` has the numbers of the most
-    frequent reasons.
+    `failed` counts greedy answers and samples without a score; `reasons` counts them by the most frequent reasons.
     """
 
     model: str
@@ -121,7 +120,7 @@ def evaluate(
 
 
 def _load_run(run: Path, run_config: Config, config: Config, version: int | None) -> tuple[Config, Subject]:
-    """Load the policy of a run. Returns the policy with `config`, in which `[model]` is the run's."""
+    """Load the policy of a run. Returns `config` with the run's [model], and the policy."""
     path = model_path(run_config, run)
     config = structs.replace(config, model=run_config.model)
     if version == 0:
@@ -131,7 +130,7 @@ def _load_run(run: Path, run_config: Config, config: Config, version: int | None
 
 
 def _load_model(name: str, config: Config, aside: Path) -> tuple[Config, Subject]:
-    """Load a model, or make builtin:tiny in `aside`. Returns the policy with `config` for the model `name`."""
+    """Load a model, or make builtin:tiny in `aside`. Returns `config` for the model `name`, and the policy."""
     config = structs.replace(config, model=structs.replace(config.model, path=name))
     if faults := [finding.text for finding in folders.model(config) if finding.state in ("error", "not here")]:
         raise ConfigError("\n".join(faults))

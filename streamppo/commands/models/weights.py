@@ -137,7 +137,7 @@ def _checkpoint(run: Path, version: int | None, past: History | None) -> Path:
 def _read(path: Path, start: str, model: Model) -> dict[str, Tensor]:
     """Return the policy's trained parameters in the model's `dtype`. Any number of ranks may have saved the checkpoint.
 
-    Names and order are the same as in a push. Tied weights appear once, under their name in `named_parameters`.
+    Names and order are those of a push. Tied weights appear once, under their name in `named_parameters`.
     """
     with torch.device("meta"):
         lm = hf_files.read(start, "eager", weights=False)

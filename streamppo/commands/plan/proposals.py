@@ -2,8 +2,7 @@
 
 Settings are changed one after another, each to the value with the most trained tokens per second. Of several values
 within `EQUAL` of the highest rate, the first is taken: the fewest GPUs of a stage, the smallest lag, the fewest slots
-and trajectories in flight. A larger batch must raise the rate by the share `BATCH_GAIN`, because updates then
-learn differently.
+and trajectories in flight. A larger batch must raise the rate by the share `BATCH_GAIN`, because it changes learning.
 """
 
 from collections.abc import Callable, Sequence
@@ -96,7 +95,7 @@ def more_slots(config: Config) -> list[int]:
 def improve(
     config: Config, basis: Basis, splits: Sequence[tuple[str, ...]], first: tuple[str, ...] = ()
 ) -> list[Proposal]:
-    """Return proposals with the best last. The first has the overrides `first`; each further proposal adds a change.
+    """Return proposals with the best last. The first has the overrides `first`; each of the others adds a change.
 
     `splits` are overrides that divide cores or GPUs between ranks and engines.
     """

@@ -98,8 +98,7 @@ def read(path: Path) -> BenchResult:
 def changes(now: BenchResult, then: BenchResult) -> dict[str, str]:
     """Return "slower", "faster" or "equal" for each cost in both results.
 
-    A cost is slower if the ratio of medians exceeds `MARGIN` and every value exceeds every earlier value, scaled by
-    `pace`.
+    A cost is slower if the ratio of medians exceeds `MARGIN` and every value exceeds `pace` times every earlier value.
     """
     words: dict[str, str] = {}
     for name in now.costs.keys() & then.costs.keys():

@@ -19,7 +19,7 @@ from streamppo.telemetry.watch.sections import RunView
 from streamppo.types import QueueReport
 
 JOURNAL_S = 10.0
-"""Minimum time between two reads of the journal, because each reads all waiting trajectories."""
+"""Minimum time between two reads of the journal. A read loads all waiting trajectories."""
 AHEAD = 2
 """Updates by which the journal of a run in progress may be ahead of metrics.jsonl."""
 

@@ -1,7 +1,7 @@
 """Runs `streamppo try` for the page, in a separate process with a time limit. Only one process runs at a time.
 
 A request must have this page as its origin, which excludes other sites. A header must have the key that `watch` has
-printed, which excludes other users of this machine. A request cannot consent to the run's code.
+printed, which excludes other users of this machine. A request cannot give consent to run code.
 """
 
 import asyncio
