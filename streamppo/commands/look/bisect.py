@@ -48,7 +48,6 @@ def find(run: Path, question: Question) -> Answer:
     Raises `ConfigError` for an unknown metric or an invalid test, `JournalError` if needed batches were not kept, and
     `TaskError` if the test fails.
     """
-    question.refuse()
     test = _load(question.test) if question.test is not None else None
     if not question.changes and (test is None or "model" not in test.parameters):
         return _examine_records(run, question, test)

@@ -80,7 +80,6 @@ def find(run: Path, question: TrialQuestion) -> Trial:
     Raises `ConfigError` for a question that does not suit the run, `JournalError` if a version or the completion was
     not kept, `RunError` if the prompt or the environment has changed, and the errors of `versions.remake`.
     """
-    question.refuse()
     plugins.export_path()
     transformers.utils.logging.disable_progress_bar()
     pasts = [versions.read_past(run, version) for version in question.versions]
