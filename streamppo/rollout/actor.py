@@ -21,10 +21,10 @@ if TYPE_CHECKING:
 
 
 class RolloutActor:
-    """Passes calls to a worker. `start` makes the worker, and every other call waits for it. All share one event loop.
+    """Passes calls to a worker, all in one event loop. `start` makes the worker; the other calls wait until it exists.
 
-    The constructor imports torch and the other libraries of `start` while the learner loads or makes the model. The
-    driver imports only this module, so it starts seconds earlier.
+    The constructor imports torch and the other libraries of `start` while the learner loads or makes the model. They
+    are not imported at the top of this module, because the driver imports it and would start seconds later.
     """
 
     def __init__(
@@ -50,7 +50,7 @@ class RolloutActor:
 
     @ray.method
     async def start(self, model_path: str) -> int:
-        """Load tokenizer, task and reward; start the engine on the first version. Returns that version."""
+        """Load tokenizer, task and reward; start the engine with the newest version. Returns that version."""
         await asyncio.to_thread(store.bring_model, self._config, model_path)
         worker = await self._start_worker(
             self._config, self._name, self._queue, self._reward_models, model_path, self._place

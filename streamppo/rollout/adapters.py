@@ -1,7 +1,7 @@
 """Makes the tensors of a version for an engine: pushed weights, or frozen weights with merged pushed adapters.
 
-pushed      checked against the learner's hashes -> merged, tensor by tensor -> hashed -> checked in the engine
-frozen      read once from the model's files; their hashes are compared with the learner's
+pushed adapters     hashes compared with the learner's -> merged, tensor by tensor -> hashed -> checked in the engine
+frozen weights      read once from the model's files; hashes compared with the learner's at every push
 """
 
 import asyncio
@@ -40,12 +40,13 @@ class EngineTensors(Protocol):
 
 
 class WholeModel:
-    """Returns the tensors of whole pushed models."""
+    """Passes on the pushed tensors, if the learner pushes whole models."""
 
     async def materialize(self, replica: Replica) -> Loadable:
-        """See `EngineTensors.materialize`. Checks nothing.
+        """See `EngineTensors.materialize`. Compares no hashes.
 
-        The engine checks its copies. Shared memory, which is not copied, was checked by the machine's leader.
+        The engine compares the hashes of its copies. It does not copy tensors in shared memory, whose hashes the actor
+        that pulled them has compared.
         """
         return Loadable(replica.tensors, replica.contents)
 
@@ -85,11 +86,14 @@ class MergedAdapters:
 
 
 def source(config: Config, model_path: str) -> EngineTensors:
-    """Choose by the configuration. For adapters, loads the model at `model_path`; raises `ModelError` if it cannot."""
+    """Return `MergedAdapters`, with the frozen weights at `model_path`, if the run trains adapters; else `WholeModel`.
+
+    Raises `ModelError` if the model at `model_path` cannot be loaded.
+    """
     if config.model.lora is None:
         return WholeModel()
     dtype = getattr(torch, config.model.dtype)
-    # Each tensor is rounded once, as in the learner. In float32 all tensors of a 32B model would take 131 GB.
+    # As in the learner, each tensor is rounded when it is loaded: a whole 32B model in float32 would take 131 GB.
     model = models.load(model_path, dtype=dtype).model
     return MergedAdapters(
         {name: parameter.detach().to(dtype) for name, parameter in model.named_parameters()}, config.model.lora.scale

@@ -3,8 +3,8 @@
     prompt -> session -> agent in a process, with requests to the endpoint -> its end -> received turns, and rewards
 
 consumes     prompts
-produces     runs; a failed one is an error with its reason, and its prompt is sampled again
-waits for    a process, the agent in it, and through it the engine
+produces     runs; a failed run raises an error with the reason, and its prompt is sampled again
+waits for    a place among `MOST_RUNS`, a process, and the agent, whose requests wait for the engine
 unblocks     nothing: requests in flight at an agent's end are cancelled
 """
 
@@ -33,17 +33,17 @@ from streamppo.tasks.rewards.signature import Columns, Texts
 from streamppo.types import Flags, Floats, Ints, Message, Prompt, Routes, ScoredText, Template
 
 MOST_RUNS = 1024
-"""Maximum number of agents that run concurrently. An evaluation starts all its prompts at once."""
+"""Maximum number of agents that run concurrently, also in an evaluation, which starts all its prompts at once."""
 GRACE_S = 5.0
 """A process that still runs this long after the time limit is killed."""
 HIDDEN = "[key]"
-"""Replaces a run's key in its agent's output."""
+"""Replaces the run's key in texts from its agent."""
 MEMORY_MIB = 8192
 """Memory that one process may allocate after it has imported the agent (Linux)."""
 
 
 class AgentRun(NamedTuple):
-    """An ended run, with the field names of an `Episode`. Its turns are those that the agent received.
+    """An agent's run that has ended; its fields are those of an `Episode`. It has the turns that the agent received.
 
     `observations` are the agent's new messages after each turn except the last.
     """
@@ -68,7 +68,7 @@ class AgentRun(NamedTuple):
 
 
 class Agents:
-    """Plays prompts after `start`. Without `scored` there are no scorers, so an agent must give a reward."""
+    """Plays each prompt with a new run of the agent. If not `scored`, the agent must give a reward."""
 
     def __init__(self, policy: SampledPolicy, config: AgentEnvironment, *, scored: bool) -> None:
         self._policy, self._config, self._scored = policy, config, scored
@@ -171,10 +171,10 @@ class Agents:
             template=Template(tools=first.tools),
         )
         self.counts["runs"] += 1
-        # The tokens of a failed run are counted with its failure.
+        # A failed run is not counted here: its `EnvironmentFailed` has the number of all its sampled tokens.
         self.counts["undelivered tokens"] += session.undelivered
         columns, row = session.row.columns([turn.number for turn in turns]), slice(session.row.prompt, None)
-        # The row has the tokens of turns in the order of the turns.
+        # The sampled tokens of the turns follow each other in the row, in the order of `turns`.
         ends = np.flatnonzero(columns.mask[row])[np.cumsum([turn.tokens for turn in turns]) - 1]
         return AgentRun(
             columns.tokens[: session.row.prompt],
@@ -198,7 +198,7 @@ class Agents:
 
 
 class _OnDemand(Pool):
-    """Processes with one run at a time; another is forked if none is free."""
+    """A pool whose processes each serve one run at a time. If no process is free, a new one is forked."""
 
     def __init__(self, config: FunctionScorer, forks: Forks) -> None:
         super().__init__(config, forks)
@@ -222,7 +222,7 @@ class _OnDemand(Pool):
                 # After a cancellation the process is still busy with the call.
                 self._forks.end(process)
             elif any(outcome.reward is not None and _read_outcome(outcome).lingers for outcome in outcomes):
-                # A remaining thread or task could read the next run's key from the environment.
+                # A thread or task that the agent has left behind could read the next run's key from the environment.
                 self._forks.end(process)
             elif not process.ended:
                 self._free.append(process)
@@ -230,6 +230,6 @@ class _OnDemand(Pool):
 
 
 def _read_outcome(outcome: Outcome) -> agent.AgentOutcome:
-    """Return the outcome that a process sent in its answer."""
+    """Decode the agent's outcome, which its process sends as the explanation of a reward."""
     assert outcome.reward is not None
     return msgspec.json.decode(outcome.reward.explanation, type=agent.AgentOutcome)

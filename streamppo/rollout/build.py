@@ -52,7 +52,7 @@ def sampling(config: Config) -> Sampling:
 
 
 def stop(config: Config, model_path: str, tokenizer: Tokenizer | None) -> Stop:
-    """Return the tokens and strings that end a completion. Raises `ModelError` for an end that is not a token."""
+    """Return the tokens and strings that end a completion. Raises `ModelError` if an eos_token_id is no token."""
     return _stop(config, model_path, read_settings(model_path), tokenizer)
 
 
@@ -61,7 +61,7 @@ def _stop(config: Config, model_path: str, hf_config: "PreTrainedConfig", tokeni
 
 
 def puller(config: Config, name: str, queue: "ActorProxy[QueueActor]", receiver: Receiver) -> Puller:
-    """Build the puller of the actor `name`. If engines read shared memory, the actors of a machine share a copy."""
+    """Build the puller of the actor `name`. If engines read shared memory, a machine's actors share its copies."""
     if not config.rollout.engine.shares_weights(adapted=config.model.lora is not None):
         return Puller(name, queue, receiver)
     import ray
@@ -80,10 +80,10 @@ async def engine(
     *,
     place: int = 0,
 ) -> Engine:
-    """Build the engine of `actor`, engine number `place` of the run. It begins with `tensors` as `version`.
+    """Build the engine of `actor` with `tensors` as the weights of `version`.
 
-    `tokenizer` defaults to the model's, if it has one. Raises `ModelError` for a model that the engine cannot run,
-    and `WeightsError` for tensors that do not fit the model.
+    `place` is the number of the engine in the run. `tokenizer` defaults to the model's, if it has one. Raises
+    `ModelError` for a model that the engine cannot run, and `WeightsError` for tensors that do not fit the model.
     """
     if config.rollout.gpus and not torch.cuda.is_available():
         raise ModelError(f"rollout.gpus is {config.rollout.gpus:g}, and torch finds no GPU here")
@@ -145,10 +145,10 @@ def _setup(
 
 
 class EngineModel(NamedTuple):
-    """The settings of a model, and bounds on the tokens of its rows. `context` is the model's own bound.
+    """A model's settings, and bounds on the number of tokens in a row. `context` is the bound of the model.
 
-    `room` is the smaller of `context` and the configuration's longest row. `unknown` are token ids below `vocabulary`
-    that the tokenizer lacks. `completes` is as in `EndTokens`.
+    `room` is the smaller of `context` and the longest row of the configuration. `unknown` are token ids below
+    `vocabulary` that the tokenizer lacks. `completes` tests for a stop string, as in `EndTokens`.
     """
 
     hf_config: "PreTrainedConfig"
@@ -177,7 +177,7 @@ def _tokenizer(model_path: str) -> Tokenizer | None:
     try:
         return Tokenizer(model_path)
     except TaskError:
-        # An engine takes and returns token ids, and works without a tokenizer.
+        # Engines take and return token ids, so a model without a tokenizer runs too.
         return None
 
 
@@ -227,7 +227,7 @@ def _connect(config: Config, settings: SGLangEngine, actor: str) -> push.Connect
     match settings.transport:
         case "tensor":
             if settings.urls:
-                # The default strategy passes file descriptors, which works only for this process's children.
+                # By default torch passes file descriptors, which only children of this process can receive.
                 torch.multiprocessing.set_sharing_strategy("file_system")
             return partial(push.by_shared_memory, bucket_bytes, bool(settings.urls))
         case "group":

@@ -37,9 +37,9 @@ class RecordedCompletion(NamedTuple):
 
 
 class Continuation:
-    """The sampler of one episode: returns the recorded turns before token `at`, and continues the turn of that token.
+    """The sampler of one episode: repeats the recorded tokens before token `at`, and samples from token `at` on.
 
-    `completes` is as in `EndTokens`. `has_begun` is True after sampling has begun.
+    `completes` tests for a stop string, as in `EndTokens`. `has_begun` is True after sampling has begun.
     """
 
     def __init__(
@@ -50,7 +50,7 @@ class Continuation:
         self.has_begun = False
 
     async def generate(self, prompt: Ints, sampling: Sampling, cuts: Cuts | None = None) -> Completion:
-        """See `Engine.generate`. Raises `RunError` if the recorded tokens follow another context."""
+        """See `Engine.generate`. Raises `RunError` if the recorded turn follows another context than `prompt`."""
         if self.has_begun:
             return await self._engine.generate(prompt, sampling, cuts)
         start, end = next(self._turns)
@@ -73,7 +73,8 @@ class Continuation:
     def _join(self, before: Ints, remainder: Completion) -> Completion:
         """Join the recorded tokens `before` of a turn and its sampled `remainder`.
 
-        A stop string that begins in `before`, which the engine does not search, ends the turn.
+        The engine does not search `before` for stop strings. A stop string that begins there is found here, and ends
+        the turn.
         """
         tokens, finish = np.concatenate([before, remainder.tokens]), remainder.finish
         if self._completes is not None and len(before):

@@ -59,7 +59,7 @@ class Completion(NamedTuple):
     `logprobs[t]` is under the sampling distribution of token t (after temperature, top-k and top-p); greedy tokens have
     their log-prob at temperature 1. `versions[t]` is the weight version that sampled token t, or the oldest possible
     one if `versions_known` is false. `candidates` is set if top-p or top-k may exclude tokens. `routes_SE` are the
-    experts of the S tokens of prompt and completion, without the last; None if the engine does not record them.
+    experts of S tokens, all of prompt and completion except the last; None if the engine does not record experts.
     `cached` is the number of prompt tokens found in the engine's cache.
     """
 
@@ -74,9 +74,9 @@ class Completion(NamedTuple):
 
 
 class ContextReuse:
-    """Counts the context `tokens` that earlier turns of an episode had computed, and how many of them were `reused`.
+    """Counts `tokens` of contexts that earlier turns of the same episode had computed; the cache had `reused` of them.
 
-    Contexts of fewer than `LEAST` tokens are left out, because engines do not keep them.
+    A context with fewer than `LEAST` such tokens is left out, because engines do not keep so few.
     """
 
     LEAST = 64
@@ -85,7 +85,7 @@ class ContextReuse:
         self.tokens = self.reused = 0
 
     def add(self, known: int, cached: int) -> None:
-        """Count a turn with a context of which `known` tokens were computed before and `cached` came from the cache."""
+        """Count a turn. Earlier turns had computed `known` tokens of its context; the cache had `cached` of them."""
         if known >= self.LEAST:
             self.tokens, self.reused = self.tokens + known, self.reused + min(known, cached)
 
@@ -95,13 +95,14 @@ NEVER = 2**62
 
 
 class Cuts(NamedTuple):
-    """When one completion is cut into segments: every `max_tokens` tokens, and by age up to `max_age`; 0 means never.
+    """Where one completion is cut into segments: after every `max_tokens` tokens, and by age (segment_cuts.py).
 
-    See segment_cuts.py. `take` is called in the engine's event loop with all tokens of the completion so far and
-    `finish` "cut". `share` is the number of a batch's segments that one engine makes. `aim` returns the age from which
-    segments are cut if a batch has room (0: never). `oldest` is the oldest version of tokens outside segments from
-    earlier calls. The last token is in no segment: the result of `generate` has it. If `restartable`, a completion may
-    be sampled again from its beginning after a segment was taken.
+    A segment is cut at the age of `max_age` versions at the latest. If `max_tokens` or `max_age` is 0, it causes no
+    cuts. `take` is called in the engine's event loop with all tokens of the completion so far and `finish` "cut". It
+    never gets the last token, which only the result of `generate` has. `share` is the number of segments in a batch
+    divided by the number of actors. `aim` returns the age from which segments are cut if a batch has room (0: never).
+    `oldest` is the oldest version of an earlier turn's tokens that are in no segment yet. If `restartable`, the engine
+    may sample a completion again from its beginning after `take` got a segment of it.
     """
 
     take: Callable[[Completion], None]
@@ -113,11 +114,11 @@ class Cuts(NamedTuple):
     restartable: bool = False
 
     def next_by_length(self, handed: int) -> int:
-        """Return the number of tokens at which the segment that begins at token `handed` has its `max_tokens`."""
+        """Return the completion's length at which the segment that begins at token `handed` has `max_tokens` tokens."""
         return handed + self.max_tokens if self.max_tokens else NEVER
 
     def oldest_after(self, handed: int, version: int) -> int:
-        """Return the oldest version of the tokens after the first `handed` ones; token `handed` has `version`."""
+        """Return the oldest version in the segment that begins at token `handed`, whose version is `version`."""
         return version if handed or self.oldest is None else self.oldest
 
 
@@ -125,8 +126,8 @@ class Usage(NamedTuple):
     """Counters since the engine started. `idle_s` is the wall time in which it had nothing to decode.
 
     `restarts` is the number of restarts after its processes died. `prompted` is the number of prompt tokens, and
-    `reused` the number of those that came from the cache. `kv_ages` counts these by age: the sampling version minus
-    the computing one.
+    `reused` the number of those that came from the cache. `kv_ages` counts the reused tokens by age: the
+    engine's version minus the version that computed their keys and values.
     """
 
     tokens: int
@@ -159,7 +160,7 @@ class Engine(Sampler, Protocol):
 
     @property
     def version(self) -> int:
-        """The version of the weights that sample the next token. All segments due at it have been handed over."""
+        """The version that samples the next token. All segments that are due at this version have been handed over."""
         ...
 
     async def generate(self, prompt: Ints, sampling: Sampling, cuts: Cuts | None = None) -> Completion:
@@ -174,8 +175,9 @@ class Engine(Sampler, Protocol):
     ) -> None:
         """Swap to `tensors` (HF names) at the next token boundary; return when they are in use.
 
-        `contents` are their expected hashes (weights/content.py), by default those of `tensors`. Raises `WeightsError`,
-        and keeps the old version, if names or shapes do not fit, or if the engine's copies have other hashes.
+        `contents` are the tensors' expected hashes (weights/content.py), by default those of `tensors`. Raises
+        `WeightsError`, and keeps the old version, if names or shapes do not fit, or if the engine's copies have other
+        hashes.
         """
         ...
 

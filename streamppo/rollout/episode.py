@@ -54,8 +54,8 @@ EXPLAINED = 2000
 class Episode(NamedTuple):
     """A finished completion of T tokens before it is scored. `turn_ends` are the indices of the turns' last tokens.
 
-    `opening` is the environment's version of the prompt; `observations` are its messages after the turns. `branches`
-    and `placed_turns` become `branches` and `turns` of the `Trajectory`.
+    `opening` is the prompt that the environment or agent wrote; `observations` are their messages after turns.
+    `branches` and `placed_turns` become `branches` and `turns` of the `Trajectory`.
     """
 
     prompt_tokens: Ints
@@ -169,9 +169,9 @@ class Cutter(Protocol):
 
 
 class Player:
-    """Plays each prompt with one engine, and with a new environment or an agent, if one is configured.
+    """Plays prompts with one engine. If configured, each prompt gets a new environment, or a new run of the agent.
 
-    `scored`: the configuration has scorers; without them an agent must give a reward.
+    `scored` is true if the run has scorers. If it has none, an agent must give a reward.
     """
 
     def __init__(
@@ -252,7 +252,7 @@ class Player:
 
 
 class Columns:
-    """The growing columns of a running episode. `known` counts the tokens up to the end of the last turn."""
+    """The growing columns of a running episode. `known` counts all tokens, prompt included, to the last turn's end."""
 
     def __init__(self, prompt_tokens: Ints, opening: Prompt | None = None) -> None:
         self.prompt_tokens = prompt_tokens
@@ -309,7 +309,7 @@ class Columns:
         self.length += len(tokens)
 
     def episode(self, finish: Literal["stop", "length", "cut"], end: Done) -> Episode:
-        """Join the columns; an unfinished turn has a reward of 0."""
+        """Join the columns; a turn that the environment has not answered has a reward of 0."""
         tokens, logprobs, versions, mask = (np.concatenate(column) for column in zip(*self._parts, strict=True))
         rewards = (*self.rewards, *[0.0] * (len(self.turns) - len(self.rewards)))
         return Episode(
@@ -331,7 +331,7 @@ class Columns:
         )
 
     def _padded_routes(self) -> Routes | None:
-        """Return the routes of all tokens except the last; -1 for an observation at the end."""
+        """Return the routes of all tokens except the last; those of an observation at the end are -1."""
         if self._routes is None:
             return None
         missing = len(self.prompt_tokens) + self.length - 1 - len(self._routes)

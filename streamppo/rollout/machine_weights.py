@@ -6,15 +6,15 @@
 
     consumes     versions from the ledger (the leader), or from the leader
     produces     the newest version, in the machine's only replica
-    waits for    a version that is newer than the engine's; a follower for its leader
+    waits for    a version that is newer than the engine's; a follower waits for the leader to have it
     unblocks     the next swap of `WeightSync`
 
-The machine's name is a socket in Linux's abstract namespace, which disappears when the leader ends. The next actor that
-finds no leader takes the name. Shared memory disappears with the last process that has it. So a dead process leaves
-nothing behind.
+The machine's name is a socket address in Linux's abstract namespace, which is free again when the leader ends. The next
+actor that finds no leader takes the name. Shared memory is freed when the last process that has it ends. So a dead
+process leaves neither a name nor memory behind.
 
 With any number of actors, a machine holds three copies of the model: the served version, the next one, and the one
-being pulled. A late engine keeps an older version too.
+being pulled. While an engine is late, the machine also holds the older version of that engine.
 """
 
 import asyncio
@@ -50,9 +50,9 @@ POLL_S = 5.0
 AGAIN_S = 0.05
 """Seconds until the next try if there is no leader, or no version so far."""
 LONG_S, ROOM_S = 30.0, 300.0
-"""An actor logs a wait for a version after `LONG_S`. A leader fails after `ROOM_S` without room for a version."""
+"""Seconds until an actor logs that it waits for a version, and until a leader without room for a version fails."""
 REQUEST, SIZE = struct.Struct("<q"), struct.Struct("<I")
-"""A request is the oldest wanted version. A reply begins with the length of its push, 0 if there is none so far."""
+"""A request is a number, the oldest wanted version. A reply begins with the bytes of its push; 0: no version so far."""
 MOST_DESCRIPTORS = 200
 """Maximum number of descriptors in a message; Linux passes at most 253."""
 BACKLOG = 64
@@ -81,7 +81,7 @@ class MachinePuller(Puller):
         self._missed_since, self._reason = 0.0, ""
 
     async def newer(self, version: int) -> Push:
-        """See `Puller.newer`. A refused version is hashed before it is returned again.
+        """See `Puller.newer`. If the engine refused the version, it is hashed before it is returned again.
 
         A version is pulled once, even if a learner makes it again with other weights (`learner.exact = false`). Raises
         `WeightsError` if this actor leads and cannot pull, if the memory is damaged, or if the name cannot be taken.
@@ -91,7 +91,7 @@ class MachinePuller(Puller):
             if not pushes:
                 continue
             announced = decode(pushes[-1][0], Push).version
-            # The references would keep the buckets in the object store.
+            # `pushes` has references, which would keep the buckets in the object store.
             del pushes
             newest = await (
                 self._wait_as_leader(announced) if self._lead() else asyncio.to_thread(self._ask_leader, announced)
@@ -206,7 +206,7 @@ class Leader:
             except OSError:
                 if self._listener.fileno() < 0:
                     return
-                # There may be too many open files, for example, of which some may be closed soon.
+                # For example, too many files are open, and some of them may be closed soon.
                 time.sleep(AGAIN_S)
                 continue
             try:
@@ -269,7 +269,7 @@ async def _pull_for_all(puller: Puller, leader: Leader) -> None:
 
 
 def _bind(address: str) -> socket.socket | None:
-    """Return a socket that listens at `address`; None if another process does. Raises `WeightsError` if that fails."""
+    """Return a socket that listens at `address`; None if another process does. Other errors raise `WeightsError`."""
     try:
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:

@@ -49,7 +49,7 @@ def window(hf_config: "PreTrainedConfig") -> int | None:
 
 
 def refusal(hf_config: "PreTrainedConfig", longest_row: int) -> str:
-    """Return what SGLang computes differently from transformers in rows of `longest_row` tokens; empty if nothing."""
+    """Return what SGLang computes differently from transformers in rows of `longest_row` tokens; "" if nothing."""
     kind, width = hf_config.get_text_config().model_type, window(hf_config)
     if any(rope.get("rope_type") == "dynamic" for rope in _ropes(hf_config)):
         return (
@@ -72,9 +72,9 @@ def refusal(hf_config: "PreTrainedConfig", longest_row: int) -> str:
 
 
 def _scales_alike(rope: Mapping[str, Any]) -> bool:
-    """True if yarn's attention scale is equal in both: default * attn_factor (SGLang), attention_factor (transformers).
+    """True if yarn's attention scale in SGLang, default * attn_factor, equals transformers', attention_factor.
 
-    default = 0.1 * log(factor) + 1 if factor > 1, else 1. It is also the value of a missing attention_factor.
+    default = 0.1 * log(factor) + 1 if factor > 1, else 1. A missing attention_factor has this value too.
     """
     attention_factor, multiplier = rope.get("attention_factor"), rope.get("attn_factor") or 1.0
     factor = rope.get("factor") or 1.0

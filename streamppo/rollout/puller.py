@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from streamppo.queue.actor import QueueActor
 
 RETRY_S = 0.5
-"""Seconds between two attempts to pull lost weights."""
+"""Seconds from a failed pull to the next attempt."""
 AHEAD = 2
 """The number of buckets fetched while one is unpacked."""
 

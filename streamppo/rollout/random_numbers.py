@@ -3,8 +3,8 @@
     seed = blake2b(run's seed, task, prompt, sample, attempt), and of a later turn blake2b(seed, turn)
     u_t  = splitmix64(seed + t * GOLDEN) / 2**64, for token t of the turn
 
-Splitmix64 is the generator of https://doi.org/10.1145/2714064.2660195. So a run with `queue.max_lag = 0` samples the
-same tokens with any number of rollout actors, and two runs that differ in one setting have common random numbers.
+So a run with `queue.max_lag = 0` samples the same tokens with any number of rollout actors, and two runs that differ in
+one setting have common random numbers. Splitmix64 is the generator of https://doi.org/10.1145/2714064.2660195.
 """
 
 import hashlib
@@ -28,7 +28,7 @@ def seed_of_turn(seed: int | None, turn: int) -> int | None:
 
 
 def seed_after(seed: int | None, tokens: int) -> int | None:
-    """Return the seed with which a turn continues after `tokens` tokens with the same numbers u. None for None."""
+    """Return the seed that gives token 0 the number u of token `tokens` under `seed`; None if `seed` is None."""
     return None if seed is None else (seed + tokens * GOLDEN) % 2**64
 
 
@@ -38,7 +38,7 @@ def seed_of_retry(seed: int, number: int) -> int:
 
 
 def uniform(seeds_B: np.ndarray, place_B: np.ndarray) -> np.ndarray:
-    """Return u [B] (float64, 0 < u < 1) of the tokens `place_B` of completions with `seeds_B` (uint64)."""
+    """Return u [B] (float64, 0 < u < 1) of token `place_B` of each completion; `seeds_B` (uint64) are their seeds."""
     z_B = seeds_B + (place_B.astype(np.uint64) + np.uint64(1)) * np.uint64(GOLDEN)
     z_B = (z_B ^ (z_B >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     z_B = (z_B ^ (z_B >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)

@@ -2,19 +2,19 @@
 
 A segment's age is the engine's version minus the version of its oldest token. A segment of age `max_age` is due. Many
 segments due at once would not fit into one batch. So every swap cuts about as many as a batch has room for, the oldest
-first. `share` is the number of a batch's segments from one actor:
+first. `share` is the number of segments in a batch divided by the number of actors:
 
     completions under way                                   at most max_age * share
     uncut segments of an age of a or more, for each a       at most (max_age - a) * share
     segments of an age of `aim` (the wanted lag) or more    cut, up to `share` cuts in all
 
-With the first bound, the second needs at most `share` cuts at a swap. Without the first, an actor with the tickets of
+While the first bound holds, the second causes at most `share` cuts at a swap. An actor that also had the tickets of
 other actors would cut more at every swap than a batch has room for, until tokens were too old.
 
-Example: max_age 2, share 1. Of segments of ages 1 and 1, one is cut: at most (2 - 1) * 1 may stay uncut.
+Example: max_age 2, share 1. Of two segments of age 1, one is cut, because at most (2 - 1) * 1 may stay uncut.
 
-A completion that waits for its reward or environment may sample no more tokens, but its reward needs a token. So it
-keeps its tokens of the newest version. The queue waits for them before they are too old.
+A completion that waits for its reward or environment may get no more tokens, and its reward must be on a token. So a
+cut leaves it the tokens of its newest version. The queue delays an update for which these tokens would be too old.
 """
 
 from collections.abc import Iterable, Sequence
@@ -24,7 +24,7 @@ from streamppo.types import Ints
 
 
 def segments_to_cut(version: int, running: Sequence[tuple[Cuts, int]]) -> list[int]:
-    """Return the indices in `running` of the segments to cut before a swap; `running` has each one's oldest version."""
+    """Return the indices of the segments to cut before a swap to `version`; `running` has their oldest versions."""
     if not running:
         return []
     cuts, _ = running[0]
@@ -53,15 +53,14 @@ def due(ages: Sequence[int], max_age: int, share: float, aim: int = 0) -> list[i
 
 
 def kept_from(versions: Ints) -> int:
-    """Return the index of the first token that a waiting completion keeps; `versions` [T] must not decrease."""
+    """Return the index of the first token of the newest version; `versions` [T] must not decrease."""
     return int(versions.searchsorted(versions[-1]))
 
 
 def cut_for(version: int, oldest_versions: Iterable[int], flow_lag: int) -> int:
     """Return the newest version for which an engine at `version` has cut all due segments.
 
-    `oldest_versions` are the oldest versions that its waiting completions keep.
-
-    After the cuts for version v, all uncut tokens are of v - `flow_lag` + 1 or later.
+    `oldest_versions` are those of the tokens that waiting completions keep. When all segments due at version v are cut,
+    every uncut token has version v - `flow_lag` + 1 or a newer one.
     """
     return min([version, *(oldest_kept + flow_lag - 1 for oldest_kept in oldest_versions)])

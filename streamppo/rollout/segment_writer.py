@@ -16,11 +16,10 @@ from streamppo.types import Ints, Reward, Ticket, Trajectory
 
 
 class SegmentWriter:
-    """Makes the segments of a ticket; without segments in `config`, the completion is one trajectory.
+    """Makes the segments of one ticket's completion. Without `queue.segments`, the completion is one trajectory.
 
-    `identity` is that of the next segment; `prefix` is the number of tokens handed over before it. `share` is the
-    number of a batch's segments that this actor makes. `aim` returns the age from which segments are cut if a batch has
-    room.
+    The next segment has `identity` and begins after `prefix` tokens. `share` is the number of segments in a batch
+    divided by the number of actors. `aim` returns the age from which segments are cut if a batch has room.
     """
 
     def __init__(
@@ -60,9 +59,9 @@ class SegmentWriter:
         self._waiting = episode
 
     def cut_waiting(self, version: int) -> int | None:
-        """Hand over a segment that is due at `version`; return the oldest version of the other tokens.
+        """Hand over a segment of the waiting episode, if it is due at `version`.
 
-        Returns None if no episode waits.
+        Returns the oldest version of the remaining tokens; None if no episode waits.
         """
         queue, episode = self._config.queue, self._waiting
         if episode is None or queue.segments is None or not queue.segments.just_in_time:

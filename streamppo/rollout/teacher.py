@@ -1,4 +1,4 @@
-"""A teacher on a server. It computes log-probs of every finished completion, which the trajectory includes.
+"""Gets log-probs of every finished completion from a teacher on a server. The trajectory includes them.
 
     POST URL/generate     prompt + completion with max_new_tokens = 0: SGLang's log-probs of the given tokens
     POST URL/detokenize   once, at the start: the texts of token ids by the server's tokenizer
@@ -27,7 +27,7 @@ from streamppo.types import Floats, Ints, ScorerReport, branches, utf8_safe
 COMPARED = 4096
 """Maximum number of tokens whose texts are compared, evenly spread over the policy's vocabulary."""
 LAST_TOKEN = 0
-"""SGLang's substitute for the id of its vocabulary's last token."""
+"""SGLang reports this id in place of the last id of its vocabulary."""
 
 TokenId: TypeAlias = Annotated[int, Meta(ge=0, lt=2**31)]
 
@@ -87,7 +87,7 @@ class TeacherClient:
         return column.astype("<f4").tobytes()
 
     async def _score_paths(self, episode: Episode) -> Floats:
-        """Return the log-probs [T]; each sampled token's log-prob is that on its first path."""
+        """Return the log-probs [T]. A token on several paths has the log-prob that it has on the first of them."""
         prompt, width = len(episode.prompt_tokens), len(episode.prompt_tokens) + len(episode.tokens)
         row, sampled = np.concatenate([episode.prompt_tokens, episode.tokens]), np.zeros(width, np.bool_)
         sampled[prompt:] = episode.mask

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class Architecture:
-    """Names and shapes of a model's parameters, as in its modules and as in its files; no weights are loaded.
+    """Names and shapes of a model's parameters, in its modules and in its files; no weights are loaded.
 
     Raises `ModelError` for a configuration without a causal language model in transformers.
     """
@@ -102,7 +102,7 @@ def check_prompt(prompt: Ints, longest: int, vocabulary: int) -> None:
     """Raise `PromptRefused` for a prompt that would crash the engine and all its completions."""
     if not 1 <= len(prompt) <= longest:
         raise PromptRefused(f"a prompt of {len(prompt)} tokens does not fit: it needs 1 to {longest}")
-    # As unsigned numbers negative ids are large: one comparison finds both mistakes.
+    # A negative id is a large unsigned number, so one comparison finds negative and too large ids.
     if prompt.view(np.uint32).max() >= vocabulary:
         raise PromptRefused(f"a prompt has a token id outside the model's vocabulary of {vocabulary} tokens")
 

@@ -26,8 +26,8 @@ log = logging.getLogger(__name__)
 class WeightSync:
     """Swaps every new version of `puller` into `engine`, whose first version is in the puller's replica.
 
-    `digest` is the digest of the engine's version. `admitted_lag` is the lag in the newest push, if the learner adapts
-    it. `push_ms` is the time of all swaps together, in milliseconds.
+    `digest` is the digest of the engine's version. `admitted_lag` came with the newest push; None if the learner does
+    not adapt the lag. `push_ms` is the time of all swaps together, in milliseconds.
     """
 
     def __init__(self, puller: Puller, engine: Engine, source: EngineTensors) -> None:
@@ -40,7 +40,7 @@ class WeightSync:
         self._swapped = asyncio.Condition()
 
     async def run(self) -> None:
-        """Swap to every new version, in an endless loop; versions that are replaced during a swap are skipped.
+        """Swap to every new version, in an endless loop; of several new versions, only the newest is used.
 
         After a `WeightsError` the next pull is a full version, in case bytes were damaged on the way; shared memory is
         hashed again. Raises `WeightsError` after `PULLS` failures in a row, and `RunError` if a swap hangs.

@@ -64,7 +64,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 GATHER_S = 0.05
-"""Seconds in which free places and finished trajectories are collected into one call: each call has a fixed cost."""
+"""Seconds that a call to the queue waits, so that it covers several trajectories: each call has a fixed cost."""
 
 
 class GreedyAnswer(NamedTuple):
@@ -77,7 +77,7 @@ class GreedyAnswer(NamedTuple):
 
 
 def load_libraries() -> None:
-    """Import the parts of transformers that `start` needs. Meanwhile the learner loads the model."""
+    """Import the parts of transformers that `start` needs, while the learner loads the model."""
     for name in ("auto.tokenization_auto", "llama.modeling_llama"):
         import_module(f"transformers.models.{name}")
 
@@ -90,7 +90,7 @@ async def start(
     model_path: str,
     place: int = 0,
 ) -> "Worker":
-    """Load tokenizer, task and reward, and start engine number `place` on the newest version."""
+    """Load tokenizer, task and reward, and start engine number `place` with the newest version."""
     tokenizer = Tokenizer(model_path, config.model.clock)
     task = tasks.build(config.task, config.seed, tokenizer)
     for kind, count in task.lengths().items():
@@ -166,7 +166,7 @@ class Worker:
             await self._issue(group)
 
     async def follow(self) -> None:
-        """Swap to new versions, only for evaluations, in an endless loop that only an exception ends."""
+        """Swap to new versions for evaluations, without sampling for tickets, in an endless loop as in `run`."""
         await asyncio.gather(self._beat(), self._follower.run())
 
     async def _beat(self) -> None:
@@ -176,7 +176,7 @@ class Worker:
             if self._config.queue.segments:
                 # A batch is divided between the actors, including added ones and configured ones not yet started.
                 self._num_sharing = max(sampling, self._config.rollout.actors)
-                # A restarted queue needs the version up to which segments were cut.
+                # A delivery tells a restarted queue up to which version segments were cut.
                 self._delivery_due.set()
             await asyncio.sleep(BEAT_S)
 
@@ -199,12 +199,12 @@ class Worker:
                     continue
             self._needs_tickets.clear()
             if self._num_requestable:
-                # Trajectories have ended meanwhile, so a delivery requests tickets in their place.
+                # Places have become free meanwhile, so a delivery requests tickets for them.
                 self._delivery_due.set()
 
     @property
     def _num_requestable(self) -> int:
-        """The number of tickets to request: free places, within `most_under_way` if segments are cut by age."""
+        """The number of tickets to request: the free places, up to `most_under_way` if segments are cut by age."""
         queue, in_flight = self._config.queue, self._config.rollout.in_flight
         if queue.segments and queue.segments.just_in_time:
             under_way = in_flight - self._free_places
@@ -213,7 +213,7 @@ class Worker:
 
     @property
     def _share(self) -> float:
-        """The number of a batch's segments that this actor makes."""
+        """The number of segments in a batch divided by the number of actors."""
         return self._config.queue.batch_size / self._num_sharing
 
     def _aim(self) -> int:
@@ -229,7 +229,7 @@ class Worker:
             # All prompts share one phase: reading the clock for each would cost as much as tokenizing it.
             self._prepare({ticket.identity.prompt for ticket in tickets})
         if tickets and self._config.queue.segments:
-            # The queue must know up to which version every actor with tickets has cut segments.
+            # A delivery tells the queue up to which version this actor, which now has tickets, has cut segments.
             self._delivery_due.set()
         self._free_places -= len(tickets)
         # A retry with the same number gets the same tickets, so the number changes only after tickets have arrived.
@@ -238,7 +238,7 @@ class Worker:
 
     def _prepare(self, prompts: Iterable[int]) -> None:
         for number in prompts:
-            # `play` raises the error again, and then it fails the trajectory.
+            # `play` will raise the same error, which then fails the trajectory.
             with suppress(*FAILURES):
                 self._player.prepare(self._task.prompt(number))
 
@@ -277,7 +277,7 @@ class Worker:
         self._delivery_due.set()
 
     async def _score_and_teach(self, prompt: Prompt, episode: Episode) -> tuple[Reward, bytes]:
-        """Return the reward and, from concurrent calls, the log-probs of a teacher's server; empty without one."""
+        """Return the reward, and the log-probs that the teacher's server computes meanwhile; b"" without a teacher."""
         if self._teacher is None:
             return await self._score(prompt, episode), b""
         return await asyncio.gather(self._score(prompt, episode), self._teacher.score(episode))

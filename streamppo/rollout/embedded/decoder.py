@@ -46,10 +46,10 @@ class Decoder(Protocol):
         ...
 
     def stage(self, tensors: Mapping[str, Tensor], contents: Mapping[str, int] | None = None) -> None:
-        """Write `tensors` (HF names) to memory that no pass reads, while the current version serves; see `adopt`.
+        """Write `tensors` (HF names) to spare memory, from which passes read only after `adopt`.
 
-        Raises `WeightsError` if they do not fit, or if the hashes of the written tensors differ from `contents`, by
-        default the hashes of `tensors`.
+        `contents` are the expected hashes, by default those of `tensors`. Raises `WeightsError` if names or shapes do
+        not fit the model, or if a written tensor has another hash.
         """
         ...
 
@@ -65,15 +65,15 @@ class Decoder(Protocol):
         ...
 
     def extend(self, tokens_BP: Tensor, starts_B: Tensor, lengths_B: Tensor, first: int, longest: int) -> Tensor:
-        """Feed `lengths_B` tokens to each of rows `first` .. `first` + B - 1, after its first `starts_B` tokens.
+        """Feed tokens to B rows from row `first` on.
 
-        Afterwards each row has at most `longest` tokens, and room for one more. Returns the logits [B, V] after the
-        last token of each row.
+        Row `first` + b has `starts_B[b]` tokens, and gets `lengths_B[b]` more. Afterwards each row has at most
+        `longest` tokens, and room for one more. Returns the logits [B, V] after the last token of each row.
         """
         ...
 
     def step(self, tokens_B: Tensor, at_B: Tensor, spans: Sequence[Span]) -> Tensor:
-        """Feed one token to each of rows 0 .. B - 1, at position `at_B`; attention is computed span by span.
+        """Feed one token to each of the first B rows, at position `at_B`; attention is computed span by span.
 
         Returns the logits [B, V].
         """
@@ -92,7 +92,7 @@ def is_fused(config: "PreTrainedConfig", longest_row: int) -> bool:
 
 
 def row_limit(config: "PreTrainedConfig", longest_row: int) -> int:
-    """Return the maximum number of tokens in a row of the decoder that is chosen for rows of `longest_row` tokens."""
+    """Return the maximum number of tokens in a row, for the decoder that `build` chooses for this `longest_row`."""
     context, window = positions.longest(config, longest_row), positions.window(config)
     return context if window is None or not is_fused(config, longest_row) else min(context, window)
 
@@ -115,7 +115,7 @@ def build(
 ) -> Decoder:
     """Build the decoder of a model with `tensors` (HF names) and `rows` rows; `reserve` sets the tokens of a row.
 
-    Raises `ModelError` for a model that it would not compute exactly in rows of `longest_row` tokens, and
+    Raises `ModelError` for a model that no decoder computes exactly in rows of up to `longest_row` tokens, and
     `WeightsError` for tensors that do not fit.
     """
     if reason := refusal(config, longest_row):

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
 ADMIT_SHARE = 8
-"""Steps stop for a prefill when 1 / `ADMIT_SHARE` of the rows are free: even a prefill of few prompts is expensive."""
+"""Steps stop when 1 / `ADMIT_SHARE` of the rows are free, so that one prefill fills several rows at once."""
 MOST_HELD = 8
 """While few rows are free, requests wait for more free rows, for at most this many boundaries."""
 BURST_S = 0.01
@@ -46,9 +46,9 @@ Arguments = TypeVarTuple("Arguments")
 class EmbeddedEngine:
     """Implements `Engine` with `slots` rows of up to `max_total_tokens` tokens, including the prompt.
 
-    The cache grows beyond the size of `reserve` when longer rows come. Construct it in a running event loop; it decodes
-    there until `stop`. Raises `ModelError` for a model that it cannot run, and `WeightsError` for tensors that do not
-    fit the model.
+    The cache grows when a request needs a longer row than `reserve` has allocated. Construct an engine in a running
+    event loop; it decodes there until `stop`. Raises `ModelError` for a model that it cannot run, and `WeightsError`
+    for tensors that do not fit the model.
     """
 
     def __init__(
@@ -104,8 +104,8 @@ class EmbeddedEngine:
     def reserve(self, tokens: int, *, turns: bool = False) -> None:
         """Allocate the cache for rows of `tokens` tokens. Raises `ModelError` if there is not enough memory.
 
-        With `turns`, ended rows stay in the cache while there is room, and a prompt that continues one is prefilled
-        only from its end on. With `kv` "recompute", a swap drops the ended rows.
+        With `turns`, the cache keeps ended rows while there is room. If a prompt continues an ended row, only the
+        prompt's new tokens are prefilled. With `kv` "recompute", a swap drops the ended rows.
         """
         self._rows.reserve(min(tokens, self._max_total_tokens))
         if turns:
@@ -114,7 +114,7 @@ class EmbeddedEngine:
     async def generate(self, prompt: Ints, sampling: Sampling, cuts: Cuts | None = None) -> Completion:
         """See `Engine.generate`."""
         if prompt is not self._checked_prompt:
-            # Successive samples of a prompt have the same array, which is checked once.
+            # All samples of a prompt pass the same array, which is checked only once.
             check_prompt(prompt, self._max_total_tokens - 1, self._decoder.vocabulary)
             self._checked_prompt = prompt
         limit = min(sampling.max_tokens, self._max_total_tokens - len(prompt))
@@ -160,7 +160,7 @@ class EmbeddedEngine:
         self._thread.shutdown()
         self._copies.shutdown(cancel_futures=True)
 
-    # --- the driver ------------------------------------------------------------------------------------------
+    # --- the loop --------------------------------------------------------------------------------------------
 
     def _wake(self) -> None:
         """Wake up `_run_loop`. Raises the error that ended `_run_loop`, or `CancelledError` after `stop`."""
@@ -234,7 +234,7 @@ class EmbeddedEngine:
         return await asyncio.get_running_loop().run_in_executor(self._thread, function, *arguments)
 
     def _fail_all(self, driver: asyncio.Task[None]) -> None:
-        """Fail every waiting call with the error of `_run_loop`; cancel it if `_run_loop` was cancelled."""
+        """Fail all waiting calls with the error of `_run_loop`; cancel them if `_run_loop` was cancelled."""
         for future in [future for future in self._pending if not future.done()]:
             if not driver.cancelled() and (error := driver.exception()):
                 future.set_exception(error)

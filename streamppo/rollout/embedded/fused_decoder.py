@@ -5,9 +5,10 @@ width, V vocabulary.
 
 A small model spends more time on launching operations than on arithmetic, so the forward pass has few of them:
 
-- Queries, keys and values are one product; so are gate and up. - The rotary embedding is one complex multiplication in
-place. For it, the rows of the projections are reordered once, so that the two halves of a rotated pair are adjacent.
-This changes no dot product. - Keys and values are adjacent in the cache and are written together.
+- One matrix product computes queries, keys and values; another computes gate and up.
+- The rotary embedding is one complex multiplication in place. It needs the two elements of a rotated pair side by side,
+  so the rows of the projections are reordered when weights are written. This changes no dot product.
+- Keys and values are adjacent in the cache and are written together.
 """
 
 import math
@@ -43,7 +44,7 @@ class _Prefill(NamedTuple):
 
 
 class _Extension(NamedTuple):
-    """An extension of rows from `first` on: each token's position, and its attention mask [B, 1, P, T]."""
+    """An extension of B rows from `first` on: the position and the attention mask [B, 1, P, T] of each new token."""
 
     first: int
     at_BP: Tensor
@@ -51,7 +52,7 @@ class _Extension(NamedTuple):
 
 
 class _Decode(NamedTuple):
-    """A step: each row's position, and the spans of rows for attention, with masks [b, 1, 1, T]."""
+    """A step: the position of each row's new token, and the spans for attention, each with a mask [b, 1, 1, T]."""
 
     at_B: Tensor
     spans: Sequence[Span]
@@ -100,7 +101,7 @@ class FusedDecoder:
     def reserve(self, room: int) -> None:
         """See `Decoder.reserve`."""
         layers, rows, before = self.cache.shape[:3]
-        # Spans end at multiples of `spans.ROUND` positions, or at the room.
+        # `room` is rounded up like the number of positions in a span.
         room = width(room)
         shape = (layers, rows, room, 2 * self.kv_heads, self.head_width)
         try:
@@ -115,7 +116,7 @@ class FusedDecoder:
 
     @phase("swap")
     def stage(self, tensors: Mapping[str, Tensor], contents: Mapping[str, int] | None = None) -> None:
-        """See `Decoder.stage`. Writes the tensors in their fused form."""
+        """See `Decoder.stage`. Writes the tensors into the fused matrices."""
         check_fit(self._expected, tensors)
         if self._spare is None:
             self._spare = parameters.empty(self._expected, self.dtype, self.head_dtype, self.device)
@@ -148,7 +149,7 @@ class FusedDecoder:
     def extend(self, tokens_BP: Tensor, starts_B: Tensor, lengths_B: Tensor, first: int, longest: int) -> Tensor:
         """See `Decoder.extend`."""
         B, P = tokens_BP.shape
-        # Padding fills the position after a row's tokens; the next token overwrites it before any read.
+        # Padding tokens are written at the position after a row's tokens. The next token overwrites them before a read.
         at_BP = starts_B[:, None] + torch.minimum(torch.arange(P, device=self.device), lengths_B[:, None])
         mask = torch.arange(longest, device=self.device) <= at_BP[:, None, :, None]
         hidden_BPC = self._layers(tokens_BP, _Extension(first, at_BP, mask))
@@ -170,7 +171,7 @@ class FusedDecoder:
     # --- the forward -----------------------------------------------------------------------------------------
 
     def _masks(self, at_B: Tensor, spans: Sequence[Span]) -> list[Tensor]:
-        """Return the attention mask [b, 1, 1, T] of each span: the positions that each row has."""
+        """Return the attention mask [b, 1, 1, T] of each span: true up to the position of a row's new token."""
         places_T = torch.arange(max(span.longest for span in spans), device=self.device)
         visible_BT = places_T <= at_B[:, None]
         return [visible_BT[span.first : span.end, None, None, : span.longest] for span in spans]
@@ -234,7 +235,7 @@ class FusedDecoder:
         return (attended[0] if len(attended) == 1 else torch.cat(attended)).reshape(B, P, -1)
 
     def _attention(self, q: Tensor, kv: Tensor, mask_b1PT: Tensor | None) -> Tensor:
-        """Attention, causal or by a mask: [b, P, H, D] and [b, T, 2 K, D] -> [b, P, H, D]."""
+        """Compute attention, causal without a mask: [b, P, H, D] and [b, T, 2 K, D] -> [b, P, H, D]."""
         K = self.kv_heads
         attended = F.scaled_dot_product_attention(
             q.transpose(1, 2),
@@ -252,18 +253,15 @@ class FusedDecoder:
 
 
 def _linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Return `F.linear`; in one thread of a CPU, the bits of a row do not depend on the other rows.
+    """Return `F.linear`. In one thread of a CPU, each row's result has the same bits for any number of rows.
 
-    For few rows MKL uses other kernels, which add in another order, so few rows are padded.
+    For few rows MKL uses other kernels, which add in another order. So at least `LEAST_ROWS` rows are multiplied.
     """
     rows = x.numel() // x.shape[-1]
     if rows >= LEAST_ROWS or x.is_cuda:
         return F.linear(x, weight, bias)
     flat = F.pad(x.reshape(rows, -1), (0, 0, 0, LEAST_ROWS - rows))
     return F.linear(flat, weight, bias)[:rows].view(*x.shape[:-1], -1)
-
-
-# --- weights -------------------------------------------------------------------------------------------------
 
 
 def refusal(config: "PreTrainedConfig") -> str:
@@ -283,7 +281,7 @@ def _rotation(config: "PreTrainedConfig", room: int, device: torch.device) -> Te
     """Tabulate scale * exp(i * position * frequency), [T, D / 2] complex64, with the model's attention scale."""
     from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-    # The class reads only the rope parameters, whose names are equal in all `FAMILIES`.
+    # `LlamaRotaryEmbedding` reads only rope parameters, which have the same names in all `FAMILIES`.
     rope = LlamaRotaryEmbedding(config)  # pyright: ignore[reportArgumentType]
     angles_TD = torch.arange(room)[:, None].float() * rope.inv_freq[None].float()
     scale = torch.full_like(angles_TD, float(rope.attention_scaling))

@@ -31,10 +31,10 @@ PROBED = (4, 2, 1)
 
 
 class ModelDecoder:
-    """Implements `Decoder` for the models that `refusal` does not name.
+    """Implements `Decoder` for every model for which `refusal` returns "".
 
-    Raises `WeightsError` for `tensors` (HF names) that do not fit, and `ModelError` if its logits of a few tokens
-    differ from those by the model's own attention.
+    Raises `WeightsError` for `tensors` (HF names) that do not fit, and `ModelError` if the decoder's logits of a few
+    tokens differ from those that the model computes with its own attention.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class ModelDecoder:
         self._compare_with_model()
 
     def _parameters_of(self, head_dtype: torch.dtype) -> dict[str, list[torch.nn.Parameter]]:
-        """Return each tensor's parameters. With a tied head in another dtype, the embedding has two."""
+        """Return the parameters that hold each tensor. An embedding with a tied head in another dtype has two."""
         head = self._model.get_output_embeddings()
         head.register_forward_pre_hook(lambda _, arguments: (self._select(arguments[0]).to(head_dtype),))
         parameters = {name: [parameter] for name, parameter in self._model.named_parameters()}
@@ -140,7 +140,7 @@ class ModelDecoder:
     def extend(self, tokens_BP: Tensor, starts_B: Tensor, lengths_B: Tensor, first: int, longest: int) -> Tensor:
         """See `Decoder.extend`."""
         B, P = tokens_BP.shape
-        # Padding fills the position after a row's tokens; the next token overwrites it before any read.
+        # Padding tokens are written at the position after a row's tokens. The next token overwrites them before a read.
         at_BP = starts_B[:, None] + torch.minimum(torch.arange(P, device=self.device), lengths_B[:, None])
         attention_pass = AttentionPass(self._cache, at_BP, first=first, spans=[Span(0, B, longest)])
         return self._logits(tokens_BP, at_BP, lengths_B - 1, attention_pass)
@@ -157,7 +157,7 @@ class ModelDecoder:
         self._cache.copy(sources_B, targets_B, length)
 
     def _logits(self, tokens_BP: Tensor, at_BP: Tensor, last_B: Tensor, attention_pass: AttentionPass | None) -> Tensor:
-        """Return the logits [B, V] after token `last_B` of each row; without `attention_pass` by eager attention."""
+        """Return the logits [B, V] after token `last_B` of each row; with the model's attention if there is no pass."""
         B, P = tokens_BP.shape
         padding = max(0, math.ceil(LEAST_ROWS / P) - B)
         tokens, at = F.pad(tokens_BP, (0, 0, 0, padding)), F.pad(at_BP, (0, 0, 0, padding))
@@ -176,7 +176,7 @@ class ModelDecoder:
 
     @torch.inference_mode()
     def _compare_with_model(self) -> None:
-        """Compare logits of a few tokens, and windows, with those of the model's own attention. Raises `ModelError`."""
+        """Raise `ModelError` if logits of a few tokens, or windows, differ from those of the model's own attention."""
         windows, B, L = set[int](), min(2, self.rows), sum(PROBED)
         tokens_BL, ends = (
             torch.arange(B * L, device=self.device).view(B, L) % self.vocabulary,
@@ -198,7 +198,7 @@ class ModelDecoder:
             ]
         )
         row_attention.register()
-        # Some models make a mask with a window, or one without, for no layer.
+        # Some models also make masks that no layer uses. So only the window of the configuration is checked.
         if self._window and self._window in windows - self._cache.windows:
             raise ModelError(
                 f"the embedded engine does not run {self._kind} models with a sliding window of {self._window} tokens, "

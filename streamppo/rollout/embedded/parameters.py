@@ -45,7 +45,7 @@ def empty(shapes: Shapes, dtype: torch.dtype, head_dtype: torch.dtype, device: t
     """Allocate the weights of a model whose tensors (HF names) have `shapes`."""
 
     def allocate(*names: str) -> Tensor:
-        """Allocate one tensor for several, which are concatenated along dimension 0."""
+        """Allocate one tensor for the concatenation of several along dimension 0."""
         rows = sum(shapes[name][0] for name in names)
         return torch.empty((rows, *shapes[names[0]][1:]), dtype=dtype, device=device)
 
@@ -76,10 +76,10 @@ def empty(shapes: Shapes, dtype: torch.dtype, head_dtype: torch.dtype, device: t
 
 
 def views(parameters: Parameters, names: Collection[str], head_width: int) -> Iterator[tuple[str, Tensor]]:
-    """Yield every tensor's name (HF) and a view of its memory; a tied head with memory of its own is yielded too.
+    """Yield each tensor's name (HF) and a view of its memory; the embedding twice if a tied head has its own memory.
 
-    A view has its tensor's elements in their order, but may have more dimensions: queries and keys are stored pair by
-    pair, and the tensors have them half by half.
+    A view has the elements in the order of the tensor, but may have more dimensions: for queries and keys, the memory
+    has the two elements of each rotated pair side by side, and the tensor has all first elements, then all second ones.
     """
     yield EMBEDDING, parameters.embedding
     yield NORM, parameters.norm
@@ -116,5 +116,5 @@ def _layer_parameters(layer: Layer, head_width: int) -> Iterator[tuple[str, Tens
 
 
 def _halves(paired: Tensor, head_width: int) -> Tensor:
-    """View heads that are stored as adjacent pairs as (first half, second half) of each head."""
+    """View the adjacent pairs of each head in the order of the tensor: all first elements, then all second ones."""
     return paired.view(-1, head_width // 2, 2, *paired.shape[1:]).transpose(1, 2)

@@ -1,12 +1,12 @@
 """Rows of ended completions, whose keys and values stay in the cache for prompts that continue them.
 
-The root of a row is the prompt of its first completion. A prompt that shares tokens with a row beyond the row's root
-continues a completion, and is prefilled only after the shared tokens. Samples of one prompt share only their root, and
-are prefilled together.
+The root of a row is the prompt of its first completion. A prompt that shares more tokens with a row than the row's root
+continues a completion, and only its tokens after the shared ones are prefilled. Samples of one prompt share only their
+root, and are prefilled together.
 
 Example: a row with prompt [1, 2] and completion [3, 4] has a root of 2 tokens, and the cache holds [1, 2, 3], because
-the last token was never fed. The prompts [1, 2, 3, 4, 5] and [1, 2, 3, 9] are prefilled from the fourth token on, [1,
-2, 5] from the first.
+the last token was never fed. The prompts [1, 2, 3, 4, 5] and [1, 2, 3, 9] are prefilled from the fourth token on. The
+prompt [1, 2, 5] is prefilled from its first token on.
 """
 
 from collections.abc import Sequence
@@ -18,7 +18,7 @@ import numpy as np
 from streamppo.types import Ints
 
 LEAST_TOKENS = 32
-"""Fewer shared tokens are recomputed, which on a small model is faster than a copy."""
+"""Minimum number of shared tokens that are copied. A small model recomputes fewer tokens faster than it copies them."""
 
 
 NONE: Ints = np.zeros(0, np.int32)
@@ -55,7 +55,7 @@ class Prefix(NamedTuple):
 class Start(NamedTuple):
     """The first `common` tokens of a prompt (0: none) are in the cache of `row`, whose first prompt had `root` tokens.
 
-    `computed` has the version whose weights computed each of them.
+    `computed` has the version whose weights computed each of these tokens.
     """
 
     row: int
@@ -83,9 +83,10 @@ class Prefixes:
         self._rows.clear()
 
     def starts(self, prompts: Sequence[Ints], running: Sequence[tuple[int, Prefix]]) -> list[Start]:
-        """Find the cached beginning of each prompt; `running` are prefixes in running rows. Prompts may share a row.
+        """Find the longest cached prefix of each prompt, also among the prefixes `running` in running rows.
 
-        A row that is continued from its end becomes free: the continuing row has all its tokens.
+        Several prompts may use the same row. If a prompt continues an ended row from its last cached token, the ended
+        row becomes free, because the prompt's row will have all its tokens.
         """
         starts = [self._start(prompt, running) for prompt in prompts]
         for row, common, *_ in starts:
@@ -96,7 +97,7 @@ class Prefixes:
         return starts
 
     def make_room(self, first: int, end: int, capacity: int) -> list[tuple[int, int, int]]:
-        """Move prefixes out of rows `first` to `end - 1`; without room, drop the least recently used ones.
+        """Move prefixes from rows `first` to `end - 1` to free rows above; drop least recently used if none is free.
 
         Returns the copies to make: source row, target row, number of tokens.
         """

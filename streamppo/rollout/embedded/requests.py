@@ -11,7 +11,7 @@ from streamppo.types import Ints
 
 
 class EndTokens(NamedTuple):
-    """Token `ids` that end completions. `completes` tests tokens [T]: True if the last one completes a stop string.
+    """Token `ids` that end completions. `completes(tokens)` is true if the last token completes a stop string.
 
     `unknown` are token ids that the tokenizer lacks; they are never sampled.
     """
@@ -25,10 +25,10 @@ class EndTokens(NamedTuple):
 class RunningRequest:
     """One completion under way. `limit` is its maximum number of tokens.
 
-    With top-p or top-k, `candidates` has an array for every token; an empty one stands for the whole vocabulary.
-    `handed` is the number of tokens in cut segments. `segment` is the cut segment that has not been handed over. With
-    turns, `computed` has the version whose weights computed each prompt token, and `cached` tokens of the prompt were
-    in the cache before.
+    With top-p or top-k, `candidates` has an array for every token; an empty array stands for the whole vocabulary.
+    The first `handed` tokens are in segments. `segment` is the newest segment, until it is handed over. If the engine
+    keeps turns, `computed` has the version whose weights computed each prompt token, and the first `cached` tokens of
+    the prompt were already in the cache.
     """
 
     prompt: Ints

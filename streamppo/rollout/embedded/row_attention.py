@@ -3,8 +3,8 @@
 B rows, P new tokens (padded on the right), T cached tokens, H query heads, K key-value heads, D head width.
 
 transformers calls a registered attention function with each layer's new queries, keys and values, and with the layer's
-window, soft cap and sinks, as it calls flash-attn. The function here also gets an `AttentionPass`. It writes keys and
-values to the layer's cache, and attends to the tokens of each row.
+window, soft cap and sinks, as it calls flash-attn. The function here, `attend`, also gets an `AttentionPass`, which
+writes the keys and values to the layer's cache, and computes the attention of each row to its cached tokens.
 """
 
 from collections.abc import Callable, Sequence
@@ -23,9 +23,9 @@ LAYERS = ("full_attention", "sliding_attention")
 
 
 class RowCache:
-    """Keys and values of every layer, [rows, room, K, D] each. A layer's memory is made at its first use.
+    """Keys and values of every layer, [rows, room, K, D] each. A layer's memory is allocated at its first use.
 
-    `windows` are the sliding windows of the layers so far; 0 stands for a layer without one.
+    `windows` are the sliding windows of the layers that have used the cache; 0 stands for a layer without a window.
     """
 
     def __init__(self, rows: int) -> None:
@@ -35,11 +35,11 @@ class RowCache:
 
     @property
     def token_bytes(self) -> int:
-        """Bytes of one token of a row."""
+        """Bytes of one cached token, in all layers."""
         return sum(tensor[0, 0].nbytes for layer in self._layers.values() for tensor in layer)
 
     def layer(self, number: int, key_BPKD: Tensor, value_BPKD: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the cached keys and values of a layer, with entries like those of `key_BPKD` and `value_BPKD`."""
+        """Return the cached keys and values of a layer; allocate them with the dtype and [K, D] of the new ones."""
         if number not in self._layers:
             self._layers[number] = self._zeros(key_BPKD), self._zeros(value_BPKD)
         return self._layers[number]
@@ -64,7 +64,7 @@ class RowCache:
 
 
 class AttentionRule(NamedTuple):
-    """A layer's attention: scale and soft cap of its scores, its window, and its sinks [H], scores of no token."""
+    """A layer's attention: scale and soft cap of the scores, window, and sinks [H], scores that belong to no token."""
 
     scale: float
     cap: float | None = None
@@ -186,7 +186,7 @@ def attend(
     s_aux: Tensor | None = None,
     **_others: object,
 ) -> tuple[Tensor, None]:
-    """The attention function for transformers, which defines the names of the arguments."""
+    """Compute attention for transformers, which chooses the names of these arguments."""
     scale = query_BHPD.shape[-1] ** -0.5 if scaling is None else scaling
     rule = AttentionRule(scale, softcap, sliding_window, s_aux)
     return attention_pass.attend(module.layer_idx, query_BHPD, key_BKPD, value_BKPD, rule), None

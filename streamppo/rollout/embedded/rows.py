@@ -1,8 +1,10 @@
-"""The running completions of the embedded engine, one in each row. Its methods are called in the engine's thread.
+"""The running completions of the embedded engine, one in each row.
 
-Rows 0 .. count-1 are running, so that a step works on views of the cache; when rows end, the last running rows move
-into their places. `_cached` is the number of a row's tokens in the cache; the next step adds the token `fed`. With
-turns, the rows from `count` on hold ended completions, which prompts may continue (prefixes.py).
+Rows 0 to `count` - 1 are running, so that a step works on views of the cache. When rows end, the last running rows move
+into their places. `_cached` has each row's number of tokens in the cache; the next step feeds the row's newest token.
+If turns are kept, rows from `count` on hold ended completions, which prompts may continue (prefixes.py).
+
+`admit`, `step` and `recompute` run in the engine's thread; while they run, no other method is called.
 """
 
 from collections import Counter
@@ -34,10 +36,11 @@ PLAIN = np.array([1, 1, 0], np.float32)
 
 
 class DecodingRows:
-    """Admits, steps and ends completions: at most one for each row of the decoder, of at most `max_tokens` tokens each.
+    """Admits, steps and ends completions, at most one in each row of the decoder.
 
-    `prompted` is the number of prompt tokens; `reused` of them were in the cache or shared with another sample.
-    `kv_ages` counts these by age: the engine's version minus the version that computed them.
+    A prompt and its completion have at most `max_tokens` tokens. `prompted` is the number of prompt tokens; `reused` of
+    them were in the cache or shared with another sample. `kv_ages` counts the reused tokens by age: the engine's
+    version minus the version that computed them.
     """
 
     def __init__(self, decoder: Decoder, ends: EndTokens, max_tokens: int) -> None:
@@ -154,8 +157,6 @@ class DecodingRows:
         """Free the rows of cancelled requests."""
         self._free(np.array([row for row, request in enumerate(self.requests) if request.done.done()], np.int64))
 
-    # --- the pieces ------------------------------------------------------------------------------------------
-
     def _plan_spans(self) -> list[Span]:
         """Divide the running rows into spans for a step; move long rows to the front if that is cheaper."""
         lengths, max_tokens = self._cached[: self.count] + 1, self._decoder.room
@@ -175,8 +176,8 @@ class DecodingRows:
     ) -> tuple[list[RunningRequest], np.ndarray]:
         """Copy the cached prefixes of prompts to the prompts' rows.
 
-        Returns the requests, those without a prefix first and the others by rising number of new tokens, and the number
-        of cached tokens of each.
+        Returns the reordered requests, and the number of cached tokens of each. Requests without a prefix come first;
+        the others follow in rising order of their numbers of new tokens.
         """
         first, end = self.count, self.count + len(requests)
         running = [
@@ -202,7 +203,7 @@ class DecodingRows:
         return [requests[n] for n in order], np.array([start.common for start in starts])
 
     def _note_reuse(self, request: RunningRequest, start: Start, version: int) -> None:
-        """Record the weights that computed a prompt, and count its cached tokens by age."""
+        """Record the version that computes each token of a prompt, and count the cached tokens by age."""
         new = np.full(len(request.prompt) - start.common, version, np.int32)
         request.computed, request.cached = np.concatenate([start.computed, new]), start.common
         ages, counts = np.unique(version - np.maximum(start.computed, self._recomputed), return_counts=True)
@@ -317,7 +318,7 @@ class DecodingRows:
         return request
 
     def _cut_row(self, row: int) -> None:
-        """Cut a segment from a running row; it includes and replaces a segment that was not handed over."""
+        """Cut a segment at the last token of a running row. A segment not yet handed over becomes a part of it."""
         request = self.requests[row]
         if request.segment is None:
             self._cut_requests.append(request)
@@ -338,7 +339,7 @@ class DecodingRows:
     def _free(self, rows: np.ndarray) -> None:
         """Free `rows` (ascending): the last running rows move into the freed places, all in one copy.
 
-        With turns, rows are exchanged instead: the content of the freed rows stays in the cache.
+        If turns are kept, rows are exchanged instead, so that the ended completions stay in the cache.
         """
         num_left = self.count - len(rows)
         is_running = np.ones(self.count, np.bool_)
@@ -353,7 +354,7 @@ class DecodingRows:
             for row, request in enumerate(self.requests[num_left:], num_left):
                 length = self._length[row]
                 text = np.concatenate([request.prompt, self._sampled[row, :length]])
-                # The step that samples a token feeds the token before it.
+                # The step that samples token t computes the keys and values of token t - 1.
                 computed = np.concatenate([request.computed, self._versions[row, 1:length]])
                 self._prefixes.add(row, Prefix(text, int(self._cached[row]), int(self._root[row]), computed))
         del self.requests[num_left:]

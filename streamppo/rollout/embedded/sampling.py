@@ -11,7 +11,7 @@ from torch import Tensor
 from streamppo.errors import ModelError
 
 LARGE, BLOCK = 8192, 512
-"""A vocabulary with more tokens is searched block by block."""
+"""A vocabulary of more than `LARGE` tokens is searched in blocks of `BLOCK` tokens."""
 BELOW_ONE = 1 - 2.0**-50
 
 
@@ -24,7 +24,7 @@ class Draws(NamedTuple):
 
 
 class SampledTokens(NamedTuple):
-    """One token for each row, and its log-prob. `candidates_BV`: True for candidates, if top-p or top-k is on."""
+    """One token for each row, and its log-prob. `candidates_BV` is true for candidates, with top-p or top-k."""
 
     tokens_B: Tensor
     logprobs_B: Tensor
@@ -47,7 +47,7 @@ def sample(logits_BV: Tensor, draws: Draws | None, uniform_B: Tensor) -> Sampled
         logits_BV = logits_BV.masked_fill(~candidates_BV, -torch.inf)
     logp_BV = logits_BV.log_softmax(-1)
     tokens_B = _draw(logp_BV, uniform_B)
-    # Logits that are not finite have no cumulative probabilities.
+    # For logits that are not finite, `_draw` returns an index beyond the vocabulary.
     tokens_B = tokens_B.clamp(max=logits_BV.shape[-1] - 1)
     if greedy_B is not None:
         tokens_B = torch.where(greedy_B, logp_BV.argmax(-1), tokens_B)
@@ -58,14 +58,14 @@ def sample(logits_BV: Tensor, draws: Draws | None, uniform_B: Tensor) -> Sampled
 
 
 def _draw(logp_BV: Tensor, uniform_B: Tensor) -> Tensor:
-    """Return [B], the first token of each row whose cumulative probability is above u; past the last one if none is.
+    """Return [B], the first token of each row whose cumulative probability is above u; V or more if there is none.
 
-    In a large vocabulary the block is found first, because float64 sums over all tokens would take most of a step's
-    time.
+    In a large vocabulary the token's block is found first, because float64 sums over all tokens would take most of a
+    step's time.
     """
     B, V = logp_BV.shape
     if V <= LARGE:
-        # In float32 the sum over a vocabulary would lose rare tokens. No such sum is exactly 1.
+        # In float32 the sum over a vocabulary would lose rare tokens.
         return _first_above(logp_BV.double().exp().cumsum(-1), uniform_B)
     p_BV = logp_BV.new_zeros(B, -(-V // BLOCK) * BLOCK)
     torch.exp(logp_BV, out=p_BV[:, :V])
@@ -75,7 +75,7 @@ def _draw(logp_BV: Tensor, uniform_B: Tensor) -> Tensor:
     block_B = _first_above(cumulative_BN, uniform_B).clamp(max=mass_BN.shape[1] - 1)
     row_B = torch.arange(B, device=logp_BV.device)
     mass_B = mass_BN[row_B, block_B]
-    # The position of u within its block. Within a block the sum loses no rare token.
+    # The position of u within its block. A float32 sum over a block loses no rare token.
     within_B = ((uniform_B * cumulative_BN[:, -1] - cumulative_BN[row_B, block_B] + mass_B) / mass_B).clamp(
         0.0, BELOW_ONE
     )
@@ -83,14 +83,17 @@ def _draw(logp_BV: Tensor, uniform_B: Tensor) -> Tensor:
 
 
 def _first_above(cumulative_BV: Tensor, share_B: Tensor) -> Tensor:
-    """Return [B], the first index of each row whose cumulative sum is above this share of the total; V if none is."""
+    """Return [B], the first index of each row whose cumulative sum is above this share of the total; V if none is.
+
+    Rounding may make the total differ from 1.
+    """
     return torch.searchsorted(cumulative_BV, (share_B * cumulative_BV[:, -1])[:, None], right=True).squeeze(-1)
 
 
 def _candidates(logits_BV: Tensor, draws: Draws) -> Tensor | None:
-    """Return [B, V], True for candidates: of the top k, the smallest set with probability top_p or more, never empty.
+    """Return [B, V], true for candidates: of the top k, the fewest tokens that together have probability top_p or more.
 
-    None if both are off in every row.
+    Every row has at least one candidate. Returns None if top-p and top-k are off in every row.
     """
     V = logits_BV.shape[-1]
     if bool(((draws.top_k_B == 0) & (draws.top_p_B == 1)).all()):
@@ -101,7 +104,7 @@ def _candidates(logits_BV: Tensor, draws: Draws) -> Tensor | None:
     outside_BV = rank_V >= k_B[:, None]
     p_BV = sorted_BV.masked_fill(outside_BV, -torch.inf).softmax(-1)
     before_BV = p_BV.cumsum(-1) - p_BV
-    # With top-p off nothing may be excluded, even if rounding takes a cumulative sum above 1.
+    # With top-p off no token may be excluded, even if rounding takes a cumulative sum above 1.
     outside_BV |= (before_BV >= draws.top_p_B[:, None]) & (draws.top_p_B < 1)[:, None]
     outside_BV[:, 0] = False
     return torch.empty_like(outside_BV).scatter_(-1, order_BV, ~outside_BV)

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 
 ROUND = 16
-"""Positions of a span are rounded up to a multiple of this, so that shapes repeat."""
+"""The number of positions of a span is rounded up to a multiple of this, so that tensors have few different shapes."""
 LEAST_ROWS = 16
 """From this number of rows on, one thread of MKL computes all rows of a float32 product by the same kernel."""
 SHORT = 2 * ROUND
@@ -28,7 +28,10 @@ class Span(NamedTuple):
 
 
 def divide(lengths: np.ndarray, max_positions: int) -> list[Span]:
-    """Return the cheapest spans of rows with `lengths` [B], in this order, each of at most `max_positions`."""
+    """Divide rows with these `lengths` [B], in this order, into one span, or two if two read far fewer positions.
+
+    Rounding up does not make a span's `longest` greater than `max_positions`.
+    """
     single = Span(0, len(lengths), int(_round_up(lengths.max(), max_positions)))
     if len(lengths) < 2 or single.longest <= SHORT:
         return [single]
@@ -44,7 +47,7 @@ def divide(lengths: np.ndarray, max_positions: int) -> list[Span]:
 
 
 def move_long_rows_first(lengths: np.ndarray, max_positions: int) -> tuple[np.ndarray, list[Span]]:
-    """Return (rows to move to the front for the cheapest spans, these spans); no rows if one span is cheap enough."""
+    """Return the rows to move to the front, and the spans after the move; no rows if one span is cheap enough."""
     order = np.argsort(-lengths, kind="stable")
     spans = divide(lengths[order], max_positions)
     return order[: spans[0].end] if len(spans) > 1 else order[:0], spans
@@ -56,7 +59,7 @@ def cost(spans: list[Span]) -> int:
 
 
 def width(length: int) -> int:
-    """Return the padded width of a text of this length: the length up to `ROUND`, else the next multiple of `ROUND`.
+    """Return the padded width of a text: its length if at most `ROUND`, otherwise the next multiple of `ROUND`.
 
     Vector instructions add 16 entries at once, and the remaining ones one by one, so the rounding depends on the width.
     """
