@@ -59,7 +59,6 @@ class EngineSession:
 
         Raises `ValueError` or `WeightsError` if SGLang does not accept them.
         """
-        await self.attestation.record_state()
         await _load(self.link, self.carrier, self._kv, version)
         loaded(version)
         await self.link.call("continue_generation")
@@ -100,7 +99,6 @@ async def _fill(setup: SessionSetup, link: Link, version: int, tensors: Mapping[
     """Load and verify the first weights of a newly started SGLang."""
     carrier = await setup.connect(link)
     attestation = await verify_weights.begin(link, tensors, setup.vocabulary)
-    await attestation.record_state()
     await carrier.stage(tensors)
     await _load(link, carrier, setup.kv, version)
     await link.call("continue_generation")

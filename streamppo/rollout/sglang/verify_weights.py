@@ -1,7 +1,7 @@
 """Verifies SGLang's weights against the push, because its loaders skip unknown tensors without an error.
 
     begin    fill every tensor of SGLang with random values -> load -> check that each was written
-    swap     record checksums -> load -> check that each tensor changed, unless its pushed parts are unchanged
+    swap     load -> check that each tensor changed since the last load, unless its pushed parts are unchanged
 
 On a CPU SGLang's checksum is a hash that can be computed here too. Tensors whose first checksum equals that of the
 pushed tensors in SGLang's layout must match exactly after every later swap. On a GPU its checksum is another function:
@@ -53,10 +53,6 @@ class WeightProbe(Protocol):
     method: Method
     exact: Collection[str]
 
-    async def record_state(self) -> None:
-        """Record SGLang's weights before a load."""
-        ...
-
     async def mismatches(self, before: Tensors | None, tensors: Tensors) -> Sequence[str]:
         """Return the names of tensors that are wrong after a load of `tensors`, which followed that of `before`."""
         ...
@@ -83,10 +79,6 @@ class Attestation:
     def exact(self) -> Collection[str]:
         """SGLang's names of the tensors whose checksum must equal the push's."""
         return self._probe.exact
-
-    async def record_state(self) -> None:
-        """Record SGLang's weights before a load."""
-        await self._probe.record_state()
 
     async def check(self, tensors: Tensors) -> None:
         """Raise `WeightsError`, with a tensor's name, if SGLang does not hold the just loaded `tensors`."""
@@ -119,9 +111,6 @@ class Checksums:
     def __init__(self, link: Link, previous: Mapping[str, str]) -> None:
         self._link, self._checksums = link, previous
         self.exact: Collection[str] = ()
-
-    async def record_state(self) -> None:
-        """See `WeightProbe.record_state`: the checksums of the last load are already recorded."""
 
     async def mismatches(self, before: Tensors | None, tensors: Tensors) -> Sequence[str]:
         """See `WeightProbe.mismatches`."""
@@ -210,9 +199,6 @@ class Values:
             # Only tensors that are replicated on all ranks can be read whole from one rank.
             self._names = [name for name in self._names if tensors[name].dim() == 1 and name.endswith("norm.weight")]
         self._logprobs_before: Sequence[float] = ()
-
-    async def record_state(self) -> None:
-        """See `WeightProbe.record_state`: the log-probs of the last load are already recorded."""
 
     async def mismatches(self, before: Tensors | None, tensors: Tensors) -> Sequence[str]:
         """See `WeightProbe.mismatches`."""
