@@ -97,7 +97,7 @@ class Prefixes:
         return starts
 
     def make_room(self, first: int, end: int, capacity: int) -> list[tuple[int, int, int]]:
-        """Move prefixes from rows `first` to `end - 1` to free rows above; drop least recently used if none is free.
+        """Move prefixes in rows `first` to `end - 1` to free rows above; drop the least recently used if none is free.
 
         Returns the copies to make: source row, target row, number of tokens.
         """

@@ -5,9 +5,9 @@ import math
 import msgspec
 
 LARGEST = 2**63
-"""Smallest whole number that processes do not exchange."""
+"""Whole numbers from this one on become floats, because processes do not exchange them."""
 FLOAT_BITS = 1023
-"""Whole numbers of more bits are infinite as floats."""
+"""Whole numbers with more bits become infinity."""
 DEPTH = 100
 """Maximum nesting of values."""
 
@@ -23,7 +23,7 @@ def read(text: str | bytes) -> object:
 
 
 def plain(value: object, depth: int = DEPTH) -> object:
-    """Return a value that processes can exchange: larger whole numbers become floats.
+    """Return a value that processes can exchange: whole numbers from `LARGEST` on become floats.
 
     Raises `ValueError` if it is nested deeper than `depth`.
     """

@@ -5,7 +5,7 @@ A tokenizer with a `response_template` parses it (transformers' `parse_response`
 
     <think>reasoning</think>text<tool_call>{"name": "sum", "arguments": {"a": 1}}</tool_call>
 
-A call without such JSON stays text. The sampled tokens never change.
+A call whose content is not such JSON stays text. The sampled tokens never change.
 """
 
 import json
@@ -25,7 +25,7 @@ THINK, THINK_END, CALL, CALL_END = "<think>", "</think>", "<tool_call>", "</tool
 ID_CHARACTERS = string.ascii_letters + string.digits
 CALLS = re.compile(f"{CALL}(.*?)(?:{CALL_END}|$)", re.DOTALL)
 UNREADABLE = (ValueError, TypeError, KeyError, AttributeError, LookupError, ImportError, TemplateError, RecursionError)
-"""Errors of `parse_response` for a text that does not fit."""
+"""Errors of `parse_response` for a text that does not fit the tokenizer's template."""
 
 log = logging.getLogger(__name__)
 
@@ -33,7 +33,7 @@ Parse: TypeAlias = Callable[[str], object]
 
 
 class ToolCall(NamedTuple):
-    """A call of a tool: `arguments` are JSON."""
+    """A call of a tool. `arguments` is JSON text."""
 
     id: str
     name: str
@@ -63,7 +63,7 @@ def assistant(content: str, calls: Iterable[dict[str, Any]], reasoning: object) 
 
 
 def read(text: str, *, opened: bool = False, parse: Parse | None = None) -> Reply:
-    """Read a whole turn. `opened`: the prompt has opened its reasoning. `parse` is the tokenizer's parser."""
+    """Read a whole turn. `opened`: its context ends with <think>. `parse` is the tokenizer's parser."""
     if parse is not None:
         try:
             return _from_fields(cast("Mapping[str, object]", parse(text)))
@@ -83,13 +83,13 @@ def read(text: str, *, opened: bool = False, parse: Parse | None = None) -> Repl
 
 
 def read_partial(text: str, *, opened: bool = False) -> Reply:
-    """Read an unfinished turn. The result is a beginning of what `read` returns later, without calls."""
+    """Read an unfinished turn, without its calls. Its texts are prefixes of those that `read` returns at its end."""
     reasoning, answer = _split_reasoning(_drop_partial_mark(text), opened=opened)
     return Reply(answer.partition(CALL)[0].rstrip(), reasoning)
 
 
 def new_id(kind: str) -> str:
-    """Make an id: the kind, and 24 random digits."""
+    """Make an id: the kind, and 24 random hexadecimal digits."""
     return f"{kind}_{secrets.token_hex(12)}"
 
 
@@ -119,7 +119,7 @@ def _split_reasoning(text: str, *, opened: bool) -> tuple[str, str]:
 
 
 def _parse_calls(text: str) -> list[ToolCall]:
-    """Parse the calls of one mark, an object or a list of objects; none for text that is not strict JSON."""
+    """Parse the text between call marks: a call, or a list of calls. Returns [] for any other text."""
     try:
         value = json_values.read(text)
     except ValueError:

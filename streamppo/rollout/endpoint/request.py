@@ -13,7 +13,7 @@ NO_REPLY = Reply("")
 
 
 class Request(NamedTuple):
-    """A request, independent of its dialect. `arguments` are those of the chat template, except the tools."""
+    """A request of any dialect. `arguments` are for the chat template. `after` is the id of an earlier answer."""
 
     messages: tuple[Message, ...]
     tools: tuple[dict[str, Any], ...] = ()
@@ -27,11 +27,11 @@ class Request(NamedTuple):
 
     @property
     def setting(self) -> dict[str, object]:
-        """Everything except the messages on which a context depends."""
+        """What a context depends on besides the messages."""
         return {"tools": self.tools, "arguments": self.arguments}
 
     def key(self) -> tuple[object, ...]:
-        """The identity of a request; equal requests may differ in `stream`."""
+        """A value that equal requests share. They may differ in `stream`, `after` and `answers`."""
         setting = digest(Message(role="", content="", fields=self.setting))
         return (*map(digest, self.messages), setting, self.max_tokens, self.stop, self.logprobs)
 
@@ -40,8 +40,8 @@ class Request(NamedTuple):
 class Turn:
     """A turn of the policy: under way, or ended with `reply`. `listeners` counts the connections that wait for it.
 
-    `number` counts from 1 in the order of the turns' ends; a turn under way has 0. `ended_before` is the number of
-    turns that had ended when its context was looked up.
+    Ended turns have a `number`, from 1 on, in the order in which they end; a turn under way has 0. `ended_before` turns
+    had ended when the context was looked up.
     """
 
     id: str
@@ -65,23 +65,23 @@ class Turn:
     error: Exception | None = None
     task: asyncio.Task[None] | None = None
     names: tuple[str, ...] = ()
-    """Further ids of the turn."""
+    """Other ids of the turn: those of its message and its tool calls."""
     stop_string: str = ""
     """The stop string of the request that ended the turn."""
     spelled: Message | None = None
-    """The answer including that string, as some programs send it back."""
+    """The answer including the stop string, because some programs send it back with the string."""
     new: tuple[Message, ...] = ()
     logprobs: Sequence[tuple[str, float]] = ()
     """The text and log-prob of each token, if the request asks for them."""
 
     @property
     def message_id(self) -> str:
-        """The id of its message, in dialects that have one."""
+        """The id of the turn's message, in dialects whose messages have ids."""
         return f"msg_{self.id}"
 
 
 class RequestRefused(Exception):
-    """A refused request: the status, a code known to clients of every dialect, a sentence, and its counter `reason`."""
+    """A refused request: HTTP status, error code, message, and `reason`, by which refusals are counted."""
 
     def __init__(self, status: int, code: str, message: str, reason: str) -> None:
         super().__init__(message)
@@ -94,7 +94,7 @@ def malformed(message: str, reason: str = "unusable request") -> RequestRefused:
 
 
 def run_ended() -> RequestRefused:
-    """Make the refusal of an ended run's request."""
+    """Make the refusal of a request of an ended run."""
     return RequestRefused(
         410, "session_ended", "the run of this key has ended: nothing more is sampled for it", "after its end"
     )

@@ -1,4 +1,4 @@
-"""The tokens of one agent's run, in the order of its turns' ends, and their branches.
+"""The tokens of one agent's run, turn by turn in the order in which turns end, and their branches.
 
     places      0 1 2 3 4 5 6 7 8 9 ...          token 9 follows token 3 if (9, 3) is a branch, else token 8
     context     the tokens from a root to a place: the engine's input for the next one
@@ -19,7 +19,7 @@ from streamppo.types.turns import TurnPlace
 
 
 class RowColumns(NamedTuple):
-    """All columns, with the prompt's tokens; candidates and `mask` are those of the requested turns."""
+    """All columns of a row, including the prompt's tokens; `mask` and `candidates` have only the requested turns."""
 
     tokens: Ints
     logprobs: Floats
@@ -31,7 +31,7 @@ class RowColumns(NamedTuple):
 
 
 class Row:
-    """Grows by a turn at a time. `prompt` is the number of tokens before the first turn."""
+    """The tokens of a run; `add` adds a turn. `prompt` is the number of tokens before the first turn."""
 
     def __init__(self) -> None:
         self.prompt = 0
@@ -62,10 +62,10 @@ class Row:
         return self._tokens[self._path(at)]
 
     def add(self, at: int, unsampled: Ints, completion: Completion, turn: int) -> tuple[int, int]:
-        """Add a completion after the context up to `at` and the tokens `unsampled`.
+        """Add a completion. Its context is that of place `at`, followed by the tokens `unsampled`.
 
-        Returns the place of the context's last token and that of the completion's. `turn` is the turn's number, from 1
-        on.
+        Returns two places: of the last token of the context, and of the last token of the completion. `turn` is the
+        turn's number, from 1 on.
         """
         sibling = not len(unsampled) and at != len(self) - 1
         if sibling:
@@ -127,7 +127,7 @@ class Row:
         known = np.full((len(self), routes_SE.shape[1]), -1, np.int16)
         if self._routes is not None:
             known[: len(self._routes)] = self._routes
-        # The first token of a branch repeats the last one of its context.
+        # The first token of a branch copies the last token of its context, and has no routes yet.
         path = path[: len(routes_SE)]
         missing = (known[path] == -1).all(axis=1)
         known[path[missing]] = routes_SE[: len(path)][missing]

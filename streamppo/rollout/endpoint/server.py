@@ -1,4 +1,4 @@
-"""The endpoint of one rollout actor: one port, answered in the actor's event loop; a key leads to its session.
+"""The endpoint of one rollout actor: one port, served in the actor's event loop. A request's key names its session.
 
     POST /v1/chat/completions                    OpenAI's chat completions
     POST /v1/responses                           OpenAI's responses
@@ -6,8 +6,8 @@
     POST /v1/reward                              {"reward": 1.0, "response_id": "..."} of the run, or of one response
     GET  /v1/models, /v1/models/NAME             the policy, by any name
 
-A key comes as `Authorization: Bearer`, as `x-api-key`, or in the address: /key/KEY/v1/... On loopback a request has to
-name a loopback host, so that a web page cannot reach it through its own host name (DNS rebinding).
+A key comes as `Authorization: Bearer`, as `x-api-key`, or in the address: /key/KEY/v1/... On loopback a request
+must name a loopback host, so that a web page cannot reach the endpoint by a host name of its own (DNS rebinding).
 """
 
 import asyncio
@@ -59,7 +59,7 @@ Handler = Callable[[HttpRequest, Session, Body], Awaitable[Response]]
 
 
 class Endpoint:
-    """Listens at `host` on a free port, from `start` to `stop`; `counts` are requests and refusals by reason."""
+    """Listens at `host` on a free port, from `start` to `stop`. `counts` counts requests, and refusals by reason."""
 
     def __init__(self, host: str) -> None:
         self.counts: Counter[str] = Counter()
@@ -202,14 +202,14 @@ class Endpoint:
             )
             self._note_parameters(ignored, "ignored parameters left out", "environment.ignored names it")
             self._note_parameters(wire.unknown(body), "unknown parameters left out", "the endpoint does not know it")
-            # The clients of OpenAI and Anthropic send this header.
+            # The clients of OpenAI and Anthropic send this header when they repeat a request.
             again = request.headers.get("x-stainless-retry-count", "0") != "0"
             return _TurnResponse(dialect, session, session.begin_all(parsed, again=again), body)
 
         return answer
 
     def _note_parameters(self, names: Sequence[str], counter: str, why: str) -> None:
-        """Count parameters that change nothing, and log the first request with each."""
+        """Count ignored parameters of a request, and log each parameter when it first occurs."""
         for name in names:
             self.counts[counter] += 1
             if name not in self._logged_parameters and len(self._logged_parameters) < NOTED:
@@ -218,7 +218,7 @@ class Endpoint:
 
 
 class _TurnResponse(Response):
-    """Sends the turns of a request at their end, or its only turn as a stream, and records the delivery."""
+    """Sends a request's turns when all have ended, or its only turn as a stream; records whether they arrived."""
 
     def __init__(self, dialect: Dialect, session: Session, turns: Sequence[Turn], body: Body) -> None:
         super().__init__()
@@ -243,7 +243,7 @@ class _TurnResponse(Response):
         running = {turn.task for turn in self._turns if turn.task}
         while running and not hangup.done():
             running &= (await asyncio.wait({*running, hangup}, return_when=asyncio.FIRST_COMPLETED))[1]
-        # After one round of the event loop, `hangup` knows whether the connection has ended meanwhile.
+        # In one round of the event loop, `hangup` ends if the client has hung up meanwhile.
         await asyncio.sleep(0)
         if hangup.done():
             return False
@@ -297,7 +297,7 @@ class _Server(uvicorn.Server):
 
 
 async def _wait_for_change(turn: Turn, hangup: "asyncio.Task[None]") -> bool:
-    """Wait for a change of a turn or its client's end; False after `KEEP_ALIVE_S` without either."""
+    """Wait until a turn changes or its client hangs up; False if neither happens within `KEEP_ALIVE_S`."""
     assert turn.task is not None
     changed = asyncio.create_task(turn.changed.wait())
     try:
@@ -316,7 +316,7 @@ async def _wait_for_hangup(receive: Receive) -> None:
 
 
 async def _read_nothing() -> dict[str, object]:
-    """Read no more of a request's body."""
+    """Never return. Takes the place of `receive`, which `hangup` already awaits."""
     return await asyncio.get_running_loop().create_future()
 
 

@@ -2,7 +2,7 @@
 
 consumes     requests, from a server or a test
 produces     turns, each sampled after the stored tokens of its context; an episode at the end
-waits for    the engine, and for room in the row beside requests under way
+waits for    the engine, and for room in the row, of which requests under way reserve a part
 unblocks     the listeners of a turn
 
     request -> equal to an undelivered one without listeners? -> join it
@@ -42,15 +42,15 @@ from streamppo.tasks.tokenizer import Tokenizer
 from streamppo.types import Ints, Message, Prompt, Template
 
 STREAMED, STREAM_S = 4, 0.2
-"""Tokens, and seconds, between two pieces of a stream; each piece is parsed from the turn's beginning."""
+"""Minimum tokens and seconds between two pieces of a stream. For each piece the whole turn so far is parsed."""
 MOST_UNDER_WAY = 256
 """Maximum number of requests of one run that are under way at once."""
 TAIL = 16
-"""The number of a context's last tokens, in which its template may open the reasoning."""
+"""The number of a context's last tokens in which a <think> of the chat template is searched."""
 
 
 class SampledPolicy(NamedTuple):
-    """The policy behind all runs of an actor."""
+    """What all runs of an actor share: engine, tokenizer, ends of completions, and counts of reused contexts."""
 
     engine: Sampler
     tokenizer: Tokenizer
@@ -59,7 +59,7 @@ class SampledPolicy(NamedTuple):
 
 
 class Session:
-    """One run with the bounds of `limits`. `counts` are the endpoint's. `refused`: a bound refused a request."""
+    """One agent's run with its bounds `limits`. `refused`: a request exceeded a bound. `counts` are the endpoint's."""
 
     def __init__(
         self,
@@ -96,16 +96,16 @@ class Session:
 
     @property
     def undelivered(self) -> int:
-        """The number of tokens of unreceived turns."""
+        """The number of tokens of ended turns that the agent has not received."""
         return sum(turn.tokens for turn in self.turns if not turn.delivered)
 
     # --- requests --------------------------------------------------------------------------------------------
 
     def begin(self, request: Request, *, again: bool = False) -> Turn:
-        """Begin the turn of a request, or join an equal one without listeners. Raises `RequestRefused`.
+        """Begin the turn of a request, or join that of an equal request without listeners. Raises `RequestRefused`.
 
-        `again`: the client says that it has sent the request before. Then it may also join an ended turn that was
-        written to a connection that the client no longer read. The caller is a listener until it calls `leave`.
+        `again`: the client says that it repeats the request. Then it may also join a turn that counts as delivered,
+        because the client may not have read it. The caller is a listener until it calls `leave`.
         """
         if self.ended:
             raise run_ended()
@@ -131,7 +131,7 @@ class Session:
         return turn
 
     def begin_all(self, request: Request, *, again: bool = False) -> list[Turn]:
-        """Begin the turns of a request, one for each of its answers, as by `begin`. Raises `RequestRefused`."""
+        """Begin a turn for each answer that a request asks for, as `begin` does. Raises `RequestRefused`."""
         turns = list[Turn]()
         try:
             for _ in range(request.answers):
@@ -143,7 +143,7 @@ class Session:
         return turns
 
     def leave(self, turn: Turn, *, delivered: bool) -> None:
-        """Stop listening to a turn; `delivered`: all of it was received."""
+        """Stop listening to a turn. `delivered` is true if the client received all of it."""
         turn.listeners -= 1
         turn.delivered |= delivered
         if not delivered and turn.error is None:
@@ -185,20 +185,20 @@ class Session:
         )
         before, first = turn.request.messages, messages[:1]
         if first and first[0].role == "system":
-            # The request's instructions replace the earlier ones.
+            # The request's instructions replace those of the earlier request.
             conversation = before[1:] if before[0].role == "system" else before
             before, messages = (*first, *conversation), messages[1:]
         return request._replace(messages=(*before, recorded, *messages))
 
     def _abandoned_turn(self, request: Request, *, again: bool) -> Turn | None:
-        """Return an undelivered turn of an equal request without listeners; with `again`, also a delivered one."""
+        """Return an undelivered turn of an equal request that has no listeners; with `again`, also a delivered turn."""
         waiting = [turn for turn in (*self._under_way, *self.turns) if not turn.listeners and not turn.delivered]
         written = [turn for turn in reversed(self.turns) if turn.delivered and not turn.listeners] if again else []
         if not waiting and not written:
             return None
         key = request.key()
         if self._turned_away[key] and again:
-            # The request was refused before, so no delivered turn belongs to it.
+            # The first attempt of this request was refused, so no delivered turn belongs to it.
             self._turned_away[key] -= 1
             written = []
         return next((turn for turn in (*waiting, *written) if turn.error is None and turn.request.key() == key), None)
@@ -298,7 +298,7 @@ class Session:
         turn.number = len(self.turns)
 
     def _is_progress_shown(self, request: Request) -> bool:
-        """True for a stream, unless stop strings end its text, or the tokenizer parses only whole turns."""
+        """True for a stream without stop strings, if the tokenizer has no parser, which would need the whole turn."""
         strings = self._policy.stop.strings or request.stop
         return request.stream and not strings and self._policy.tokenizer.response_parser() is None
 
@@ -323,7 +323,7 @@ class Session:
         while True:
             place = self._tree.match(request.messages, request.setting)
             new_tokens = self._render(place, request)
-            # The first context is the prompt, which does not count.
+            # The first context is the prompt, which does not count towards max_tokens.
             new = max(1, len(new_tokens)) if len(self.row) or self._reserved else 0
             room = limits.max_tokens - self.row.length - self._reserved - new
             if room >= limit or not self._reserved:
@@ -353,7 +353,7 @@ class Session:
         if place.at == NO_PLACE:
             text = "\n\n".join(message.text for message in messages)
             return tokenizer.encode(Prompt(text=text, columns={}, messages=messages, template=template))
-        # Some templates write a tool's answer only after its call.
+        # Some templates write a tool's answer only after the message that calls the tool.
         before = request.messages[-len(messages) - 1]
         calls = before.tool_calls if messages[0].role == "tool" else ()
         return tokenizer.observation(messages, template, self.row.token(place.at), calls)

@@ -2,7 +2,8 @@
 
     stop ["Observation:"]      "Thought: look\nObservation:" | " it rains"      the remainder is discarded
 
-The engine hands over the tokens so far, a few at a time. The first one that completes a string is the answer's last.
+The engine hands over the tokens so far after every few tokens. The first token that completes a stop string is the last
+token of the answer.
 """
 
 import asyncio
@@ -21,7 +22,7 @@ Generate: TypeAlias = Callable[[Cuts], Coroutine[Any, Any, Completion]]
 
 
 async def until(completes: Callable[[Ints], bool], generate: Generate) -> Completion:
-    """Run `generate` up to the first token for which `completes(tokens up to it)` is true; return these tokens.
+    """Run `generate` until `completes` is true of the tokens so far; return the completion up to there.
 
     If no string occurs, the whole completion is returned.
     """
@@ -30,7 +31,7 @@ async def until(completes: Callable[[Ints], bool], generate: Generate) -> Comple
 
     def search(part: Completion) -> Completion | None:
         nonlocal searched
-        # A completion that is sampled again has other tokens.
+        # If the engine samples the completion again, its tokens differ, and all of them are searched.
         begin = len(searched) if np.array_equal(searched, part.tokens[: len(searched)]) else 0
         searched = part.tokens
         ends = (count for count in range(begin + 1, len(searched) + 1) if completes(searched[:count]))

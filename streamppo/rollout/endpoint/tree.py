@@ -10,9 +10,9 @@ A node is a message that follows its parent. It may have two places in the row:
         tool "4"          opened 33          request 2 brings all four messages: the first three are tokens 0 .. 25
           assistant "b"   ended 36
 
-A message of a request matches an equal node. An answer also matches by the id that it or one of its tool calls got from
-us, even if its text was changed. The deepest matched answer counts, and the messages after it are new. A request
-without a matched answer, or with other tools, begins a new root.
+A message of a request matches an equal node. An answer also matches the node with its id, or with the id of one of its
+tool calls, even if its text was changed. The request continues the deepest matched answer, and the messages after that
+answer are new. A request without a matched answer, or with other tools, begins a new root.
 """
 
 import hashlib
@@ -83,10 +83,10 @@ class Tree:
         names: Iterable[str] = (),
         also: Iterable[Message] = (),
     ) -> int:
-        """Add the turn that answered `messages`, stored up to `after`, and return its node.
+        """Add the turn that answered `messages`, which are stored up to `after`; return the turn's node.
 
-        Its context ends at the place `opened`, and its last token is at `ended`. `names` are its ids,
-        and `also` other forms in which a program may send the answer back.
+        The turn's context ends at place `opened`, and its last token is at place `ended`. `names` are its ids. `also`
+        are other forms in which a program may send the answer back.
         """
         node, begin = after.node, len(messages) - len(after.new_messages)
         for count, message in enumerate(after.new_messages, begin + 1):
@@ -100,7 +100,7 @@ class Tree:
         return reply_node
 
     def _matches(self, frontier: Sequence[int], message: Message, first: bytes) -> list[int]:
-        """Return the children of `frontier` that `message` matches, oldest first."""
+        """Return the children of the nodes `frontier` that match `message`, the oldest first."""
         key, reasoning = first + digest(message), _reasoning(message)
         known = {self._names[name] for name in ids(message) if name in self._names}
         by_name = [node for node in known if self._nodes[node].parent in frontier]
@@ -121,7 +121,7 @@ class Tree:
 
 
 def ids(message: Message) -> list[str]:
-    """Return the ids of an assistant's message: its tool calls' and its own."""
+    """Return the ids of an assistant's message: those of its tool calls, and its own."""
     if message.role != "assistant":
         return []
     call_ids = [call.get("id") for call in message.tool_calls] + [message.fields.get("id")]

@@ -8,12 +8,12 @@ from streamppo.rollout.sglang.wire import FLUSHES_PAUSED, NAMES_CANDIDATES, NAME
 
 
 def check_streams(version: tuple[int, ...], setting: str) -> None:
-    """Raise `ModelError` for an SGLang without incremental streams, which the setting `setting` needs."""
+    """Raise `ModelError` if this `version` of SGLang has no incremental streams, which the named `setting` needs."""
     _refuse_older(version, STREAMS, setting)
 
 
 def check_candidates(version: tuple[int, ...]) -> None:
-    """Raise `ModelError` for an SGLang that does not return candidates."""
+    """Raise `ModelError` if this `version` of SGLang does not return the tokens that top-p and top-k leave."""
     if version < NAMES_CANDIDATES:
         required = ".".join(map(str, NAMES_CANDIDATES))
         raise ModelError(
@@ -23,7 +23,7 @@ def check_candidates(version: tuple[int, ...]) -> None:
 
 
 def check_routes(version: tuple[int, ...]) -> None:
-    """Raise `ModelError` for an SGLang that does not return experts."""
+    """Raise `ModelError` if this `version` of SGLang does not return the experts of each token."""
     _refuse_older(version, NAMES_ROUTES, "rollout.engine.routes")
 
 
@@ -34,7 +34,7 @@ def _refuse_older(version: tuple[int, ...], required: tuple[int, ...], setting: 
 
 
 def check_strings(info: Mapping[str, Answer], strings: Sequence[str]) -> None:
-    """Raise `ModelError` for a server that cannot find `strings` in completions."""
+    """Raise `ModelError` for a server without a tokenizer, with which it would find the stop `strings`."""
     if strings and info.get("skip_tokenizer_init"):
         raise ModelError(
             f"rollout.stop has the string {strings[0]!r}, which a server finds by its tokenizer: start it without "
@@ -64,9 +64,9 @@ def differences(info: Mapping[str, Answer], learner: Mapping[str, object]) -> It
 
 
 def longest(info: Mapping[str, Answer]) -> int:
-    """Return the number of tokens in the longest row of SGLang's context and cache, by its scheduler's `info`.
+    """Return the maximum number of tokens in a row (prompt and completion), from the `info` of SGLang's scheduler.
 
-    SGLang reports 6 tokens less. It truncates a completion that does not fit.
+    `max_req_input_len` is 6 tokens less. SGLang truncates a completion that does not fit.
     """
     return int(info["max_req_input_len"]) + 6
 
@@ -82,7 +82,7 @@ def check_room(longest: int, room: int) -> None:
 
 
 def check_cache(info: Mapping[str, Answer], kv: str, version: tuple[int, ...], *, routes: bool = False) -> None:
-    """Raise `ModelError` for a server that lacks routes, or whose prefix cache cannot be recomputed."""
+    """Raise `ModelError` for a server that does not return experts, or whose prefix cache cannot be recomputed."""
     if routes and not info.get("enable_return_routed_experts"):
         raise ModelError("with rollout.engine.routes a server needs --enable-return-routed-experts")
     if kv == "recompute" and version < FLUSHES_PAUSED and not info.get("disable_radix_cache"):

@@ -32,7 +32,7 @@ class VersionCopies:
         self._spare: list[Tensor] = []
 
     def copy(self, tensors: Mapping[str, Tensor], contents: Mapping[str, int] | None = None) -> VersionCopy:
-        """Copy `tensors` to the unused set; `serve` then marks this set as served.
+        """Copy `tensors` to the memory that is not served; `serve` then marks this memory as served.
 
         Raises `WeightsError` if a copy's hash is not that of `contents`, or if /dev/shm has no room for it.
         """

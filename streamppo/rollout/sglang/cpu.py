@@ -39,7 +39,7 @@ class Platform(CpuDeviceMixin, SRTPlatform):
         return "torch_native"
 
     def is_pin_memory_available(self, device: object = None) -> bool:
-        """Return False: without a GPU memory need not be pinned."""
+        """Return False: without a GPU, memory need not be pinned."""
         return False
 
     def get_mha_kv_pool_cls(self) -> type:

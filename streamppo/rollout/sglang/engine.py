@@ -8,9 +8,10 @@
     swap     check names and shapes -> swap (session.py) -> write the due segments (stream.py)
     death    restart SGLang with the served version -> resend every request in flight
 
-A swap that fails after the check ends this SGLang, because its weights are then unknown; it is restarted with the
-previous version. No segment or completion is returned while it is unknown which weights sampled it. If SGLang dies, a
-completion with a written segment fails, because its remainder cannot be sampled again.
+If a swap fails after names and shapes were checked, SGLang's weights are unknown. SGLang is then ended, and restarted
+with the previous version. No segment or completion is returned while it is unknown which weights sampled it. If SGLang
+dies, a completion with a written segment fails unless it is `restartable`, because its remainder cannot be sampled
+again.
 """
 
 import asyncio
@@ -41,7 +42,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
 DEATHS = 3
-"""A request fails after this many deaths of SGLang, or broken connections, during it."""
+"""A request fails when SGLang has died, or the connection has broken, this many times during the request."""
 T = TypeVar("T")
 Fields: TypeAlias = Mapping[str, object]
 """The fields of a request."""
@@ -119,7 +120,7 @@ class SGLangEngine:
 
     @property
     def version(self) -> int:
-        """See `Engine.version`. It becomes the held version when all segments due at that version are written."""
+        """See `Engine.version`. A swap changes it after all segments due at the new version are written."""
         return self._version
 
     async def generate(self, prompt: Ints, sampling: Sampling, cuts: Cuts | None = None) -> Completion:
@@ -167,9 +168,9 @@ class SGLangEngine:
         self._count(0)
         idle_s = time.perf_counter() - self._begin - self._busy_s
         counts = (self._swaps, self._swap_s, self._restarts, self._prompted, self._reused)
-        # By its key, a prompt finds only cache entries of the version of its request, so their age is 0. With kv =
-        # "keep", a request that waits in SGLang during a swap uses the previous version's cache, like a running one. It
-        # counts as 0 too.
+        # A request's key names a version, so SGLang reuses only cache entries of this version, whose age is 0. With kv
+        # = "keep", a request that waits in SGLang during a swap reuses entries of the previous version. They are
+        # counted with age 0 too.
         return Usage(self._tokens, self._busy_s, idle_s, *counts, {0: self._reused} if self._reused else {})
 
     async def stop(self) -> None:
@@ -225,7 +226,7 @@ class SGLangEngine:
         raise SGLangDied(end.result())
 
     async def _until_answer(self, work: Awaitable[T]) -> T:
-        """Like `_until_death`, for one request: if only its connection broke, other requests continue."""
+        """Like `_until_death`, for one request. If only its own connection broke, the other requests continue."""
         session = self._session
 
         async def answer() -> T:
@@ -313,7 +314,7 @@ class SGLangEngine:
                     raise ModelError(f"SGLang died after a segment that was handed over: {died}") from died
                 raise
             finally:
-                # The tokens of a cancelled stream that have not arrived are unknown.
+                # Of a cancelled stream, only the tokens that have arrived are known.
                 self._count_tokens(prompted if stream.length else 0, stream.cached, stream.length)
         return stream.completion(self._setup.kv)
 
@@ -323,7 +324,7 @@ class SGLangEngine:
         self._reused += min(cached, prompted)
 
     def _count(self, change: int) -> None:
-        """Change the number of requests in flight; add up the time with at least one."""
+        """Change the number of requests in flight; add up the time during which it is above 0."""
         now = time.perf_counter()
         if self._in_flight:
             self._busy_s += now - self._since

@@ -22,7 +22,7 @@ from streamppo.rollout.sglang.processes import EngineThread, ProcessOutput
 
 
 class Handler(NamedTuple):
-    """A call's request class and method in SGLang's tokenizer manager."""
+    """An endpoint's request class, and the method of SGLang's tokenizer manager that takes it."""
 
     request: str
     method: str
@@ -42,7 +42,7 @@ HANDLERS = {
     "get_weights_by_name": Handler("GetWeightsByNameReqInput", "get_weights_by_name"),
     "weights_checker": Handler("CheckWeightsReqInput", "check_weights"),
 }
-"""SGLang's endpoints, by name, and their handlers in its tokenizer manager."""
+"""The handler of each endpoint of SGLang, by the endpoint's name."""
 
 
 class ProcessWatchdog(Protocol):
@@ -68,7 +68,7 @@ class TokenizerManager(Protocol):
 
 
 class StartedSchedulers(Protocol):
-    """The reports of SGLang's schedulers at their start."""
+    """What SGLang's schedulers report when they have started."""
 
     scheduler_infos: Sequence[Mapping[str, object]]
 
@@ -91,7 +91,7 @@ class ProcessLink:
         self.version = settings.version
         self.capacity, self.ranks = settings.capacity, settings.ranks
         self.longest = checks.longest(engine._scheduler_init_result.scheduler_infos[0])
-        # With a tokenizer, tokens pass through the detokenizer's process, and answers to calls do not.
+        # With a tokenizer, tokens pass through the detokenizer's process, and answers to calls may overtake them.
         self.is_ordered = bool(settings.arguments.get("skip_tokenizer_init"))
         self._thread, self._engine, self._output = thread, engine, output
         self._processes = thread.processes()
@@ -130,7 +130,7 @@ class ProcessLink:
         )
 
     async def stop(self) -> None:
-        """See `Link.stop`. Later calls do nothing."""
+        """See `Link.stop`. A second call does nothing."""
         if self._thread.has_ended:
             return
         atexit.unregister(self._engine.shutdown)
@@ -156,7 +156,7 @@ class ProcessLink:
             try:
                 return await anext(manager.generate_request(io_struct.GenerateReqInput(**fields), None))
             except HTTPException as refused:
-                # SGLang may lack memory, for example; a server would answer with this status.
+                # For example, SGLang lacks memory. A server would answer with this error.
                 raise ValueError(refused.detail) from refused
         handler = HANDLERS[name]
         method: Callable[[object], Awaitable[Answer]] | None = getattr(manager, handler.method, None)

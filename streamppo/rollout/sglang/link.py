@@ -22,7 +22,7 @@ class Link(Protocol):
 
     @property
     def capacity(self) -> int:
-        """Number of completions that it runs concurrently."""
+        """Maximum number of completions that SGLang runs concurrently."""
         ...
 
     @property
@@ -32,12 +32,12 @@ class Link(Protocol):
 
     @property
     def is_ordered(self) -> bool:
-        """True if all tokens sampled before a pause arrive before its answer."""
+        """True if all tokens sampled before a pause arrive before the answer to the pause."""
         ...
 
     @property
     def longest(self) -> int:
-        """Number of tokens in the longest row (prompt and completion) that its context and its cache hold."""
+        """Maximum number of tokens in a row (prompt and completion), by SGLang's context and cache."""
         ...
 
     async def call(self, name: str, /, **fields: object) -> Answer:
@@ -61,9 +61,9 @@ class Link(Protocol):
         ...
 
     async def stop(self) -> None:
-        """Release everything; the actor's own processes end."""
+        """Release everything; SGLang's processes end if this actor has started them."""
         ...
 
 
 Start: TypeAlias = Callable[[int], Awaitable[Link]]
-"""Starts SGLang for the given start number, counted from 0. Raises `ModelError` if it does not start serving."""
+"""Starts SGLang or waits for a server; the number counts starts from 0. Raises `ModelError` if SGLang cannot serve."""

@@ -120,8 +120,8 @@ def _contexts() -> list[ZMQContext]:
 def run(log: str, target: str, *arguments: object) -> object:
     """Call SGLang's `target` ("module:function") with this process's output redirected to the file `log`.
 
-    It is the main function of SGLang's processes, which import it by name before they load SGLang. It makes them end
-    with the actor at once; SGLang itself does that only after loading, seconds later.
+    SGLang's processes begin with this function, which they import by name before they load SGLang. It ensures that they
+    end with the actor; SGLang itself ensures that only after loading, seconds later.
     """
     parent = multiprocessing.parent_process()
     die_with_parent()
@@ -136,7 +136,7 @@ def run(log: str, target: str, *arguments: object) -> object:
 
 
 class ProcessOutput:
-    """The `file` to which SGLang's processes write. With `logs_lines`, `show` logs their lines."""
+    """Reads the `file` to which SGLang's processes write. `show` logs new lines if `logs_lines` is true."""
 
     def __init__(self, file: BinaryIO, *, logs_lines: bool) -> None:
         self._file, self._logs_lines = file, logs_lines

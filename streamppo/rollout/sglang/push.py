@@ -26,8 +26,8 @@ Named: TypeAlias = Sequence[tuple[str, Tensor]]
 class Carrier(Protocol):
     """A transport of weights into one running SGLang.
 
-    stage     while SGLang decodes: put the weights where it can read them
-    carry     while it is paused: only load them
+    stage     while SGLang decodes: put the weights where SGLang can read them
+    carry     while SGLang is paused: only have SGLang load them
     """
 
     async def stage(self, tensors: Mapping[str, Tensor]) -> None:
@@ -47,10 +47,10 @@ Connect: TypeAlias = Callable[[Link], Awaitable[Carrier]]
 
 
 class BySharedMemory:
-    """Flat buckets in shared memory, for an SGLang on this machine. With `server`, another process started SGLang.
+    """Flat buckets in shared memory, for an SGLang on this machine. `server`: SGLang is no child of this process.
 
-    All tensor-parallel ranks read the same buckets. Tensors in shared memory are read without a copy. Others are copied
-    to memory that every version reuses, because no process reads it after a load has ended.
+    All tensor-parallel ranks read the same buckets. Tensors in shared memory are not copied. Other tensors are copied
+    to memory that the next version overwrites, because no process reads it after a load has ended.
     """
 
     def __init__(self, link: Link, bucket_bytes: int, *, server: bool) -> None:
@@ -103,7 +103,7 @@ class BySharedMemory:
 
 
 async def by_shared_memory(bucket_bytes: int, server: bool, link: Link) -> BySharedMemory:
-    """Connect by shared memory. It is a `Connect` after partial application of all arguments except `link`."""
+    """Connect by shared memory. With all arguments but `link` bound, this function is a `Connect`."""
     return BySharedMemory(link, bucket_bytes, server=server)
 
 
@@ -118,7 +118,7 @@ class ByGroup:
         self._staged: Mapping[str, Tensor] = {}
 
     async def stage(self, tensors: Mapping[str, Tensor]) -> None:
-        """See `Carrier.stage`. Only keeps the tensors, because a broadcast needs the paused SGLang too."""
+        """See `Carrier.stage`. Only stores the tensors, because SGLang must be paused to receive a broadcast."""
         self._staged = tensors
 
     async def carry(self, version: int, *, flush: bool) -> None:
@@ -140,8 +140,8 @@ class ByGroup:
 async def by_group(bucket_bytes: int, url: str, gpu: bool, link: Link) -> ByGroup:
     """Create a process group with SGLang's ranks.
 
-    It is a `Connect` after partial application of all arguments except `link`. `gpu`: this actor has a GPU that SGLang
-    does not use. The group then uses NCCL, otherwise gloo.
+    With all arguments but `link` bound, this function is a `Connect`. If this actor has a GPU that SGLang does not use
+    (`gpu`), the group uses NCCL, otherwise gloo.
     """
     from sglang.srt.utils.common import init_custom_process_group
 
@@ -186,7 +186,7 @@ class ByDisk:
         """See `Carrier.carry`. The files are deleted at its end."""
         try:
             fields = _request_fields(version, last=True, flush=flush)
-            # SGLang was started with the "dummy" format, in which it would not read the files.
+            # Without `load_format`, SGLang would use the format of its start, "dummy", and not read the files.
             await self._link.call(
                 "update_weights_from_disk", model_path=str(self._folder), load_format="auto", **fields
             )
@@ -195,7 +195,7 @@ class ByDisk:
 
 
 async def by_disk(folder: Path, link: Link) -> ByDisk:
-    """Connect by files. It is a `Connect` after partial application of `folder`."""
+    """Connect by files. With `folder` bound, this function is a `Connect`."""
     return ByDisk(link, folder)
 
 
@@ -208,7 +208,7 @@ class Bucket(Protocol):
 
 
 def _parts(tensors: Mapping[str, Tensor], bucket_bytes: int) -> Iterator[tuple[Named, bool]]:
-    """Split `tensors` into parts of about `bucket_bytes` and one type; yield (part, is it the last).
+    """Split `tensors` into parts of about `bucket_bytes` and one type; yield each part, and whether it is the last.
 
     SGLang 0.5.23 refuses a tensor that does not begin at a multiple of its type's size.
     """

@@ -74,8 +74,8 @@ class ServerLink:
         """See `Link.death`.
 
         Only SGLang's HTTP process is asked, because it ends when another process of the server dies. /health would
-        sample a token, which a server cannot do while it is paused. One broken connection is no death: after a
-        standstill, a server closes connections that were idle.
+        sample a token, which a server cannot do while it is paused. The request is repeated once if its connection
+        breaks, because a server closes idle connections after a standstill.
         """
         try:
             try:
@@ -102,7 +102,7 @@ def _read(answer: httpx.Response, url: str) -> Answer:
     if answer.status_code in GATEWAY and not fields:
         raise ConnectionError(f"status {answer.status_code} at {url}")
     if isinstance(content, str):
-        # SGLang answers an unexpected error with a text, for example. Its log says more.
+        # For example, SGLang answers an unexpected error with plain text. SGLang's log says more.
         raise ValueError(f"status {answer.status_code}: {content}")
     if answer.is_error or fields.get("success") is False:
         reason = fields.get("message") or fields.get("error") or fields.get("detail")
@@ -126,9 +126,9 @@ async def connect(
 ) -> ServerLink:
     """Wait for the only server of `settings.urls`, and reset state that a dead client may have left in it.
 
-    It is a `Start` after partial application of all arguments except `number`. At most `slots` completions run at once;
-    they end at `strings`. Settings that differ from the `learner`'s are logged. Raises `ModelError` for a server that
-    cannot be reached or used.
+    With all arguments but `number` bound, this function is a `Start`. At most `slots` completions run at once; they end
+    at `strings`. Settings that differ from the `learner`'s are logged. Raises `ModelError` for a server that cannot be
+    reached or used.
     """
     (url,) = settings.urls
     async with AsyncExitStack() as undo:

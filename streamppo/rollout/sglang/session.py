@@ -19,12 +19,12 @@ from streamppo.rollout.sglang.verify_weights import Attestation
 
 
 class SessionSetup(NamedTuple):
-    """Settings of all sessions: SGLang's start, the transport of weights, the KV cache at a swap.
+    """Settings of all sessions of an engine. `start` starts SGLang; `connect` connects the transport of weights.
 
-    `excludes_tokens`: top-p or top-k is on. `streams` names the setting that needs streamed tokens, if there is one.
-    `routes`: SGLang reports the experts of each token. A row has up to `room` tokens. A completion ends at the first of
-    `strings`. `unknown` tokens, which the tokenizer lacks, are never sampled. Versions are copied to buckets of
-    `bucket_bytes`, in `shared` memory if SGLang reads them there.
+    `kv` says what a swap does with the KV cache. A row has up to `room` tokens. `excludes_tokens` is true with top-p or
+    top-k. `streams` names the setting that needs streamed tokens ("": none does). With `routes`, SGLang reports the
+    experts of each token. Completions end at `strings`. The tokenizer lacks the tokens `unknown`, which are never
+    sampled. Versions are copied to buckets of `bucket_bytes`, in `shared` memory if SGLang reads them there.
     """
 
     start: Start
@@ -68,8 +68,8 @@ class EngineSession:
 async def start(setup: SessionSetup, number: int, version: int, tensors: Mapping[str, Tensor]) -> EngineSession:
     """Start SGLang session number `number` with `tensors` as `version`.
 
-    Raises `ModelError` if it does not start, dies, or has not loaded them within `start_s`; `WeightsError` if it
-    refuses them.
+    Raises `ModelError` if SGLang does not start, dies, or has not loaded the tensors within `start_s`, and
+    `WeightsError` if it refuses them.
     """
     link = await setup.start(number)
     async with AsyncExitStack() as undo:

@@ -10,8 +10,9 @@ the end of the completion. Until then:
 
 A cut thus changes nothing in SGLang, and the completion continues with the same cache.
 
-If SGLang's detokenizer or a server passes tokens on, the answer to a pause may overtake them. Their versions are then
-recorded once the loaded weights are verified, so that some more tokens count as of the version before.
+If tokens pass through SGLang's detokenizer or a server, the answer to a pause may overtake them. The first token of the
+new version is then recorded later, when the loaded weights are verified. So some more tokens count as tokens of the
+previous version.
 """
 
 import asyncio
@@ -35,9 +36,9 @@ steps."""
 
 
 class CompletionStream:
-    """One running completion, requested at `version`; with `candidates`, top-p or top-k is on.
+    """One running completion, requested at `version`. `candidates` is true with top-p or top-k.
 
-    `length` tokens have arrived; `handed` of them are in written segments. `cached` is as in `Completion`.
+    `length` tokens have arrived; `handed` of them are in written segments. SGLang's cache had `cached` prompt tokens.
     """
 
     def __init__(self, cuts: Cuts, version: int, certain: asyncio.Event, *, candidates: bool) -> None:
@@ -50,7 +51,7 @@ class CompletionStream:
         self._last: Answer = None
 
     async def read(self, answers: AsyncGenerator[Answer]) -> None:
-        """Read all answers and cut due segments meanwhile. Raises `ModelError` if they form no completion."""
+        """Read all answers and cut due segments meanwhile. Raises `ModelError` if the stream breaks off."""
         async with aclosing(answers):
             async for answer in answers:
                 self._add(answer["meta_info"])
@@ -60,7 +61,7 @@ class CompletionStream:
     def note_version(self, version: int, *, late: bool = False) -> None:
         """Record the first token that is certainly sampled with `version`, which the paused SGLang holds.
 
-        `late` replaces the record made at the pause, when earlier tokens may not have arrived.
+        `late` replaces the record made at the pause, because more tokens of older weights may have arrived since then.
         """
         earlier = [start for start in self._version_starts if start[1] != version]
         self._version_starts = [*earlier, (self.length + INTERVAL if self.length or late else 1, version)]
@@ -72,7 +73,7 @@ class CompletionStream:
         return self.cuts.oldest_after(self.handed, int(self._versions()[self.handed]))
 
     def cut_before_swap(self) -> "asyncio.Future[None]":
-        """Cut after all tokens that older weights may have sampled, when they have arrived. The future is then done."""
+        """Cut after the last token that older weights may have sampled. The returned future is done after the cut."""
         due = self._due = asyncio.get_running_loop().create_future()
         self.cut_due()
         return due
@@ -90,7 +91,7 @@ class CompletionStream:
         self._finish_cut()
 
     def completion(self, kv: Literal["keep", "recompute"]) -> Completion:
-        """Return the whole completion. Raises `ModelError` if a segment's token is older than the segment states."""
+        """Return the whole completion. Raises `ModelError` if a token in a segment is older than the segment states."""
         complete = wire.complete(self._concatenate(), self._last, self._version_starts[0][1], kv)
         if not complete.versions_known:
             complete = complete._replace(versions=self._versions())
@@ -140,7 +141,7 @@ class CompletionStream:
 
 
 class CompletionStreams:
-    """The streams of one engine; `certain` is set while the version of its weights is certain."""
+    """The streams of one engine; `certain` is set while it is certain which weights SGLang holds."""
 
     def __init__(self, certain: asyncio.Event) -> None:
         self._certain = certain

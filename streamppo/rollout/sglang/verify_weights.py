@@ -3,12 +3,12 @@
     begin    fill every tensor of SGLang with random values -> load -> check that each was written
     swap     load -> check that each tensor changed since the last load, unless its pushed parts are unchanged
 
-On a CPU SGLang's checksum is a hash that can be computed here too. Tensors whose first checksum equals that of the
-pushed tensors in SGLang's layout must match exactly after every later swap. On a GPU its checksum is another function:
-it only shows that a tensor has changed, so nothing is hashed here.
+On a CPU SGLang's checksum is a hash that can be computed here too. If a tensor's first checksum equals that of the
+pushed tensors in SGLang's layout, every later checksum must do so too. On a GPU the checksum is another function: it
+only shows that a tensor has changed, so nothing is hashed here.
 
-If SGLang has no checksums, values of every tensor are compared, or log-probs. Neither can show a skipped expert, so a
-mixture of experts is then refused.
+If SGLang has no checksums, values of every tensor are compared, or log-probs if it returns no values either. Neither
+can show a skipped expert, so a mixture of experts is then refused.
 """
 
 # SGLang is not installed where this project is type-checked.
@@ -31,7 +31,7 @@ SMALL = 1 << 20
 ROWS = 8
 """Number of rows that are read back from every tensor of a larger model."""
 SMALLEST = 8
-"""Number of tensors, the smallest ones, that show whether SGLang's checksum can be computed here."""
+"""This many of the smallest tensors are hashed first, to see whether SGLang's checksum can be computed here."""
 PROBE = 16
 """Number of tokens in the text whose log-probs are compared if SGLang returns no values either."""
 FUSED = (
@@ -40,7 +40,7 @@ FUSED = (
     (r"\.experts\.\d+\.(down_proj|w2)\.", ".experts.w2_"),
     (r"\.(gate|up)_proj\.", ".gate_up_proj."),
 )
-"""Patterns of tensor names that SGLang fuses into a larger tensor, and that tensor's name."""
+"""Patterns in the names of tensors that SGLang fuses, and the replacements that give the fused tensor's name."""
 ORDER = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "w1", "w3")
 """Order of the parts in a fused tensor, concatenated by rows."""
 Method = Literal["checksums", "values", "log-probs"]
@@ -104,7 +104,7 @@ async def begin(link: Link, tensors: Tensors, vocabulary: int) -> Attestation:
 
 
 class Checksums:
-    """Compares SGLang's checksums, by rank/name, with those before a load, the first time with `previous`."""
+    """Compares the checksums of SGLang's tensors before and after a load; `previous` are those before the first."""
 
     method: Method = "checksums"
 
@@ -126,7 +126,7 @@ class Checksums:
         return await asyncio.to_thread(_unchanged_tensors, unchanged_keys, self._checksums, before, tensors)
 
     def _known(self, tensors: Tensors) -> set[str]:
-        """Return SGLang's names of tensors whose checksums equal the pushed ones; empty if the smallest differ."""
+        """Return SGLang's names of tensors with the pushed tensors' checksums; empty if the smallest differ."""
         sizes: dict[str, int] = {}
         for name, tensor in tensors.items():
             held = held_name(name)
@@ -151,7 +151,7 @@ async def _by_checksums(link: Link) -> WeightProbe | None:
 
 
 def _expected_checksums(tensors: Tensors) -> dict[str, str]:
-    """Return SGLang's checksums on a CPU, by its names, if its layout is that of `tensors_of_rank`."""
+    """Return the checksums that SGLang on a CPU has for `tensors` in the layout of `tensors_of_rank`, by its names."""
     try:
         from sglang.srt.managers.mm_utils import tensor_hash
     except ImportError:
@@ -186,7 +186,7 @@ def _equal(first: Tensor, second: Tensor) -> bool:
 
 
 class Values:
-    """Compares tensor values with the pushed ones; without values, log-probs of `text` with earlier ones."""
+    """Compares the values of SGLang's tensors with the pushed values, or, without values, log-probs of `text`."""
 
     def __init__(self, link: Link, tensors: Tensors, text: Sequence[int]) -> None:
         self.method: Method = "values"

@@ -21,7 +21,7 @@ def name(version: int) -> str:
 def of_tokens(spans: Sequence[Mapping[str, Answer]], count: int) -> Ints:
     """Expand SGLang's spans [{version, start, end}] to one version for each of `count` tokens.
 
-    Raises `ModelError` if a token has no span, or a version has another writer.
+    Raises `ModelError` if a token has no span, or if another process has pushed its version.
     """
     by_token = np.full(count, -1, np.int32)
     for span in spans:
@@ -41,7 +41,7 @@ def shift_boundaries(versions_N: Ints, oldest: int) -> Ints:
     """Shift every boundary between versions one token later; the first token gets `oldest`.
 
     SGLang prepares a step while the previous one runs. At a pause in place one step is computed and not yet counted, so
-    SGLang attributes its tokens to the next version. With the shift, a token that the next version did sample counts as
-    one version older.
+    SGLang attributes its tokens to the next version. After the shift, a token that the next version did sample counts
+    as one version older.
     """
     return np.concatenate([[np.int32(oldest)], versions_N[:-1]]).astype(np.int32)

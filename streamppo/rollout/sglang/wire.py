@@ -26,17 +26,17 @@ from streamppo.types import Floats, Ints, Routes
 OLDEST = (0, 5, 17)
 """The oldest supported version: earlier ones execute code from anyone who can reach their ports."""
 FLUSHES_PAUSED = (0, 5, 21)
-"""The first version whose paused engine can flush its prefix cache while requests wait; earlier ones die."""
+"""The first version whose paused engine can flush its prefix cache while requests wait; earlier versions die."""
 
 NAMES_GRAPHS = NAMES_CANDIDATES = NAMES_ROUTES = NAMES_DEFAULTS = STREAMS = (0, 5, 21)
-"""The first versions known to have an argument for the largest batch of decode CUDA graphs, to return the candidates
-that top-p and top-k leave, to return the experts of every token, to take default sampling parameters from the model
-unless configured otherwise, and to stream only the new tokens in each message, every `stream_interval`.
+"""The first versions known to have these features, in order: an argument for the largest batch of decode CUDA graphs;
+answers with the tokens that top-p and top-k leave; answers with the experts of every token; `sampling_defaults`;
+streams with only the new tokens in each message, every `stream_interval` tokens.
 """
 RESTORES_EXPERTS = (0, 5, 23)
 """The first version that restores the layout of experts before it loads weights, with every MoE backend."""
 MOST_BIASES = 16384
-"""Maximum biases of a request: SGLang processes all of them for each completion."""
+"""Maximum number of biases in a request, because SGLang processes each of them for every completion."""
 UNSAMPLED = -1e9
 """A bias that prevents sampling of a token; unlike -inf it exists in JSON, and in float32 it gives no NaN."""
 NEUTRAL = {
@@ -114,7 +114,7 @@ def arguments(
     }
     if rollout.gpus:
         gpu_arguments = {"attention_backend": engine.attention_backend, "max_total_tokens": engine.max_total_tokens}
-        # On a B200 the default returns no experts, and before 0.5.23 its layout of experts takes no new weights.
+        # SGLang's default backend returns no experts on a B200, and before 0.5.23 its layout takes no new weights.
         if engine.routes or version < RESTORES_EXPERTS:
             gpu_arguments["moe_runner_backend"] = "triton"
         # A decode step with more completions than the largest CUDA graph would launch each kernel separately.
@@ -161,7 +161,7 @@ def environment(config: Config, *, local: bool) -> dict[str, str]:
     return {
         "OMP_NUM_THREADS": str(config.rollout.threads),
         "SGLANG_RETURN_ORIGINAL_LOGPROB": "0",
-        # Weights are written after the running step, which otherwise could read some of the new ones.
+        # Weights are written after the running step, which otherwise could read some of the new weights.
         "SGLANG_FORCE_COARSE_WAR_BARRIER": "1",
         **offline,
         **caches,
@@ -205,12 +205,12 @@ def request(
             "top_k": sampling.top_k or -1,
             **NEUTRAL,
             "stop_token_ids": list(eos_ids),
-            # SGLang holds back messages of a stream while the text ends as a string begins, but not as a pattern does:
-            # more than `interval` tokens could be on their way at a pause.
+            # While the text may end in a stop string, SGLang holds the stream back, so that more than `interval` tokens
+            # could be missing at a pause. It does not do this for stop patterns.
             "stop": [] if interval else list(strings),
             **({"stop_regex": [re.escape(string) for string in strings]} if interval and strings else {}),
             **({"logit_bias": biases} if biases else {}),
-            # SGLang reads it only with enable_deterministic_inference, as int64.
+            # SGLang uses the seed only with enable_deterministic_inference, and reads it as int64.
             **({"sampling_seed": sampling.seed >> 1} if sampling.seed is not None else {}),
             "skip_special_tokens": False,
             **({"stream_interval": interval} if interval else {}),
@@ -240,8 +240,8 @@ def completion(
 
     `kv` is the engine's setting for its cache at swaps. With `candidates`, top-p or top-k is on, and log-probs are
     renormalised over the returned candidates. If SGLang reports no versions, all tokens get `oldest`, so that no lag is
-    understated. With routes, `routed` is the number of prompt tokens. Raises `ModelError` if the answer is not a
-    completion.
+    understated. If experts are recorded, `routed` is the number of prompt tokens. Raises `ModelError` if the answer is
+    not a completion.
     """
     meta = answer["meta_info"]
     completed = complete(
@@ -251,7 +251,7 @@ def completion(
 
 
 def _routes(meta: Mapping[str, Answer], tokens: int) -> Routes:
-    """Read the experts of `tokens` tokens, [tokens, layers * experts per token]; ignore layers without experts."""
+    """Read the experts of `tokens` tokens, [tokens, layers * experts per token]."""
     experts = np.frombuffer(base64.b64decode(meta.get("routed_experts") or ""), "<i4")
     if not len(experts) or len(experts) % tokens:
         raise ModelError(f"SGLang gave {len(experts)} experts for {tokens} tokens of a mixture of experts")
@@ -286,7 +286,7 @@ def concatenate(parts: Sequence[SampledPart]) -> SampledPart:
 def complete(
     part: SampledPart, meta: Mapping[str, Answer], oldest: int, kv: Literal["keep", "recompute"]
 ) -> Completion:
-    """Make a completion from all its tokens and its last answer's `meta`; other arguments as in `completion`."""
+    """Make a completion of all its tokens and of its last answer's `meta`. Other arguments are as in `completion`."""
     reason = meta.get("finish_reason") or {}
     finish = reason.get("type")
     if finish not in ("stop", "length"):
@@ -310,7 +310,7 @@ def complete(
 
 
 def _read_candidates(meta: Mapping[str, Answer], count: int) -> tuple[Floats, TokenCandidates]:
-    """Read the last `count` tokens' candidates, and their log-probs renormalised over these."""
+    """Read the last `count` tokens' candidates, and the log-probs renormalised over these candidates."""
     sets, logprobs = meta.get("output_token_sampling_mask"), meta.get("output_token_sampling_logprobs")
     last = slice(-count, None) if count else slice(0)
     sets, logprobs = (sets or ())[last], (logprobs or ())[last]

@@ -20,7 +20,7 @@ class Chat:
 
     def read(self, body: Body) -> Request:
         """See `Dialect.read`."""
-        # Only this dialect writes log-probs.
+        # Of all dialects, only this one can answer with log-probs.
         wire.refuse_absent({**body, "logprobs": None})
         wire.refuse(body, "best_of", "ask for n answers", 1)
         answers = wire.num_answers(body, "n")
@@ -151,7 +151,7 @@ def _finish(turn: Turn) -> str:
 
 
 def _logprobs(turn: Turn) -> Body | None:
-    """The log-probs of the sampled tokens; no other token's are known."""
+    """Return the log-probs of the sampled tokens, without those of other likely tokens."""
     if not turn.request.logprobs:
         return None
     return {

@@ -12,7 +12,7 @@ from streamppo.rollout.endpoint.request import Request, RequestRefused, Turn, ma
 from streamppo.types import Message
 
 OF_ASSISTANT = ("reasoning", "function_call")
-"""Types of items that are parts of one assistant's message, in addition to its text."""
+"""Types of items that belong to the assistant's message, besides its text."""
 
 
 class Responses:

@@ -16,12 +16,12 @@ SAMPLING = (
     *("temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty", "seed"),
     *("min_tokens", "ignore_eos"),
 )
-"""Parameters set by the run; in a request they are counted and ignored."""
+"""The run sets these parameters. If a request has one, it is counted and ignored."""
 FORMATS = (
     *("guided_json", "guided_regex", "guided_choice", "guided_grammar", "structured_outputs"),
     *("response_format", "json_schema", "regex", "ebnf", "output_format"),
 )
-"""Parameters that ask for a grammar. A request may also have one in its objects `FORMATS_IN`."""
+"""Parameters that ask for a grammar. The parameters `FORMATS_IN` may have a field `format` that asks for one too."""
 FORMATS_IN = ("text", "output_config")
 FORMAT = (
     "the policy is sampled without a grammar. Ask for the form in the messages and reward it; with "
@@ -51,11 +51,11 @@ KNOWN = {
     *("model", "messages", "input", "instructions", "system", "previous_response_id", "tools", "tool_choice"),
     *("max_tokens", "max_completion_tokens", "max_output_tokens", "stop", "stop_sequences", "chat_template_kwargs"),
     *("stream", "stream_options", "n", "best_of", "modalities", "text", "output_config", "background", "conversation"),
-    # These change nothing about an answer.
+    # These parameters do not change an answer.
     *("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention"),
     *("include", "cache_control", "parallel_tool_calls", "prediction"),
 }
-"""Parameters that are read, refused or without a meaning here."""
+"""All known parameters: those that are read, those that are refused, and those that do not change an answer."""
 Body = Mapping[str, Any]
 
 
@@ -85,7 +85,7 @@ class Dialect(Protocol):
         ...
 
     def complete(self, turns: Sequence[Turn], model: str) -> Body:
-        """Write the ended turns of one request: `Request.answers` of them."""
+        """Write the answer to a request, which has one ended turn for each of its `answers`."""
         ...
 
     def stream(self, turn: Turn, model: str, body: Body) -> Stream:
@@ -134,7 +134,7 @@ def refuse_absent(body: Body) -> None:
 
 
 def refuse(body: Body, name: str, why: str, *allowed: object, label: str = "") -> None:
-    """Raise `RequestRefused` for a request that sets a parameter to a value other than `allowed`, null or a default."""
+    """Raise `RequestRefused` unless the parameter `name` of a request is empty, null, false or one of `allowed`."""
     value = body.get(name)
     if value not in (None, [], {}, False, *allowed):
         raise malformed(f"{label or name} is not possible here: {why}", "unusable parameter")
@@ -152,7 +152,7 @@ def unknown(body: Body) -> tuple[str, ...]:
 
 
 def stops(body: Body, name: str) -> tuple[str, ...]:
-    """Return the stop strings of a request. Raises `RequestRefused` unless they are texts."""
+    """Return the stop strings of a request. Raises `RequestRefused` unless they are non-empty texts."""
     value = body.get(name) or ()
     strings = (value,) if isinstance(value, str) else value
     if not isinstance(strings, list | tuple) or not all(isinstance(string, str) and string for string in strings):
@@ -169,7 +169,7 @@ def role(item: Body, known: Mapping[str, str]) -> str:
 
 
 def object_list(value: object, name: str) -> Sequence[Body]:
-    """Return a list of objects. Raises `RequestRefused` for another value."""
+    """Return `value` if it is a list of objects. Raises `RequestRefused` for other values."""
     if not isinstance(value, list) or not all(isinstance(item, dict) for item in value):
         raise malformed(f"{name} is a list of objects")
     return cast("Sequence[Body]", value)
@@ -190,7 +190,7 @@ def _part(part: Body, where: str) -> str:
 
 
 def call(call_id: object, name: object, arguments: object) -> dict[str, Any]:
-    """Make a tool call as chat templates take it: its arguments are values. Raises `RequestRefused` without a name."""
+    """Make a tool call for chat templates, with its arguments as values. Raises `RequestRefused` without a name."""
     if not isinstance(name, str) or not name:
         raise malformed("a tool call has no name")
     try:
@@ -202,7 +202,7 @@ def call(call_id: object, name: object, arguments: object) -> dict[str, Any]:
 
 
 def tool(name: object, description: object, parameters: object) -> dict[str, Any]:
-    """Make a tool as chat templates take it. Raises `RequestRefused` without a name."""
+    """Make the description of a tool for chat templates. Raises `RequestRefused` without a name."""
     if not isinstance(name, str) or not name:
         raise malformed("a tool has no name")
     optional = {"description": description} if isinstance(description, str) else {}
@@ -210,7 +210,7 @@ def tool(name: object, description: object, parameters: object) -> dict[str, Any
 
 
 def token_limit(body: Body, *names: str) -> int | None:
-    """Return the first of the named bounds that is set. Raises `RequestRefused` unless it is a number above 0."""
+    """Return the first of the named token limits that is set. Raises `RequestRefused` unless it is a number above 0."""
     return next((limit for name in names if (limit := _positive(body, name, "tokens")) is not None), None)
 
 
@@ -227,7 +227,7 @@ def _positive(body: Body, name: str, unit: str) -> int | None:
 
 
 def arguments_of(body: Body) -> Body:
-    """Return a request's arguments of the chat template, as in vLLM and SGLang."""
+    """Return a request's arguments for the chat template, under the name that vLLM and SGLang use."""
     value = body.get("chat_template_kwargs") or {}
     if not isinstance(value, dict):
         raise malformed("chat_template_kwargs are arguments by name")
@@ -241,10 +241,10 @@ def event(value: object, name: str = "") -> bytes:
 
 
 def new_text(previous: str, current: str) -> str:
-    """Return the text of `current` after `previous`."""
+    """Return the text that `current` has after `previous`; "" if it does not begin with `previous`."""
     return current[len(previous) :] if current.startswith(previous) else ""
 
 
 def now() -> int:
-    """Return the time in whole seconds, as in answers."""
+    """Return the time in whole seconds, as answers give it."""
     return int(time.time())
