@@ -16,9 +16,7 @@ A, B, WEIGHT = ".lora_A.weight", ".lora_B.weight", ".weight"
 
 
 def pair_adapters(adapters: Mapping[str, Tensor]) -> dict[str, tuple[Tensor, Tensor]]:
-    """Return (A, B) by the name of their W. Raises `WeightsError` for a tensor that is neither, or whose partner is
-    missing.
-    """
+    """Return (A, B) by the name of their W. Raises `WeightsError` if a tensor is no A or B, or lacks its partner."""
     names = {name.removesuffix(A).removesuffix(B) for name in adapters}
     if wrong := [name for name in names if {name + A, name + B} - adapters.keys()]:
         raise WeightsError(f"{sorted(wrong)[0]} is not an adapter, or lacks the other of its two tensors")

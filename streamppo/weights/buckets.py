@@ -92,8 +92,8 @@ class Buckets:
     def push(self, version: int, before: "Buckets | None" = None, *, rank: int = 0, ranks: int = 1) -> PackedPush:
         """Describe the version in `tensors`, and hash all of them.
 
-        `before` holds the previous version in the same layout. If it is given, a bucket is sent as deltas, provided
-        that they take at most half of the bucket's bytes. Other buckets are sent whole.
+        `before` holds the previous version in the same layout. With `before`, a bucket is sent as deltas if these take
+        at most half of the bucket's bytes. Other buckets are sent whole.
         """
         tensors = tuple(describe_tensor(name, shard, self.tensors[name]) for name, shard in self._shards.items())
         raw = self._raw()
@@ -141,7 +141,7 @@ class Buckets:
         return [encoded if pays[place.bucket] else None for encoded, place in zip(deltas, self._places, strict=True)]
 
     def _pack_changed(self, stored: Sequence[Bytes], repacked: Collection[int]) -> tuple[list[_Place], list[Bytes]]:
-        """Pack the `stored` bytes of shards in the buckets `repacked` into new buckets. The other buckets are kept."""
+        """Keep all buckets except `repacked`; pack the `stored` bytes of the shards in `repacked` into new buckets."""
         unchanged = [number for number in range(len(self.arrays)) if number not in repacked]
         moved = [number for number, place in enumerate(self._places) if place.bucket in repacked]
         places, totals = _plan([stored[number].nbytes for number in moved], self._bucket_bytes)
@@ -178,7 +178,7 @@ def pack_whole(version: int, tensors: Mapping[str, torch.Tensor], bucket_bytes: 
 
 
 def _memory(nbytes: int, *, pinned: bool) -> Bytes:
-    """A uint8 array of `nbytes` zeros."""
+    """Return a uint8 array of `nbytes` zeros."""
     memory = np.zeros(nbytes, np.uint8)
     if pinned and nbytes:
         _pin(memory)

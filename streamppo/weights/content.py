@@ -3,9 +3,9 @@
     content = sum over w of coefficient(w) * word(w)   mod 2**64
 
 The bytes of a tensor are read as little-endian 32-bit words. w is a word's index in the whole tensor, and coefficients
-are odd pseudo-random 64-bit numbers. A shard sums the words that it has, and single bytes of a word that is split. The
-sum over all shards is the hash of the whole tensor, for any sharding and on any device. For this reason the learner's
-shards can be compared with an engine's tensors. This is multilinear hashing (Lemire and Kaser 2012,
+are odd pseudo-random 64-bit numbers. A shard sums its words, and single bytes of words that it shares with another
+shard. The sum over all shards is the hash of the whole tensor, for any sharding and on any device. For this reason the
+learner's shards can be compared with an engine's tensors. This is multilinear hashing (Lemire and Kaser 2012,
 https://arxiv.org/abs/1202.4961): two different tensors have the same hash with a probability of at most 2**-32. The
 hash detects faults, not attacks.
 """
@@ -73,7 +73,7 @@ def compare(expected: Mapping[str, int], hashes: Iterable[tuple[str, int]]) -> N
 
 
 def _hash_words(words: Tensor, start: int) -> int:
-    """Return the hash of int32 `words`. The first has index `start`. A negative word counts modulo 2**64."""
+    """Return the hash of int32 `words`, the first of which has index `start`. Negative words count modulo 2**64."""
     table, total, offset = _table(words.device), 0, 0
     blocks_at_once = BLOCKS_AT_ONCE if words.device.type == "cpu" else BLOCKS_AT_ONCE_ON_GPU
     while offset < len(words):

@@ -3,8 +3,8 @@
     gap width (1 byte) | compressed? (1 byte) | count (8 bytes) | gaps | differences, byte plane by byte plane
 
 Elements are compared by their bits, so that -0.0 and the payload of a NaN are preserved. A gap is the distance to the
-previous changed element minus one. If a gap does not fit its width, an unchanged element in between is included. A
-difference is the exclusive or of the bits of both elements. For close numbers its high bytes are 0 and compress well.
+previous changed element minus one. If a gap does not fit the gap width, an unchanged element in between is stored too.
+A difference is the exclusive or of the bits of both elements. For close numbers its high bytes are 0 and compress well.
 """
 
 import numpy as np
@@ -15,7 +15,7 @@ from streamppo.errors import WeightsError
 DENSE = 0.1
 """The largest share of changed elements for which a delta is made. Above it, the search costs more than it saves."""
 COMPRESSED_FROM = 1 << 14
-"""The minimum number of bytes of differences that are compressed. Gaps are nearly random and never compressed."""
+"""Differences of at least this many bytes are compressed. Gaps are nearly random and never compressed."""
 CHUNK = 1 << 17
 """The number of elements compared at a time, so that they stay in the processor's cache."""
 SAMPLE = 1 << 12
@@ -46,7 +46,7 @@ def changes(before: Bytes, after: Bytes, width: int) -> Bytes | None:
 
 
 def apply(encoded: Bytes, into: Bytes, width: int) -> None:
-    """Apply a delta in place: `into` holds the bytes before, and afterwards the bytes after.
+    """Apply a delta in place: `into` holds the old bytes before the call, and the new bytes after it.
 
     Raises `WeightsError`, and leaves `into` unchanged, for bytes that `changes` cannot have made.
     """
@@ -111,12 +111,12 @@ def _different(difference: Numbers) -> tuple[Places, Numbers]:
 def _split(gaps: Places, gap_width: int) -> tuple[NDArray[np.uint64], Places]:
     """Return the encoded gaps, and the indices of the gaps before which unchanged elements are inserted.
 
-    Inserted elements split a long gap. The index of the gap is repeated for each of them.
+    Inserted elements split a long gap. The index of the gap occurs once for each of its inserted elements.
     """
     limit = 256**gap_width
     long = np.flatnonzero(gaps > limit)
     between = np.repeat(long, (gaps[long] - 1) // limit)
-    # The conversion truncates a long gap to its width, which leaves its remainder.
+    # For a long gap, the conversion leaves the remainder modulo `limit`.
     short = (gaps - 1).astype(GAPS[gap_width])
     return np.insert(short, between, limit - 1) if len(between) else short, between
 

@@ -42,7 +42,7 @@ def ends(config: Config) -> TransportEnds:
 
 
 def with_run_folder(config: Config, run: Path) -> Config:
-    """Return the configuration for ranks and actors of `run`, with a folder for this run in a folder transport."""
+    """Return the configuration for ranks and actors of `run`, in which a folder transport has a folder of this run."""
     match config.learner.transport:
         case Folder(path=path):
             run_folder = (

@@ -23,7 +23,7 @@ from streamppo.weights.delta import Bytes
 from streamppo.weights.transport import BucketGone, BucketRef
 
 MISSING_S = 300.0
-"""If the ledger lists a bucket whose file is missing for this time, the node does not see the folder."""
+"""If a bucket is in the ledger and its file is missing for this many seconds, this node does not see the folder."""
 
 
 class File(WireStruct, frozen=True):
@@ -34,7 +34,7 @@ class File(WireStruct, frozen=True):
 
 
 class FolderSender:
-    """Implements `transport.Sender` for one process of `rank`, with two whole versions and the later deltas."""
+    """Implements `transport.Sender` for one process of `rank`. Keeps two whole versions and the deltas after them."""
 
     def __init__(self, folder: Path, rank: int) -> None:
         self._root, self._name = folder, f"rank-{rank}-"
@@ -55,7 +55,7 @@ class FolderSender:
                 path.unlink(missing_ok=True)
         self._dropped_before = before
         for folder in self._root.glob(f"{self._name}*"):
-            # Folders of earlier processes of this rank. The ledger no longer refers to them.
+            # The ledger no longer refers to folders of earlier processes of this rank.
             if folder != self._folder:
                 shutil.rmtree(folder, ignore_errors=True)
 
@@ -96,7 +96,7 @@ class FolderReceiver:
 
 
 def _read(file: File) -> Bytes:
-    """Read a bucket; fewer bytes if its file is truncated. A memory-mapped file that shrinks would kill the process."""
+    """Read a bucket; fewer bytes if its file is truncated. A file that shrinks while mapped would kill the process."""
     bucket, size = np.empty(file.nbytes, dtype=np.uint8), 0
     memory = bucket.data
     with open(file.path, "rb", buffering=0) as source:

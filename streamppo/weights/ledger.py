@@ -38,7 +38,7 @@ class Ledger(Generic[T]):
     def publish(self, push: Push, handle: T) -> None:
         """Add a version, or replace its handle. Versions before the newest whole version are dropped.
 
-        Raises `WeightsError` if the version was published with other weights.
+        Raises `WeightsError` if the version was published before with other weights.
         """
         previous = self._entries.get(push.version)
         if previous is not None and previous.push.digest != push.digest:
@@ -63,7 +63,7 @@ class Ledger(Generic[T]):
         return [entry for entry in chain if entry.push.version > version]
 
     def reply_to(self, digest: str) -> PublishReply:
-        """Return the reply for a version with `digest`. A whole version is wanted when deltas have become as large."""
+        """Return the reply for a version with `digest`. A whole push is wanted if all deltas together are as large."""
         chain = self._chain()
         first, *deltas = [sum(entry.push.bucket_bytes) for entry in chain] or [0]
         whole = chain[0].push.version if chain else 0

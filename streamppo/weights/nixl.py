@@ -33,7 +33,7 @@ READ_S, SLOWEST_BYTES_PER_S = 60.0, 20e6
 LOOK_S = 0.0005
 """Seconds between two polls of a transfer."""
 BLOCKS = 1 << 16
-"""The maximum number of blocks of a rank. Each block has a generation."""
+"""The maximum number of blocks of a rank, and the number of generations that the rank registers."""
 KIND = "DRAM"
 log = logging.getLogger(__name__)
 
@@ -54,7 +54,7 @@ class _Block(NamedTuple):
 
 
 class NixlSender:
-    """Implements `transport.Sender` with two whole versions and the deltas after them in memory."""
+    """Implements `transport.Sender`. Keeps two whole versions and the deltas after them in memory."""
 
     def __init__(self, *, local: bool) -> None:
         self._agent, self._lock = _agent(local=local), threading.Lock()
@@ -71,8 +71,8 @@ class NixlSender:
         blocks = [self._block(array.nbytes) for array in arrays]
         self._used.setdefault(version, []).extend(blocks)
         for block, array in zip(blocks, arrays, strict=True):
-            # The generation changes before the bytes do, so an actor that reads during the copy then reads a new
-            # generation.
+            # The generation changes before the bytes. An actor that reads bytes during the copy finds the new
+            # generation afterwards.
             self._generations[block.number] += 1
             block.memory[: array.nbytes] = array
         with self._lock:
@@ -119,7 +119,7 @@ class NixlSender:
 
 
 class NixlReceiver:
-    """Implements `transport.Receiver`. A thread makes one read at a time."""
+    """Implements `transport.Receiver`. One thread makes all reads, one after another."""
 
     def __init__(self, *, local: bool) -> None:
         self._agent, self._failures = _agent(local=local), _failures()

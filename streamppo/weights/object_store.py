@@ -1,6 +1,6 @@
 """Transfers buckets through Ray's object store. A node that fetched a bucket keeps a copy until no reference is left.
 
-Ray asks the rank that owns a bucket where it is. If the network to the rank's node fails, Ray waits until TCP times
+To find a bucket, Ray asks the rank that owns it. If the network to the rank's node fails, Ray waits until TCP times
 out, which takes minutes. For this reason every fetch has a timeout, after which it raises `BucketGone`.
 """
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 FETCH_S, LONGER_S = 20.0, 10.0
-"""The first timeout of a bucket in seconds, and its increase after each bucket that is late."""
+"""The timeout of a fetch in seconds, and its increase after each fetch that exceeds it."""
 
 
 class ObjectStoreSender:
@@ -42,7 +42,7 @@ class ObjectStoreReceiver:
     async def fetch(self, ref: BucketRef) -> Bytes:
         """See `transport.Receiver.fetch`. If the node has the bucket, no copy is made.
 
-        Each late bucket increases the timeout by `LONGER_S` until a bucket arrives, because the network may be slow.
+        Each timeout makes the next one `LONGER_S` longer until a bucket arrives, because the network may be slow.
         """
         limit_s = self._limit_s
         try:
@@ -51,8 +51,7 @@ class ObjectStoreReceiver:
         except ObjectLostError as error:
             raise BucketGone(f"the object store has lost a bucket: {error}") from error
         except TimeoutError:
-            # The sum starts from this call's timeout, so that buckets fetched concurrently increase the timeout only
-            # once.
+            # The sum starts from this call's timeout, so that concurrent fetches increase the timeout only once.
             self._limit_s = limit_s + LONGER_S
             raise BucketGone(f"a bucket did not arrive within {limit_s:g} s") from None
         self._limit_s = FETCH_S

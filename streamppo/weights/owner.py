@@ -35,7 +35,7 @@ class Claim(msgspec.Struct, frozen=True):
 
 
 TAKES_OVER = "+"
-"""The prefix of a token whose claim a restored run may take over from a folder with another path and inode."""
+"""Marks a token in a restored folder: the folder may take over this claim, which has another path and inode."""
 
 
 def tokens(run: Path) -> list[str]:

@@ -24,7 +24,7 @@ SETS = 2
 
 
 Publish: TypeAlias = Callable[[bytes, list[BucketRef], bytes], PublishReply]
-"""A function that publishes an encoded `Push`, its buckets and the encoded `TokenRecord`, and waits for all shares."""
+"""A function that publishes an encoded `Push`, its buckets and the encoded `TokenRecord`, and waits for all ranks."""
 
 
 class PushedVersion(NamedTuple):
@@ -71,8 +71,8 @@ class Pusher:
     def buckets(self, like: Mapping[str, Shard]) -> Buckets:
         """Return the buckets for the next version, with the layout of `like`. No push reads them.
 
-        They may hold the version before the one that is being pushed, so this waits until the push has compared the
-        two.
+        They may hold the version before the one that is being pushed, so this waits until the push has computed its
+        deltas.
         """
         if len(self._sets) < SETS:
             return Buckets(like, self._bucket_bytes, pinned=self._pinned)
@@ -102,8 +102,8 @@ class Pusher:
     def republish(self) -> list[Future[PublishReply]]:
         """Publish the newest whole version and all later deltas again, because the ledger has lost its state.
 
-        Each version has its own thread, in which it waits for the shares of the other ranks. These may arrive in
-        another order, or not at all if the other ranks no longer need the version.
+        Each version is published in its own thread, which waits for the shares of the other ranks. These shares may
+        arrive in another order, or not at all if the other ranks no longer need the version.
         """
         pushes = list(self._pushes.values())
         threads = ThreadPoolExecutor(max_workers=max(1, len(pushes)), thread_name_prefix="push again")

@@ -22,11 +22,10 @@ from streamppo.weights.shares import check_whole
 
 
 class Replica:
-    """The last pulled version: its `push`, and its `tensors` by Hugging Face name. Before the first version they are
-    empty.
+    """The last pulled version: its `push`, and its `tensors` by Hugging Face name; empty before the first version.
 
-    Callers must not change the tensors, which change with the next `take`. `memory` allocates shared memory for tensors
-    of these sizes in bytes. If it is given, tensors do not change after `give`.
+    Callers must not change the tensors. The next version may overwrite them, unless `give` was called. With `memory`,
+    which allocates shared memory for tensors of these sizes in bytes, the tensors are in shared memory.
     """
 
     def __init__(self, memory: Callable[[Sequence[int]], SharedTensors] | None = None) -> None:
@@ -111,7 +110,7 @@ class Replica:
         self.push, self.shared = push, shared
 
     def give(self) -> SharedTensors:
-        """Return the memory of the version, which is not changed from now on."""
+        """Return the memory of the version; later versions are written to other memory."""
         assert self.shared is not None, "the replica has shared memory"
         self._is_given = True
         return self.shared

@@ -1,5 +1,4 @@
-"""Memory for a version's tensors that processes of one machine share. The memory has no name, and its last user frees
-it.
+"""Memory for a version's tensors that processes of one machine share; it is freed when the last of them ends.
 
 A version is in blocks of about `block_bytes`. A larger tensor has a block of its own. Sender and receiver compute the
 places of the tensors from the sizes of the tensors.

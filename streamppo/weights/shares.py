@@ -29,7 +29,7 @@ class RankShare(NamedTuple, Generic[T]):
 
 
 class Shares(Generic[T]):
-    """The shares of versions that are incomplete."""
+    """The shares that have arrived, of versions for which other ranks' shares are missing."""
 
     def __init__(self) -> None:
         self._waiting: dict[int, dict[int, RankShare[T]]] = {}
@@ -50,8 +50,8 @@ class Shares(Generic[T]):
 class ShareCollector(Generic[T, R]):
     """Calls `publish` once for each version when all ranks have added their shares. All ranks get its result.
 
-    Ray may repeat a call: a rank that adds the same share again gets the same result. A share with other weights starts
-    the version again.
+    Ray may repeat a call: a rank that adds the same share again gets the same result. If a rank
+    adds a share with other weights, the shares of all ranks are collected again.
     """
 
     def __init__(self, publish: Callable[[RankShare[T]], Awaitable[R]]) -> None:
@@ -117,7 +117,7 @@ def join(parts: Sequence[Push]) -> Push:
 
 
 def _sum_hashes(parts: Sequence[tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
-    """Return the tensors of all ranks. The hash of a tensor is the sum of its shards' hashes."""
+    """Join the ranks' descriptions of the tensors. The hash of a tensor is the sum of its shards' hashes."""
     columns = zip(*parts, strict=True)
     return tuple(structs.replace(same[0], content=sum(shard.content for shard in same) % 2**64) for same in columns)
 

@@ -1,8 +1,8 @@
-"""Files at an fsspec address: an object store (s3://, gs://, ...) or a folder (file://). This module imports neither
-torch nor Ray.
+"""Files at an fsspec address: an object store (s3://, gs://, ...) or a folder (file://).
 
-A run with an address stores there what its nodes share: copies of its checkpoints. If each node has its own disk
-(`cluster.own_disks`), the run also stores the initial model that it created and the trained model.
+A run with an address stores copies of its checkpoints there, for all its nodes. If each node has its own disk
+(`cluster.own_disks`), the run also stores the initial model that it created and the trained model. This module imports
+neither torch nor Ray.
 """
 
 import io

@@ -1,7 +1,7 @@
 """Compares a model's files with the model that its configuration describes, before weights are read.
 
-transformers loads tensors on the meta device, with the names, dtypes and shapes of the files, into a model on the meta
-device. The report is that of a real load, including the names that transformers renames, joins or ignores.
+transformers loads tensors without data (meta device), which have the names, dtypes and shapes of those in the files,
+into a model without data. It reports as for a real load, in which it renames, joins and ignores some names.
 """
 
 import difflib
@@ -70,12 +70,12 @@ def check(path: Path, config: "PretrainedConfig", kind: Kind = "AutoModelForCaus
     tensors = dict(shapes)
     for head, embedding in pairs(config) if is_tied(config) else ():
         if head in tensors and embedding in tensors:
-            # The two have equal values. transformers would compare them, which takes memory.
+            # Head and embedding have equal values. transformers would compare them, which takes memory.
             tensors.pop(head)
     with naming(path), quiet():
         model_class = _class(config, kind)
         if model_class.config_class is type(text := config.get_text_config()):
-            # transformers makes the text model of a multimodal configuration.
+            # Of a multimodal configuration, transformers makes the text model.
             config = text
         reported = _report(model_class, config, tensors)
     reported = reported.of_body(model_class.base_model_prefix, kind, body=body)
@@ -119,8 +119,7 @@ def quiet() -> Generator[None]:
 
 
 def not_finite(folder_path: Path) -> str:
-    """Return the name of the first tensor in the files at `folder_path` with a NaN or an infinity; "" if all are
-    finite."""
+    """Return the name of the first tensor in the files at `folder_path` with NaN or infinity; "" if there is none."""
     from safetensors import safe_open
 
     if (stored := folder.check(folder_path)) is None:

@@ -68,7 +68,7 @@ def empty(path: str | Path, kind: Kind, *, attention: str, untied: bool = False)
     import transformers
 
     config = settings(path, untied=untied)
-    # transformers would warn that flash-attn needs 16 bits, but the learner's passes have 16 bits.
+    # transformers would warn that flash-attn needs 16-bit weights; the learner's passes compute in 16 bits.
     with naming(path), fit.quiet():
         options = {"dtype": torch.float32, "attn_implementation": attention, "trust_remote_code": False}
         return getattr(transformers, kind).from_config(config, **options).eval()

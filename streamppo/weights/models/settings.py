@@ -8,7 +8,7 @@
     no                 only the embedding         missing: an error (fit.py)
 
 In the third row, `settings` returns a configuration with `tie_word_embeddings = false`, which is also exported. SGLang
-reads only the configuration, and in this way has the same model.
+reads only the configuration, and so has the same model.
 """
 
 import re
@@ -43,7 +43,7 @@ CHUNK = 1 << 26
 def settings(path: str | Path, *, untied: bool = False) -> "PretrainedConfig":
     """Read the configuration of the model at `path`, a folder or a hub name.
 
-    The head is set as untied with `untied`, or if the local files have a head that differs from the embedding. Raises
+    The result has an untied head with `untied`, or if the head in the local files differs from the embedding. Raises
     `ModelError` if there is no configuration, if its weights are quantised, or if it needs code that comes with the
     model.
     """
@@ -181,7 +181,7 @@ def _named(name: str, stored: Mapping[str, Header], prefix: str) -> Header | Non
 
 
 def are_equal(first_header: Header, second_header: Header) -> bool:
-    """Return whether two tensors in files have equal values, without torch, up to the first difference."""
+    """Return whether two tensors in files have equal values. Needs no torch, and stops at the first difference."""
     if first_header.shape != second_header.shape or first_header.dtype != second_header.dtype:
         return False
     width = {"F64": np.uint64, "F32": np.uint32, "F16": np.uint16, "BF16": np.uint16}.get(first_header.dtype, np.uint8)

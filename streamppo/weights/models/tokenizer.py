@@ -20,7 +20,7 @@ FILES = (
 """Name patterns of a tokenizer's files."""
 PIECES, FAST, TEKKEN = "tokenizer.model", "tokenizer.json", "tekken.json"
 ASCII = (*b"\t\n", *range(32, 127))
-"""Bytes that are a character and a token each."""
+"""Bytes each of which is a character and, in tekken.json, a token."""
 PROBE = "  1 + 1 = 2,\n\tnaïve façade: 東京 ½ 🙂  "
 """A text that tokenizers with different rules split differently."""
 
@@ -81,10 +81,9 @@ def _compare_tekken(tokenizer: "PreTrainedTokenizerBase", folder: Path) -> None:
 
 
 def write(tokenizer: "PreTrainedTokenizerBase", start: str | Path | None, folder: Path) -> str:
-    """Write the `tokenizer` of the model at `start` into `folder`. Returns a sentence if original files are copied
-    instead.
+    """Write the `tokenizer` of the model at `start` into `folder`. Raises `OSError` if the disk refuses.
 
-    A tokenizer without a `start` is new and has no files to copy. Raises `OSError` if the disk refuses.
+    Returns a sentence if the original files are copied instead. Without a `start` the tokenizer is new and has none.
     """
     tokenizer.init_kwargs.pop("auto_map", None)
     if start is None:
@@ -102,10 +101,9 @@ def write(tokenizer: "PreTrainedTokenizerBase", start: str | Path | None, folder
 
 
 def copy(start: str | Path, folder: Path, why: str) -> str:
-    """Replace the tokenizer's files in `folder` by those of the model at `start`. Returns a sentence with the reason
-    `why`.
+    """Replace the tokenizer's files in `folder` by those of the model at `start`. Raises `OSError` if the disk refuses.
 
-    Raises `OSError` if the disk refuses.
+    Returns a sentence with the reason `why`.
     """
     source = local_folder(start)
     for pattern in FILES:
