@@ -214,7 +214,7 @@ class Stages:
             refuse_dead_ray()
             for actor in (*(handle.actor for handle in self.rollouts.handles + self.evaluators.handles), *self.ranks):
                 kill(actor)
-        factory.end(self._actor_config)
+        factory.delete_folder(self._actor_config)
 
     # --- restarts --------------------------------------------------------------------------------------------
 

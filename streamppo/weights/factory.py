@@ -58,13 +58,13 @@ def create_folder(config: Config) -> None:
 
     Raises `RunError` if it cannot be created.
     """
-    end(config)
+    delete_folder(config)
     if isinstance(transport := config.learner.transport, Folder):
         with durable.naming(Path(transport.path), RunError):
             Path(transport.path).mkdir(parents=True, exist_ok=True)
 
 
-def end(config: Config) -> None:
+def delete_folder(config: Config) -> None:
     """Delete the weights folder of a `with_run_folder` configuration. Other transports leave no files."""
     if isinstance(transport := config.learner.transport, Folder):
         shutil.rmtree(transport.path, ignore_errors=True)

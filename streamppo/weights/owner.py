@@ -106,7 +106,7 @@ def owns(names: Sequence[str], run: Path) -> bool:
     return not names or newest(names) in tokens(run)
 
 
-def forget(run: Path) -> str:
+def separation_hint(run: Path) -> str:
     """Return a sentence on how to continue a copy as a separate run."""
     return f"to continue with it as a separate run, delete {run / ADDRESS}: it gets another address"
 

@@ -74,7 +74,7 @@ def belongs_to(config: Config, folder: Path) -> str:
 def refuse_copy(config: Config, folder: Path) -> None:
     """Raise `CheckpointError` if nodes would read from an address that does not belong to the run's `folder`."""
     if config.cluster.own_disks and config.checkpoint.remote and (reason := belongs_to(config, folder)):
-        raise CheckpointError(f"{folder}: {reason}; {owner.forget(folder)}")
+        raise CheckpointError(f"{folder}: {reason}; {owner.separation_hint(folder)}")
 
 
 def config_for_actors(config: Config, folder: Path) -> Config:

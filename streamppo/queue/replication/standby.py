@@ -185,7 +185,7 @@ class CopiedJournal(Journal):
         if max(lives, default="") > self._life or not owner.owns(owners, self._run):
             raise JournalError(
                 f"{self.path}: the run continues in another folder, restored from {self._copies.address} or copied, "
-                f"and ends in this one; {owner.forget(self._run)}"
+                f"and ends in this one; {owner.separation_hint(self._run)}"
             )
 
 

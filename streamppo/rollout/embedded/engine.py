@@ -93,8 +93,8 @@ class EmbeddedEngine:
         self._copies = ThreadPoolExecutor(max_workers=1, thread_name_prefix="copy")
         self._busy_s = self._idle_s = self._swap_s = 0.0
         self._swaps = 0
-        self._driver = asyncio.create_task(self._run_loop())
-        self._driver.add_done_callback(self._fail_all)
+        self._loop_task = asyncio.create_task(self._run_loop())
+        self._loop_task.add_done_callback(self._fail_all)
 
     @property
     def version(self) -> int:
@@ -155,8 +155,8 @@ class EmbeddedEngine:
 
     async def stop(self) -> None:
         """See `Engine.stop`."""
-        self._driver.cancel()
-        await asyncio.wait([self._driver])
+        self._loop_task.cancel()
+        await asyncio.wait([self._loop_task])
         self._thread.shutdown()
         self._copies.shutdown(cancel_futures=True)
 
@@ -164,8 +164,8 @@ class EmbeddedEngine:
 
     def _wake(self) -> None:
         """Wake up `_run_loop`. Raises the error that ended `_run_loop`, or `CancelledError` after `stop`."""
-        if self._driver.done():
-            self._driver.result()
+        if self._loop_task.done():
+            self._loop_task.result()
         self._has_work.set()
 
     async def _run_loop(self) -> None:
@@ -233,10 +233,10 @@ class EmbeddedEngine:
         """Call `function` in the engine's thread."""
         return await asyncio.get_running_loop().run_in_executor(self._thread, function, *arguments)
 
-    def _fail_all(self, driver: asyncio.Task[None]) -> None:
+    def _fail_all(self, loop_task: asyncio.Task[None]) -> None:
         """Fail all waiting calls with the error of `_run_loop`; cancel them if `_run_loop` was cancelled."""
         for future in [future for future in self._pending if not future.done()]:
-            if not driver.cancelled() and (error := driver.exception()):
+            if not loop_task.cancelled() and (error := loop_task.exception()):
                 future.set_exception(error)
             else:
                 future.cancel()

@@ -386,8 +386,8 @@ def test_runs_of_one_name_have_folders_of_their_own_and_leave_nothing(
     assert len(list((tmp_path / "shared").rglob("00000000-0"))) == 2
     factory.create_folder(first)
     assert len(list((tmp_path / "shared").rglob("00000000-0"))) == 1, "an earlier driver's ranks are dead"
-    factory.end(first)
-    factory.end(second)
+    factory.delete_folder(first)
+    factory.delete_folder(second)
     assert not list((tmp_path / "shared").iterdir())
     own = factory.with_run_folder(math_config("learner.transport={kind='folder'}"), tmp_path / "a" / "math")
     assert own.learner.transport == chosen.Folder(str(tmp_path / "a" / "math" / "weights"))
