@@ -224,7 +224,7 @@ def _sentences(config: "PretrainedConfig", reported: Report, file_names: Collect
         near = difflib.get_close_matches(name, reported.unexpected or file_names, 1)
         yield f"{name!r} is missing" + (f" (the nearest name in them is {near[0]!r})" if near else "")
     for name, (file_shape, model_shape) in sorted(reported.misshaped.items()):
-        yield f"{name!r} is {list(file_shape)} and would be {list(model_shape)}"
+        yield f"{name!r} has shape {list(file_shape)} in the files and {list(model_shape)} in the model"
     for name in sorted(reported.unexpected):
         near = difflib.get_close_matches(name, reported.missing, 1)
         yield f"{name!r} is not a tensor of the model" + (f" (the nearest is {near[0]!r})" if near else "")

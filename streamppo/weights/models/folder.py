@@ -99,7 +99,7 @@ def refuse_names(folder: Path, names: Iterable[str]) -> None:
             prefix = "base_model.model." if part == "base_model" else f"{part}."
             raise ModelError(
                 f"{folder}: its tensors have {prefix!r} in their names ({example!r}), which {(WRAPPERS | FIRST)[part]} "
-                "adds: save the model inside of the wrapper (its own `save_pretrained`), or take that out of the names"
+                f"adds: save the model inside of the wrapper (its own `save_pretrained`), or remove {prefix!r} there"
             )
     adapted = [".".join(path) for path in parts if "lora_A" in path or "base_layer" in path]
     if adapted:

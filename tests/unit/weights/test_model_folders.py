@@ -52,7 +52,7 @@ SLOW = {
     "missing_tensor": r"'.*\.1\..*' is missing \(the nearest name in them is '.*'\)",
     "missing_head": "'lm_head.weight' is missing. Set tie_word_embeddings = true in config.json if",
     "unexpected_tensor": "'model.layers.1.extra.weight' is not a tensor of the model",
-    "wrong_shape": r"'.*\.1\..*' is \[\d+, 32\] and would be \[\d+, 32\]",
+    "wrong_shape": r"'.*\.1\..*' has shape \[\d+, 32\] in the files and \[\d+, 32\] in the model",
     "fewer_layers": "num_hidden_layers = 1, but the files have 2 layers",
     "more_layers": "num_hidden_layers = 3, but the files have 2 layers",
     "not_a_number": r"has NaN or infinity in '.*\.1\..*'",
@@ -141,7 +141,7 @@ EXPERT = "model.layers.0.mlp.experts.2.up_proj.weight"
         ),
         (
             lambda held: held.update({EXPERT: torch.ones(15, 32)}),
-            r"experts.2.up_proj.weight' is \[15, 32\] and would be \[16, 32\]",
+            r"experts.2.up_proj.weight' has shape \[15, 32\] in the files and \[16, 32\] in",
         ),
         (
             lambda held: held.update({EXPERT.replace(".2.", ".4."): torch.ones(16, 32)}),

@@ -131,7 +131,7 @@ def _message(item: Body) -> Message:
 def _read_call(item: Body) -> dict[str, Any]:
     function = item.get("function")
     if not isinstance(function, dict):
-        raise malformed(f"a tool call is that of a function, not {item.get('type')!r}")
+        raise malformed(f"a tool call must call a function, not {item.get('type')!r}")
     return wire.call(item.get("id"), function.get("name"), function.get("arguments"))
 
 

@@ -152,7 +152,7 @@ def _assistant(blocks: Any) -> Message:
 
 def _tool(item: Body) -> dict[str, Any]:
     if item.get("type") not in (None, "custom"):
-        raise malformed(f"a tool is one of the program's, not {item.get('type')!r}, which is Anthropic's")
+        raise malformed(f"a tool must be the program's own, not {item.get('type')!r}, which Anthropic runs")
     return wire.tool(item.get("name"), item.get("description"), item.get("input_schema"))
 
 
