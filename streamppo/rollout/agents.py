@@ -43,7 +43,7 @@ MEMORY_MIB = 8192
 
 
 class AgentRun(NamedTuple):
-    """An agent's run that has ended; its fields are those of an `Episode`. It has the turns that the agent received.
+    """A run that has ended, with the fields of an `Episode`. Turns that the agent did not receive are masked.
 
     `observations` are the agent's new messages after each turn except the last.
     """

@@ -11,7 +11,7 @@ from streamppo.types import Floats, Ints, Routes
 
 
 class Sampling(NamedTuple):
-    """Sampling parameters of one completion. `temperature = 0` is greedy; `top_k = 0` and `top_p = 1` are off.
+    """Sampling parameters of one completion. `temperature = 0` is greedy. `top_k = 0` and `top_p = 1` exclude no token.
 
     Completions with the same `seed` have the same random numbers (random_numbers.py). Without a seed, the engine
     chooses one.
@@ -91,7 +91,7 @@ class ContextReuse:
 
 
 NEVER = 2**62
-"""Larger than the length of any completion."""
+"""A number larger than the length of any completion."""
 
 
 class Cuts(NamedTuple):
@@ -123,10 +123,10 @@ class Cuts(NamedTuple):
 
 
 class Usage(NamedTuple):
-    """Counters since the engine started. `idle_s` is the wall time in which it had nothing to decode.
+    """Counters since the engine started. `idle_s` is the wall time in which the engine had nothing to decode.
 
-    `restarts` is the number of restarts after its processes died. `prompted` is the number of prompt tokens, and
-    `reused` the number of those that came from the cache. `kv_ages` counts the reused tokens by age: the
+    `restarts` is the number of restarts of the engine's processes after a death. `prompted` is the number of prompt
+    tokens, and `reused` the number of those that came from the cache. `kv_ages` counts the reused tokens by age: the
     engine's version minus the version that computed their keys and values.
     """
 

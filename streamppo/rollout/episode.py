@@ -205,7 +205,7 @@ class Player:
 
     def prepare(self, prompt: Prompt) -> None:
         """Tokenize `prompt` once, before its samples are played. Raises `TaskError`, as `play` does."""
-        # Environments and agents write their own prompts.
+        # Environments and agents write their own prompts, so this prompt is not used.
         if self._environment is None and self.agents is None:
             self.tokenizer.encode(prompt)
 

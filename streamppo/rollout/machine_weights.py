@@ -59,7 +59,7 @@ BACKLOG = 64
 
 
 class MachineVersion(NamedTuple):
-    """A version's description and its memory."""
+    """A version: its `push`, and the shared memory with its tensors."""
 
     push: Push
     shared: SharedTensors
@@ -68,7 +68,7 @@ class MachineVersion(NamedTuple):
 class MachinePuller(Puller):
     """Pulls for the actor `name`, and shares versions with the other actors of `namespace` on this machine.
 
-    `namespace` is a name that all actors of one driver have. Blocks of shared memory have about `block_bytes`.
+    All actors of one driver have the same `namespace`. Blocks of shared memory have about `block_bytes`.
     """
 
     def __init__(
@@ -133,7 +133,7 @@ class MachinePuller(Puller):
             self._leading = None
 
     async def _wait_as_leader(self, version: int) -> MachineVersion | None:
-        """Return `version` or a newer one when this leader has it; None after `POLL_S`. Raises the pull's errors."""
+        """Return `version` or a newer one when this leader has it; None after `POLL_S`. Raises errors of pulling."""
         assert self._leading is not None
         leader, task = self._leading
         waiting = asyncio.ensure_future(asyncio.to_thread(leader.wait, version))
@@ -168,7 +168,7 @@ class MachinePuller(Puller):
 
 
 class Leader:
-    """Sends the newest version to followers, to each in its own thread. `listener` is the socket with the name."""
+    """Sends the newest version to followers, to each in its own thread. `listener` has the machine's name."""
 
     def __init__(self, listener: socket.socket) -> None:
         self._listener = listener
@@ -195,7 +195,7 @@ class Leader:
     def close(self) -> None:
         """Close the socket, so that another actor can lead."""
         with suppress(OSError):
-            # This ends the thread's `accept`, which `close` alone does not.
+            # `shutdown` ends the thread's `accept`; `close` alone would not.
             self._listener.shutdown(socket.SHUT_RDWR)
         self._listener.close()
 

@@ -25,7 +25,7 @@ SLIDING = (
     "gpt_oss",
     "olmo3",
 )
-"""Model types whose sliding windows SGLang 0.5.21 applies. In others, such as mistral, it attends to whole rows."""
+"""Model types whose sliding windows SGLang 0.5.21 applies. In others, such as mistral, SGLang attends to whole rows."""
 
 
 def longest(hf_config: "PreTrainedConfig", default: int) -> int:

@@ -1,4 +1,4 @@
-"""The random numbers of a completion. They depend only on its identity, not on the engine or concurrent rows.
+"""The random numbers of a completion. They depend only on its identity, not on the engine or on concurrent rows.
 
     seed = blake2b(run's seed, task, prompt, sample, attempt), and of a later turn blake2b(seed, turn)
     u_t  = splitmix64(seed + t * GOLDEN) / 2**64, for token t of the turn

@@ -1,8 +1,8 @@
 """Decides where running completions are cut into segments, so that each can be trained on in time. Pure.
 
 A segment's age is the engine's version minus the version of its oldest token. A segment of age `max_age` is due. Many
-segments due at once would not fit into one batch. So every swap cuts about as many as a batch has room for, the oldest
-first. `share` is the number of segments in a batch divided by the number of actors:
+segments due at once would not fit into one batch. So every swap cuts about as many segments as a batch has room for,
+the oldest first. `share` is the number of segments in a batch divided by the number of actors:
 
     completions under way                                   at most max_age * share
     uncut segments of an age of a or more, for each a       at most (max_age - a) * share

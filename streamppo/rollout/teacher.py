@@ -127,7 +127,7 @@ class TeacherClient:
             )
 
     def report(self) -> ScorerReport:
-        """Return the counters of its calls."""
+        """Return the counters of calls to the server."""
         return self._guard.report(0)
 
     async def close(self) -> None:

@@ -48,8 +48,8 @@ class Architecture:
         """Raise `ModelError` unless the files of `model` have every tensor that `as_saved` makes of a push.
 
         transformers converts some tensors when it loads a model, and does not convert all of them back. An engine that
-        does not know such a name would keep its old weights. Reads only the headers of the files, in a folder or on the
-        hub.
+        does not know the name of a pushed tensor would keep its old weights. Reads only the headers of the files, in a
+        folder or on the hub.
         """
         files = _shapes_in_files(Path(model)) if Path(model).is_dir() else _shapes_on_hub(model)
         for name, tensor in self.as_saved(dict(self._model.named_parameters())).items():

@@ -26,8 +26,8 @@ log = logging.getLogger(__name__)
 class WeightSync:
     """Swaps every new version of `puller` into `engine`, whose first version is in the puller's replica.
 
-    `digest` is the digest of the engine's version. `admitted_lag` came with the newest push; None if the learner does
-    not adapt the lag. `push_ms` is the time of all swaps together, in milliseconds.
+    `digest` is the digest of the engine's version. `admitted_lag` is the lag admitted by the newest push; None if the
+    learner does not adapt it. `push_ms` is the time of all swaps together, in milliseconds.
     """
 
     def __init__(self, puller: Puller, engine: Engine, source: EngineTensors) -> None:

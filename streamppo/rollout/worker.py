@@ -189,7 +189,7 @@ class Worker:
     # --- sampling for tickets --------------------------------------------------------------------------------
 
     async def _issue(self, group: asyncio.TaskGroup) -> None:
-        """Request tickets, in an endless loop, when a delivery brought too few. The queue answers when it has some."""
+        """Request tickets, endlessly, when a delivery brought too few. The queue answers once it has tickets."""
         while True:
             await self._needs_tickets.wait()
             await asyncio.sleep(GATHER_S)

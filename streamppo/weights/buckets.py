@@ -188,7 +188,7 @@ def _memory(nbytes: int, *, pinned: bool) -> Bytes:
 def _pin(memory: Bytes) -> None:
     """Lock `memory` in RAM for copies from a GPU, until it is freed. Raises `CudaError` if the driver refuses.
 
-    Torch's own allocator of pinned memory would round it up to a power of two.
+    Torch's own allocator of pinned memory would round the size up to a power of two.
     """
     cudart: Any = torch.cuda.cudart()
     address = memory.ctypes.data
@@ -197,7 +197,7 @@ def _pin(memory: Bytes) -> None:
 
 
 def _plan(sizes: Sequence[int], bucket_bytes: int) -> tuple[list[_Place], list[int]]:
-    """Lay out pieces of these `sizes`. Returns their places, and the bytes of each bucket."""
+    """Place pieces of these `sizes` in buckets. Returns the places, and the bytes of each bucket."""
     places: list[_Place] = []
     totals: list[int] = []
     for nbytes in sizes:

@@ -4,7 +4,8 @@
 
 Elements are compared by their bits, so that -0.0 and the payload of a NaN are preserved. A gap is the distance to the
 previous changed element minus one. If a gap does not fit the gap width, an unchanged element in between is stored too.
-A difference is the exclusive or of the bits of both elements. For close numbers its high bytes are 0 and compress well.
+A difference is the exclusive or of the bits of both elements. Between close numbers, the high bytes of a difference are
+0 and compress well.
 """
 
 import numpy as np
@@ -13,7 +14,7 @@ from numpy.typing import NDArray
 from streamppo.errors import WeightsError
 
 DENSE = 0.1
-"""The largest share of changed elements for which a delta is made. Above it, the search costs more than it saves."""
+"""The largest share of changed elements for which a delta is made. Beyond it, a delta costs more than it saves."""
 COMPRESSED_FROM = 1 << 14
 """Differences of at least this many bytes are compressed. Gaps are nearly random and never compressed."""
 CHUNK = 1 << 17
@@ -32,7 +33,7 @@ def changes(before: Bytes, after: Bytes, width: int) -> Bytes | None:
         return None
     places, differences = changed
     gaps = np.diff(places, prepend=-1)
-    # The width must fit twice the mean gap, because some gaps are longer than the mean.
+    # The gap width must fit gaps of twice the mean, because some gaps are longer than the mean.
     mean = 2 * len(before) // width // max(1, len(gaps))
     gap_width = next(size for size in GAPS if mean < 256**size or size == max(GAPS))
     split, between = _split(gaps, gap_width)

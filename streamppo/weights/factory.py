@@ -17,7 +17,7 @@ from streamppo.weights.transport import Receiver, Sender
 
 
 class TransportEnds(NamedTuple):
-    """Functions that make a rank's end and an actor's end. Both raise `WeightsError` if a library is missing."""
+    """Functions that make a rank's end and an actor's end. They raise `WeightsError` if a library is missing."""
 
     sender: Callable[[int], Sender]
     receiver: Callable[[], Receiver]
@@ -71,5 +71,5 @@ def delete_folder(config: Config) -> None:
 
 
 def without_transport(config: Config) -> Config:
-    """Return the configuration of ranks whose versions are discarded. It needs no folder or library of a transport."""
+    """Return the configuration of ranks whose versions are discarded. These ranks need no folder and no library."""
     return structs.replace(config, learner=structs.replace(config.learner, transport=ObjectStore()))

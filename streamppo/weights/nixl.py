@@ -5,7 +5,7 @@
                  that all bytes belong to the bucket that it wants
 
 NIXL uses the fastest device that both nodes have: RDMA, shared memory or TCP. Some devices need regular progress calls
-in the rank. A thread of this module makes them, because NIXL's progress thread uses most of a core.
+in the rank. A thread of this module makes these calls, because NIXL's progress thread uses most of a core.
 """
 
 import asyncio
@@ -97,7 +97,7 @@ class NixlSender:
         self._dropped_before = before
 
     def _block(self, nbytes: int) -> _Block:
-        """Return the block of `nbytes` to twice `nbytes` that has been free for longest, or a new block."""
+        """Return the block with `nbytes` to 2 * `nbytes` bytes that has been free for longest, or a new block."""
         for number, block in enumerate(self._free):
             if nbytes <= block.memory.nbytes <= max(4096, 2 * nbytes):
                 return self._free.pop(number)

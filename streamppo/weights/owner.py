@@ -4,8 +4,8 @@ ADDRESS/owners/00000003-5e6f7a8b    the claim of the third driver: its token, an
 RUN/remote.address                  the address, and the tokens of the folder's claims, the newest first
 
 Each driver claims the address anew. If a folder's tokens lack the newest claim, another copy has continued the run. If
-a folder has neither the path nor the inode of the newest claim, it is the copy. A folder that is restored from the
-address may take over the newest claim: the original or the restored run owns the address, whichever driver starts
+a folder has neither the path nor the inode of the newest claim, the folder is the copy. A folder that is restored from
+the address may take over the newest claim: the original or the restored run owns the address, whichever driver starts
 first. This module imports neither torch nor Ray.
 """
 

@@ -69,7 +69,7 @@ class Pusher:
         self._pushes: dict[int, tuple[bytes, list[BucketRef], bytes]] = {}
 
     def buckets(self, like: Mapping[str, Shard]) -> Buckets:
-        """Return the buckets for the next version, with the layout of `like`. No push reads them.
+        """Return the buckets for the next version, with the layout of `like`. No push reads these buckets.
 
         They may hold the version before the one that is being pushed, so this waits until the push has computed its
         deltas.

@@ -20,7 +20,7 @@ SHARED = Path("/dev/shm")
 
 
 class NoRoom(WeightsError):
-    """/dev/shm has no room for a version at present. Other processes may free some."""
+    """/dev/shm has no room for a version at present. Other processes may free memory later."""
 
 
 class Blocks(NamedTuple):

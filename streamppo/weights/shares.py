@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from ray import ObjectRef
 
 EncodedRecord: TypeAlias = "bytes | list[ObjectRef[bytes]]"
-"""An encoded `TokenRecord`, or b"" without a batch. A queue with shards gets a list with at most one reference."""
+"""An encoded `TokenRecord`; b"" without a batch. A queue with shards gets a list with at most one reference to it."""
 T = TypeVar("T")
 R = TypeVar("R")
 REMEMBERED = 64
@@ -48,7 +48,7 @@ class Shares(Generic[T]):
 
 
 class ShareCollector(Generic[T, R]):
-    """Calls `publish` once for each version when all ranks have added their shares. All ranks get its result.
+    """Calls `publish` once for each version when all ranks have added their shares. All ranks get the result.
 
     Ray may repeat a call: a rank that adds the same share again gets the same result. If a rank adds a
     share with other weights, the shares of all ranks are collected again.

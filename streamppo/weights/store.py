@@ -36,7 +36,7 @@ log = logging.getLogger(__name__)
 
 
 def with_crc(row: bytes) -> bytes:
-    """Return the content of a file with one row. The CRC-32 before the row detects a half-written file."""
+    """Return the content of a file that holds `row`. The CRC-32 before the row detects a half-written file."""
     return crc32(row).to_bytes(4, "little") + row
 
 
@@ -126,7 +126,7 @@ class Store:
             return file.read()
 
     def _reading(self, path: str) -> AbstractContextManager[BinaryIO]:
-        """Open a file at the address. The folder may belong to another user, who may have put a pipe in it."""
+        """Open a file at the address. Another user may own the folder, and may have put a pipe in place of the file."""
         if isinstance(self._files, LocalFileSystem):
             return durable.reading(Path(path))
         return self._files.open(path, "rb")

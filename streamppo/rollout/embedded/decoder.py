@@ -23,7 +23,7 @@ log = logging.getLogger(__name__)
 
 
 class Decoder(Protocol):
-    """A model with a cache of `rows` rows, each for one sequence. It does not sample.
+    """A model with a cache of `rows` rows, each for one sequence. It computes logits and does not sample.
 
     B rows, P new tokens (padded on the right), V vocabulary. All logits are float32.
     """
@@ -54,7 +54,7 @@ class Decoder(Protocol):
         ...
 
     def adopt(self) -> None:
-        """Decode with the staged tensors from the next pass on; the next `stage` reuses the replaced memory."""
+        """Decode with the staged tensors from the next pass on; the next `stage` writes over the replaced ones."""
         ...
 
     def prefill(self, tokens_BP: Tensor, lengths_B: Tensor, rows_N: Tensor, prompts_N: Tensor) -> Tensor:
@@ -67,7 +67,7 @@ class Decoder(Protocol):
     def extend(self, tokens_BP: Tensor, starts_B: Tensor, lengths_B: Tensor, first: int, longest: int) -> Tensor:
         """Feed tokens to B rows from row `first` on.
 
-        Row `first` + b has `starts_B[b]` tokens, and gets `lengths_B[b]` more. Afterwards each row has at most
+        Row `first` + b has `starts_B[b]` tokens, and gets `lengths_B[b]` more. After the call each row has at most
         `longest` tokens, and room for one more. Returns the logits [B, V] after the last token of each row.
         """
         ...
@@ -113,7 +113,7 @@ def build(
     float32_head: bool,
     device: str,
 ) -> Decoder:
-    """Build the decoder of a model with `tensors` (HF names) and `rows` rows; `reserve` sets the tokens of a row.
+    """Build the decoder of a model with `tensors` (HF names) and `rows` rows; `reserve` sets the capacity of a row.
 
     Raises `ModelError` for a model that no decoder computes exactly in rows of up to `longest_row` tokens, and
     `WeightsError` for tensors that do not fit.

@@ -1,4 +1,4 @@
-"""The embedded engine: continuous batching over fixed rows, weight swaps between tokens. Any device, small models.
+"""The embedded engine, for small models on any device. Continuous batching over fixed rows; swaps between tokens.
 
     consumes     requests, in order of arrival; weights
     produces     completions, in order of their end; a free row is filled at the next boundary
@@ -7,8 +7,8 @@
 
     at a boundary:   swap to new weights, if any  ->  admit waiting requests into free rows  ->  step
 
-One coroutine, `_run_loop`, handles all state. It runs the steps in a thread, so that the actor's event loop stays free
-for rewards and deliveries.
+Only the coroutine `_run_loop` changes the state of rows. It runs the steps in a thread, so that the actor's event loop
+stays free for rewards and deliveries.
 """
 
 import asyncio
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 ADMIT_SHARE = 8
 """Steps stop when 1 / `ADMIT_SHARE` of the rows are free, so that one prefill fills several rows at once."""
 MOST_HELD = 8
-"""While few rows are free, requests wait for more free rows, for at most this many boundaries."""
+"""The maximum number of boundaries at which waiting requests are held back because few rows are free."""
 BURST_S = 0.01
 """Steps stop after this time, so that ended completions are returned soon."""
 R = TypeVar("R")
@@ -47,8 +47,8 @@ class EmbeddedEngine:
     """Implements `Engine` with `slots` rows of up to `max_total_tokens` tokens, including the prompt.
 
     The cache grows when a request needs a longer row than `reserve` has allocated. Construct an engine in a running
-    event loop; it decodes there until `stop`. Raises `ModelError` for a model that it cannot run, and `WeightsError`
-    for tensors that do not fit the model.
+    event loop; it decodes there until `stop`. Raises `ModelError` for a model that the engine cannot run, and
+    `WeightsError` for tensors that do not fit the model.
     """
 
     def __init__(
@@ -89,7 +89,7 @@ class EmbeddedEngine:
         self._swap_lock = asyncio.Lock()
         self._has_work = asyncio.Event()
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="decode")
-        # Only one thread: a cancelled swap goes on writing its copy, and the next swap writes to the same memory.
+        # One thread for all copies: a cancelled swap goes on writing, and the next swap writes to the same memory.
         self._copies = ThreadPoolExecutor(max_workers=1, thread_name_prefix="copy")
         self._busy_s = self._idle_s = self._swap_s = 0.0
         self._swaps = 0
@@ -176,7 +176,7 @@ class EmbeddedEngine:
             if self._swap is not None:
                 swap, self._swap = self._swap, None
                 await self._apply_swap(*swap)
-            # Each call into the thread runs several steps, because it costs about a tenth of a small model's step.
+            # Each call into the thread runs several steps, because a call costs about a tenth of a small model's step.
             ended_requests = await self._run_in_thread(self._step_until_boundary, self._next_requests(), self._version)
             self._rows.hand_over()
             for request in ended_requests:
@@ -192,7 +192,7 @@ class EmbeddedEngine:
             self._idle_s += time.perf_counter() - begin
 
     def _step_until_boundary(self, admitted: list[RunningRequest], version: int) -> list[RunningRequest]:
-        """Admit requests, then step until the next boundary. Returns the requests that ended. Runs in the thread."""
+        """Admit requests, then step until the next boundary. Returns ended requests. Runs in the engine's thread."""
         begin = time.perf_counter()
         ended = self._rows.admit(admitted, version) if admitted else []
         while self._rows.count:

@@ -7,7 +7,7 @@ A small model spends more time on launching operations than on arithmetic, so th
 
 - One matrix product computes queries, keys and values; another computes gate and up.
 - The rotary embedding is one complex multiplication in place. It needs the two elements of a rotated pair side by side,
-  so the rows of the projections are reordered when weights are written. This changes no dot product.
+  so the rows of the projections are reordered when weights are written. The new order changes no dot product.
 - Keys and values are adjacent in the cache and are written together.
 """
 
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
 SILU = ("silu", "swish")
-"""transformers' names of the activation between the products of the MLP."""
+"""transformers' two names of SiLU, the activation in the MLP."""
 ROPE_TYPES = ("default", "linear", "llama3", "yarn", "dynamic", "longrope")
 """Rotary embeddings whose angles depend only on the position, in rows of up to `positions.longest` tokens."""
 
@@ -60,7 +60,7 @@ class _Decode(NamedTuple):
 
 
 class FusedDecoder:
-    """Implements `Decoder`. Every token attends to all tokens before it, so a row must fit into the window.
+    """Implements `Decoder`. Every token attends to all tokens before it, so a row must fit into the model's window.
 
     Raises `WeightsError` for `tensors` (HF names) that do not fit.
     """
@@ -126,7 +126,7 @@ class FusedDecoder:
 
     @torch.no_grad()
     def _write_tensors(self, into: Parameters, tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, int]]:
-        """Write one tensor after another; yield its name and the hash of the written copy."""
+        """Write one tensor after another; yield the name and the hash of each written copy."""
         for name, view in parameters.views(into, self._expected.keys(), self.head_width):
             yield name, write(view, tensors[name].to(self.dtype).reshape(view.shape))
 
@@ -165,7 +165,7 @@ class FusedDecoder:
     def copy(self, sources_B: Tensor, targets_B: Tensor, length: int) -> None:
         """See `Decoder.copy`."""
         for layer in self.cache[:, :, :length]:
-            # This copies whole rows; assignment by index would copy element by element.
+            # `index_copy_` copies whole rows; assignment by index would copy element by element.
             layer.index_copy_(0, targets_B, layer.index_select(0, sources_B))
 
     # --- the forward -----------------------------------------------------------------------------------------

@@ -58,7 +58,7 @@ class ModelDecoder:
         self._last_B: Tensor | None = None
         self.stage(tensors)
         self.adopt()
-        # Free the replaced memory, which had no values.
+        # Free the memory that the first version has replaced; it never had values.
         self._spare = {}
         self._compare_with_model()
 
@@ -116,7 +116,7 @@ class ModelDecoder:
     def _write_tensors(
         self, into: Mapping[str, Sequence[Tensor]], tensors: Mapping[str, Tensor]
     ) -> Iterator[tuple[str, int]]:
-        """Write one tensor after another; yield its name and the hash of the written copy."""
+        """Write one tensor after another; yield the name and the hash of each written copy."""
         for name, targets in into.items():
             for target in targets:
                 yield name, write(target, tensors[name].to(self._dtype))
@@ -205,7 +205,7 @@ class ModelDecoder:
                 "which transformers does not pass to their attention: use another rollout.engine"
             )
         gap = (logits - expected).abs().max().item()
-        # `gap > ...` would be False for a NaN.
+        # If `gap` is a NaN, `gap > ...` would be False.
         if not gap <= torch.finfo(self._dtype).eps ** 0.5 * max(1.0, expected.abs().max().item()):
             raise ModelError(
                 f"the embedded engine does not compute a {self._kind} as transformers does: logits differ by "

@@ -100,7 +100,7 @@ def _layer_parameters(layer: Layer, head_width: int) -> Iterator[tuple[str, Tens
     gate, up = layer.gate_up.chunk(2)
     yield "mlp.gate_proj.weight", gate
     yield "mlp.up_proj.weight", up
-    # There are as many values as keys, and the output projection has as many inputs as there are queries.
+    # `qkv` has as many rows for values as for keys, and as many for queries as the output projection has inputs.
     queries = layer.out.shape[1]
     for kind, fused in (("weight", layer.qkv), ("bias", layer.qkv_bias)):
         if fused is not None:

@@ -38,7 +38,7 @@ class Prefix(NamedTuple):
     def common(self, prompt: Ints) -> int:
         """Return the number of cached tokens that `prompt` can reuse; at least one of its tokens is left to compute."""
         tokens, root = self.tokens, self.root
-        # Most rows differ from most prompts in one of these two tokens.
+        # Most rows differ from most prompts in their first token, or in the first token after the root.
         if (
             min(len(prompt), len(tokens)) <= max(root, LEAST_TOKENS)
             or prompt[root] != tokens[root]

@@ -59,7 +59,7 @@ class RowCache:
         """See `Decoder.copy`."""
         for layer in self._layers.values():
             for tensor in layer:
-                # This copies whole rows; assignment by index would copy element by element.
+                # `index_copy_` copies whole rows; assignment by index would copy element by element.
                 tensor[:, :length].index_copy_(0, targets_B, tensor[:, :length].index_select(0, sources_B))
 
 

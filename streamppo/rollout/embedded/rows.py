@@ -88,7 +88,7 @@ class DecodingRows:
 
     @phase("prefill")
     def admit(self, requests: Sequence[RunningRequest], version: int) -> list[RunningRequest]:
-        """Prefill new rows and sample their first tokens. Returns the requests that end with these tokens."""
+        """Prefill new rows and sample their first tokens. Returns the requests that end with their first token."""
         longest = max(len(request.prompt) + request.limit for request in requests)
         if longest > self._decoder.room:
             # The cache gets more tokens than required, so that it is rarely enlarged.
@@ -113,7 +113,7 @@ class DecodingRows:
 
     @phase("decode")
     def step(self, version: int) -> list[RunningRequest]:
-        """Sample one token for every running row. Returns the requests that end with these tokens."""
+        """Sample one token for every running row. Returns the requests that end with this token."""
         rows = np.arange(self.count)
         step_spans, device = self._plan_spans(), self._decoder.device
         at, fed = self._cached[rows], self._sampled[rows, self._length[rows] - 1].astype(np.int64)
@@ -146,7 +146,7 @@ class DecodingRows:
             self._cut_row(by_age[index][0])
 
     def hand_over(self) -> None:
-        """Pass the cut segments to `Cuts.take` of their requests. Call it in the event loop."""
+        """Pass the cut segments to `Cuts.take` of their requests. Must be called in the event loop."""
         cut, self._cut_requests = self._cut_requests, []
         for request in cut:
             segment, request.segment = request.segment, None
@@ -360,7 +360,7 @@ class DecodingRows:
         del self.requests[num_left:]
 
     def _copy(self, sources: np.ndarray, targets: np.ndarray) -> None:
-        """Copy rows `sources` to rows `targets`. All are read before any is written, so two rows can be exchanged."""
+        """Copy rows `sources` to rows `targets`. All rows are read before one is written, so rows can be exchanged."""
         self._copy_cache(sources, targets, int(self._cached[sources].max()))
         for column in (
             self._cached,

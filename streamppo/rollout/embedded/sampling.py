@@ -36,7 +36,7 @@ def sample(logits_BV: Tensor, draws: Draws | None, uniform_B: Tensor) -> Sampled
 
     Without `draws` the distribution is the model's own: temperature 1, no top-p, no top-k.
 
-    Greedy rows have their log-prob at temperature 1. Raises `ModelError` if logits are not finite.
+    The log-probs of greedy rows are at temperature 1. Raises `ModelError` if logits are not finite.
     """
     greedy_B = None if draws is None else draws.temperature_B == 0
     candidates_BV = None

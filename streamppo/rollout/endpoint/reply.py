@@ -1,11 +1,11 @@
 """Reads a turn's reasoning, text and tool calls from the sampled text.
 
-A tokenizer with a `response_template` parses it (transformers' `parse_response`; in older versions by a
-`response_schema`). For other tokenizers the usual marks are read:
+If the tokenizer has a `response_template` (in older versions: `response_schema`), transformers' `parse_response` parses
+the text. For other tokenizers the usual marks are read:
 
     <think>reasoning</think>text<tool_call>{"name": "sum", "arguments": {"a": 1}}</tool_call>
 
-A call whose content is not such JSON stays text. The sampled tokens never change.
+A call whose content is not such JSON stays text. Parsing does not change the sampled tokens.
 """
 
 import json

@@ -62,7 +62,7 @@ class Row:
         return self._tokens[self._path(at)]
 
     def add(self, at: int, unsampled: Ints, completion: Completion, turn: int) -> tuple[int, int]:
-        """Add a completion. Its context is that of place `at`, followed by the tokens `unsampled`.
+        """Add a completion. Its context is `context(at)`, followed by the tokens `unsampled`.
 
         Returns two places: of the last token of the context, and of the last token of the completion. `turn` is the
         turn's number, from 1 on.

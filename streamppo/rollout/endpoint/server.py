@@ -44,7 +44,7 @@ LOOPBACK = ("127.0.0.1", "localhost", "::1")
 BODY_BYTES = 16 * 2**20
 """Maximum size of a request's body."""
 NOTED = 100
-"""Maximum number of parameters that are logged."""
+"""Maximum number of different ignored parameters that are logged."""
 KEEP_ALIVE_S = 5.0
 """Time between two keep-alive events of a waiting stream."""
 REMEMBERED = 10_000
@@ -186,7 +186,7 @@ class Endpoint:
         name = _session_name(key.strip())
         session = self._sessions.get(name)
         session_key = session.key if session else self._ended_keys.get(name, "")
-        # The name is public; the whole key is compared in constant time.
+        # The name in the key is public; the whole key is compared in constant time.
         if not secrets.compare_digest(session_key.encode(), key.strip().encode()) or not session_key:
             raise RequestRefused(401, "invalid_api_key", "no run has this key", "unknown key")
         if session is None:

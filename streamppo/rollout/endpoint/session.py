@@ -8,8 +8,8 @@ unblocks     the listeners of a turn
     request -> equal to an undelivered one without listeners? -> join it
             -> else a turn: room -> match -> render what is new -> generate -> add to tree and row -> read -> deliver
 
-A turn continues if its client disconnects, because the program sends the request again. At the end, turns that were not
-received are masked.
+A turn continues if its client disconnects, because the program may repeat the request. When the run ends, turns that
+were not received are masked.
 """
 
 import asyncio
@@ -59,7 +59,7 @@ class SampledPolicy(NamedTuple):
 
 
 class Session:
-    """One agent's run with its bounds `limits`. `refused`: a request exceeded a bound. `counts` are the endpoint's."""
+    """One agent's run with its bounds `limits`. `refused`: a request exceeded a bound. `counts` is the endpoint's."""
 
     def __init__(
         self,
@@ -102,7 +102,7 @@ class Session:
     # --- requests --------------------------------------------------------------------------------------------
 
     def begin(self, request: Request, *, again: bool = False) -> Turn:
-        """Begin the turn of a request, or join that of an equal request without listeners. Raises `RequestRefused`.
+        """Begin a request's turn, or join an equal request's turn if nobody listens to it. Raises `RequestRefused`.
 
         `again`: the client says that it repeats the request. Then it may also join a turn that counts as delivered,
         because the client may not have read it. The caller is a listener until it calls `leave`.
@@ -150,7 +150,7 @@ class Session:
             self._counts["disconnected"] += 1
 
     def add_reward(self, reward: float, turn_id: str = "") -> None:
-        """Add a reward: of the run, or of one turn by its id. Raises `RequestRefused`."""
+        """Add a reward to the run, or to the turn that has this id. Raises `RequestRefused`."""
         if self.ended:
             raise run_ended()
         if not turn_id:
@@ -206,7 +206,7 @@ class Session:
     # --- a turn ----------------------------------------------------------------------------------------------
 
     async def _run_turn(self, turn: Turn) -> None:
-        """Sample a turn, to its end or its refusal."""
+        """Sample a turn until it ends or is refused."""
         try:
             await self._sample(turn)
         except RequestRefused as error:
@@ -303,7 +303,7 @@ class Session:
         return request.stream and not strings and self._policy.tokenizer.response_parser() is None
 
     def _show_progress(self, turn: Turn, part: Completion) -> None:
-        """Record the text so far."""
+        """Record the turn's text so far, and wake its listeners."""
         now = time.monotonic()
         if now - turn.shown_s < STREAM_S:
             return

@@ -1,6 +1,6 @@
 """The messages of one agent's run as a tree, and their places in the row of tokens. Pure.
 
-A node is a message that follows its parent. It may have two places in the row:
+A node is a message that follows its parent. A node may have two places in the row of tokens:
 
     opened    the last token of a context that ends with it: the template's opening of the next turn
     ended     its last sampled token, if it is an answer of the policy
@@ -35,7 +35,7 @@ THOUGHTS = ("reasoning_content", "reasoning")
 class TreePlace(NamedTuple):
     """The stored prefix of a request: `node` is its last message, and `at` is its last token.
 
-    `new_messages` are the messages after it. If there are none, the opening of the next turn is stored, too.
+    `new_messages` are the messages after it. If there are no new messages, the opening of the next turn is stored, too.
     """
 
     node: int

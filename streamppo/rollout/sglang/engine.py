@@ -50,7 +50,7 @@ log = logging.getLogger(__name__)
 
 
 class SGLangDied(Exception):
-    """SGLang died during this call, or its connection broke; the message is the reason."""
+    """SGLang died during this call, or the connection broke; the message is the reason."""
 
 
 async def start(
@@ -64,7 +64,7 @@ async def start(
 ) -> "SGLangEngine":
     """Start SGLang with `tensors` as `version`. A prompt and its completion have at most `max_total_tokens` tokens.
 
-    Raises `ModelError` or `WeightsError` if it cannot start.
+    Raises `ModelError` or `WeightsError` if SGLang cannot start.
     """
     architecture, copies = Architecture(hf_config), VersionCopies(setup.bucket_bytes, shared=setup.shared)
     check_fit(architecture.shapes, tensors)
@@ -139,7 +139,7 @@ class SGLangEngine:
         """See `Engine.update_weights`."""
         check_fit(self._architecture.shapes, tensors)
         async with self._swapping:
-            # Only one thread: a cancelled swap goes on writing its copy, and the next swap writes to the same memory.
+            # One thread for all copies: a cancelled swap goes on writing, and the next swap writes to the same memory.
             copied = self._copying.submit(_copy_as_files, self._architecture, self._copies, tensors, contents)
             saved = await asyncio.wrap_future(copied)
             await self._until_serving()
@@ -338,7 +338,7 @@ def _copy_as_files(
     tensors: Mapping[str, Tensor],
     contents: Mapping[str, int] | None = None,
 ) -> dict[str, Tensor]:
-    """Copy `tensors` into the memory of `copies`, named and split as in the model's files; a restart needs them.
+    """Copy `tensors` into the memory of `copies`, named and split as in the model's files; a restart needs copies.
 
     The originals are views of the object store, or change with the next version. Tensors in shared memory do not
     change, and were checked, so they are used without a copy. Raises `WeightsError` as `copy` does.

@@ -54,7 +54,7 @@ class ProcessWatchdog(Protocol):
 
 
 class TokenizerManager(Protocol):
-    """The methods of SGLang's tokenizer manager used here by name; `HANDLERS` has the others."""
+    """The methods of SGLang's tokenizer manager that this module calls directly; `HANDLERS` has the others."""
 
     _subprocess_watchdog: ProcessWatchdog
 

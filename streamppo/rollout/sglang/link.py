@@ -27,7 +27,7 @@ class Link(Protocol):
 
     @property
     def ranks(self) -> int:
-        """Number of processes that share the model."""
+        """Number of SGLang's processes that share the model."""
         ...
 
     @property
@@ -43,13 +43,13 @@ class Link(Protocol):
     async def call(self, name: str, /, **fields: object) -> Answer:
         """Call endpoint `name` and return its answer.
 
-        Raises `ValueError` if SGLang refuses the request, `NotImplementedError` if it has no such endpoint, and
-        `ConnectionError` if it has ended. A call to a dead SGLang may also never return.
+        Raises `ValueError` if SGLang refuses the request, `NotImplementedError` if SGLang has no such endpoint, and
+        `ConnectionError` if SGLang has ended. A call to a dead SGLang may also never return.
         """
         ...
 
     def stream(self, **fields: object) -> AsyncGenerator[Answer]:
-        """Call `generate` and yield its answers as they arrive. Raises as `call` does. The caller must close it."""
+        """Return a stream of the answers to `generate`, as they arrive. Raises as `call` does. Callers must close it."""
         ...
 
     async def abort(self, rid: str) -> None:

@@ -1,6 +1,6 @@
 """SGLang's processes in an actor: their thread, their main function, their output, and the reason for their failure.
 
-Processes started from the thread end with it. Their output goes to a file, which explains a failure.
+Processes started from the thread end with the thread. Their output goes to a file, which explains a failure.
 """
 
 # SGLang, which brings ZeroMQ, is not installed where this project is type-checked.
@@ -76,7 +76,7 @@ class EngineThread:
         return [process for process in multiprocessing.active_children() if process.pid not in self._others]
 
     async def end(self) -> None:
-        """Cancel the thread's work, kill its processes and end it. Later calls do nothing."""
+        """Cancel the thread's work, kill its processes and end it. A second call does nothing."""
         if self.has_ended:
             return
         self._loop.call_soon_threadsafe(self._cancel_all)
@@ -94,7 +94,7 @@ class EngineThread:
         asyncio.gather(*tasks, return_exceptions=True).add_done_callback(self._stop)
 
     def _stop(self, cancelled: object) -> None:
-        # The garbage collection of a context blocks for ever while it has messages to dead processes.
+        # Garbage collection of a context would block for ever, because the context has messages to dead processes.
         for context in _contexts():
             if id(context) not in self._other_contexts:
                 context.destroy(linger=0)

@@ -37,7 +37,7 @@ class Carrier(Protocol):
     async def carry(self, version: int, *, flush: bool) -> None:
         """Load the staged weights into a paused SGLang as `version`; `flush` empties its prefix cache.
 
-        Raises `ValueError` if it refuses them.
+        Raises `ValueError` if SGLang refuses the weights.
         """
         ...
 
@@ -183,7 +183,7 @@ class ByDisk:
         await asyncio.to_thread(save_file, dict(tensors), self._folder / "model.safetensors")
 
     async def carry(self, version: int, *, flush: bool) -> None:
-        """See `Carrier.carry`. The files are deleted at its end."""
+        """See `Carrier.carry`. Deletes the files at its end."""
         try:
             fields = _request_fields(version, last=True, flush=flush)
             # Without `load_format`, SGLang would use the format of its start, "dummy", and not read the files.

@@ -27,7 +27,7 @@ log = logging.getLogger(__name__)
 
 
 class ServerLink:
-    """A `Link` to a server. `client` is connected to `url`; `info` is its answer to /server_info."""
+    """A `Link` to a server. `client` is connected to `url`; `info` is the server's answer to /server_info."""
 
     def __init__(self, client: httpx.AsyncClient, url: str, slots: int, info: Mapping[str, Answer]) -> None:
         states = info.get("internal_states") or [{}]
@@ -51,7 +51,7 @@ class ServerLink:
         return content.get("ranks") if name == "weights_checker" else content
 
     async def stream(self, **fields: object) -> AsyncGenerator[Answer]:
-        """See `Link.stream`. Its answers are server-sent events."""
+        """See `Link.stream`. The answers arrive as server-sent events."""
         if self._client.is_closed:
             raise ConnectionError(f"the connection to {self._url} is closed")
         try:

@@ -1,7 +1,7 @@
 """Completions with segments: reads their tokens as SGLang streams them, and cuts them.
 
-SGLang sends the first token at once, and then `INTERVAL` tokens at a time. It reports the version of each token only at
-the end of the completion. Until then:
+SGLang sends the first token at once, and then `INTERVAL` tokens at a time. SGLang reports the version of each token
+only at the end of the completion. Until then:
 
     pause      at most INTERVAL sampled tokens have not arrived: INTERVAL - 1, and one of the step under way
     version    tokens that may be among these get the version before the swap, so that no lag is understated
@@ -67,7 +67,7 @@ class CompletionStream:
         self._version_starts = [*earlier, (self.length + INTERVAL if self.length or late else 1, version)]
 
     def oldest(self) -> int | None:
-        """Return the oldest version of tokens outside written segments; None if there are none, or after the end."""
+        """Return the oldest version of tokens outside written segments; None without such tokens, or after the end."""
         if self.length == self.handed or self._last is not None:
             return None
         return self.cuts.oldest_after(self.handed, int(self._versions()[self.handed]))
@@ -80,7 +80,7 @@ class CompletionStream:
 
     def cut_due(self) -> None:
         """Write the due segments, unless it is uncertain which weights sampled them."""
-        # The completion itself must keep at least its last token.
+        # At least the last token must stay outside the segments.
         while self._certain.is_set() and (at := self._next_cut()) <= self.length - (self._last is not None):
             self._write_cut(at)
         if self._due and self.handed >= self._version_starts[-1][0]:

@@ -8,7 +8,7 @@ pushed tensors in SGLang's layout, every later checksum must do so too. On a GPU
 only shows that a tensor has changed, so nothing is hashed here.
 
 If SGLang has no checksums, values of every tensor are compared, or log-probs if it returns no values either. Neither
-can show a skipped expert, so a mixture of experts is then refused.
+values nor log-probs can show a skipped expert, so a mixture of experts is then refused.
 """
 
 # SGLang is not installed where this project is type-checked.
@@ -42,7 +42,7 @@ FUSED = (
 )
 """Patterns in the names of tensors that SGLang fuses, and the replacements that give the fused tensor's name."""
 ORDER = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "w1", "w3")
-"""Order of the parts in a fused tensor, concatenated by rows."""
+"""The order in which parts are concatenated, along dimension 0, to a fused tensor."""
 Method = Literal["checksums", "values", "log-probs"]
 Tensors = Mapping[str, Tensor]
 
@@ -104,7 +104,7 @@ async def begin(link: Link, tensors: Tensors, vocabulary: int) -> Attestation:
 
 
 class Checksums:
-    """Compares the checksums of SGLang's tensors before and after a load; `previous` are those before the first."""
+    """Compares checksums of SGLang's tensors before and after a load. `previous` has those before the first load."""
 
     method: Method = "checksums"
 

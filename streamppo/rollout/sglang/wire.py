@@ -85,9 +85,9 @@ def arguments(
     *,
     loads_tokenizer: bool = False,
 ) -> dict[str, object]:
-    """Return the arguments of an SGLang of `version` that this actor starts. On a CPU its cache holds `tokens`.
+    """Return the arguments of an SGLang of `version` that this actor starts. On a CPU its cache holds `tokens` tokens.
 
-    With `loads_tokenizer` it loads the model's tokenizer to find stop strings in completions.
+    With `loads_tokenizer`, SGLang loads the model's tokenizer to find stop strings in completions.
     """
     rollout, model = config.rollout, config.model
     keeps_stale_prefixes = engine.kv == "recompute" and version < FLUSHES_PAUSED
@@ -105,9 +105,9 @@ def arguments(
         "grammar_backend": "none",
         "host": "127.0.0.1",
         "log_level": "error",
-        # Otherwise an idle engine uses a whole core.
+        # Without this, an idle engine uses a whole core.
         "sleep_on_idle": True,
-        # Otherwise every message of a stream repeats all earlier tokens.
+        # Without this, every message of a stream repeats all earlier tokens.
         **({"incremental_streaming_output": True} if version >= STREAMS else {}),
         **({"sampling_defaults": "openai"} if version >= NAMES_DEFAULTS else {}),
         **({"enable_return_routed_experts": True} if engine.routes else {}),
@@ -153,11 +153,11 @@ def ranks(config: Config) -> int:
 
 
 def environment(config: Config, *, local: bool) -> dict[str, str]:
-    """Return the environment of SGLang's processes. With `local` the model is a folder: no hub is contacted."""
+    """Return the environment of SGLang's processes. With `local`, the model is a folder, and they contact no hub."""
     offline = {"HF_HUB_OFFLINE": "1"} if local else {}
     # SGLang's own caches are already in a persistent folder.
     caches = process.compile_caches() if config.rollout.gpus else {}
-    # SGLANG_RETURN_ORIGINAL_LOGPROB = 0: log-probs under the sampling distribution, after temperature.
+    # SGLANG_RETURN_ORIGINAL_LOGPROB = 0 gives log-probs under the sampling distribution, after temperature.
     return {
         "OMP_NUM_THREADS": str(config.rollout.threads),
         "SGLANG_RETURN_ORIGINAL_LOGPROB": "0",
@@ -238,10 +238,10 @@ def completion(
 ) -> Completion:
     """Read the completion in the answer to a `generate` call that was sent at version `oldest`.
 
-    `kv` is the engine's setting for its cache at swaps. With `candidates`, top-p or top-k is on, and log-probs are
-    renormalised over the returned candidates. If SGLang reports no versions, all tokens get `oldest`, so that no lag is
-    understated. If experts are recorded, `routed` is the number of prompt tokens. Raises `ModelError` if the answer is
-    not a completion.
+    `kv` is the engine's setting for its cache at swaps. `candidates` is true with top-p or top-k; the log-probs are
+    then renormalised over the returned candidates. If SGLang reports no versions, all tokens get `oldest`, so that no
+    lag is understated. If experts are recorded, `routed` is the number of prompt tokens. Raises `ModelError` if the
+    answer is not a completion.
     """
     meta = answer["meta_info"]
     completed = complete(
@@ -259,7 +259,7 @@ def _routes(meta: Mapping[str, Answer], tokens: int) -> Routes:
 
 
 def read_sampled(meta: Mapping[str, Answer], count: int, *, candidates: bool) -> SampledPart:
-    """Read the last `count` tokens in an answer's `meta`. Raises `ModelError` if any of their data is missing."""
+    """Read the last `count` tokens in an answer's `meta`. Raises `ModelError` if a token's data is missing."""
     entries = (meta.get("output_token_logprobs") or ())[-count:] if count else ()
     if len(entries) != count:
         raise ModelError(f"SGLang gave {len(entries)} log-probs for {count} tokens")

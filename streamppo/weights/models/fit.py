@@ -180,7 +180,7 @@ def _report(model_class: "type[PreTrainedModel]", config: "PretrainedConfig", te
     except RuntimeError as error:
         if "conversion" not in str(error):
             raise
-        # The experts differ in shape or number. `_as_file_names` finds which ones from the names in the files.
+        # The experts differ in shape or number. `_as_file_names` finds the differing tensors by the files' names.
         return Report(missing=["experts"])
     if loaded[0].base_model is loaded[0]:
         raise ValueError(

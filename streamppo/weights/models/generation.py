@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 FILE = "generation_config.json"
 SWITCHES = ("do_sample", "num_beams", "return_dict_in_generate", "use_cache")
-"""Settings that decide whether other settings apply, and are validated first."""
+"""Settings that decide whether other settings apply; these are validated first."""
 
 
 class Generation(NamedTuple):

@@ -1,6 +1,6 @@
 """Reads the tensors' names, dtypes, shapes and offsets from the headers of the files in a model folder.
 
-Only pickles need torch.
+Only reading pickles needs torch.
 
     model.safetensors                   one file
     model.safetensors.index.json        several parts; the index names the part of each tensor

@@ -63,7 +63,7 @@ def load(
 def empty(path: str | Path, kind: Kind, *, attention: str, untied: bool = False) -> Any:
     """Make the modules of the model at `path` with random weights, reading only its config.json.
 
-    `untied` is passed to `settings`. Raises `ModelError`.
+    With `untied`, the head is a separate weight, whatever config.json says. Raises `ModelError`.
     """
     import transformers
 

@@ -171,7 +171,7 @@ def causal_class(config: "PretrainedConfig") -> "type[PreTrainedModel] | None":
     from transformers import AutoModelForCausalLM
 
     mapping: Mapping[type, type[PreTrainedModel]] = AutoModelForCausalLM._model_mapping  # pyright: ignore
-    # The mapping is lazy: it imports the class on access.
+    # `_model_mapping` is lazy: it imports a class when the class is accessed.
     return mapping[type(config)] if type(config) in mapping else None  # noqa: SIM401
 
 

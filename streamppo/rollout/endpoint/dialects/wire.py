@@ -210,7 +210,7 @@ def tool(name: object, description: object, parameters: object) -> dict[str, Any
 
 
 def token_limit(body: Body, *names: str) -> int | None:
-    """Return the first of the named token limits that is set. Raises `RequestRefused` unless it is a number above 0."""
+    """Return the first of the named token limits that is set. Raises `RequestRefused` if that is no number above 0."""
     return next((limit for name in names if (limit := _positive(body, name, "tokens")) is not None), None)
 
 
