@@ -98,11 +98,11 @@ class Cuts(NamedTuple):
     """Where one completion is cut into segments: after every `max_tokens` tokens, and by age (segment_cuts.py).
 
     A segment is cut at the age of `max_age` versions at the latest. If `max_tokens` or `max_age` is 0, it causes no
-    cuts. `take` is called in the engine's event loop with all tokens of the completion so far and `finish` "cut". It
-    never gets the last token, which only the result of `generate` has. `share` is the number of segments in a batch
-    divided by the number of actors. `aim` returns the age from which segments are cut if a batch has room (0: never).
-    `oldest` is the oldest version of an earlier turn's tokens that are in no segment yet. If `restartable`, the engine
-    may sample a completion again from its beginning after `take` got a segment of it.
+    cuts. `take` is called in the engine's event loop with all tokens of the completion so far and `finish` "cut".
+    `take` never gets the last token, which only the result of `generate` has. `share` is the number of segments in a
+    batch divided by the number of actors. `aim` returns the age from which segments are cut if a batch has room (0:
+    never). `oldest` is the oldest version of an earlier turn's tokens that are in no segment yet. If `restartable`, the
+    engine may sample a completion again from its beginning after `take` got a segment of it.
     """
 
     take: Callable[[Completion], None]

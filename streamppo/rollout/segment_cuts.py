@@ -60,7 +60,7 @@ def kept_from(versions: Ints) -> int:
 def cut_for(version: int, oldest_versions: Iterable[int], flow_lag: int) -> int:
     """Return the newest version for which an engine at `version` has cut all due segments.
 
-    `oldest_versions` are those of the tokens that waiting completions keep. When all segments due at version v are cut,
-    every uncut token has version v - `flow_lag` + 1 or a newer one.
+    `oldest_versions` has, for each waiting completion, the oldest version of the tokens that it keeps. When all
+    segments due at version v are cut, every uncut token has version v - `flow_lag` + 1 or a newer one.
     """
     return min([version, *(oldest_kept + flow_lag - 1 for oldest_kept in oldest_versions)])

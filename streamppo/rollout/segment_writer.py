@@ -1,7 +1,8 @@
 """Hands over the segments of one ticket's completion before its end, each once and in order.
 
-The engine cuts completions that are being sampled; `cut_waiting` cuts one that waits for a reward or an environment.
-All segments except the last are trajectories with `finish` "cut" and no reward. The last segment is made after scoring.
+The engine cuts completions that are being sampled; `cut_waiting` cuts a completion that waits for a reward or an
+environment. All segments except the last are trajectories with `finish` "cut" and no reward. The last segment is made
+after scoring.
 """
 
 from collections.abc import Callable

@@ -23,7 +23,7 @@ from streamppo.weights.store import ADDRESS, Store, row_of, with_crc
 
 OWNERS = "owners"
 TOKENS = 4
-"""The number of tokens stored in a folder. More than one, because the newest claim may not have reached the address."""
+"""The number of tokens stored in a folder: several, because the newest claim may not have reached the address."""
 log = logging.getLogger(__name__)
 
 

@@ -39,9 +39,9 @@ class Pusher:
     """Hashes one rank's shares of versions, puts them into `sender` and publishes them, in order, in a thread.
 
     `push` waits for the previous push, so that memory holds at most two versions. A push does not wait for engines.
-    `last` is the newest push. With `deltas`, a push contains the differences to the previous version if they are
-    smaller, but it is whole if the ledger asks for it. Every push describes the `frozen` tensors without sending them.
-    The buckets of a learner on a GPU are `pinned`.
+    `last` is the newest push. With `deltas`, a push contains differences to the previous version if these are smaller,
+    unless the ledger asks for a whole version. Every push describes the `frozen` tensors without sending them. The
+    buckets of a learner on a GPU are `pinned`.
     """
 
     def __init__(
@@ -71,8 +71,8 @@ class Pusher:
     def buckets(self, like: Mapping[str, Shard]) -> Buckets:
         """Return the buckets for the next version, with the layout of `like`. No push reads these buckets.
 
-        They may hold the version before the one that is being pushed, so this waits until the push has computed its
-        deltas.
+        The buckets may hold the version before the one that is being pushed. So the call waits until the push has
+        computed its deltas.
         """
         if len(self._sets) < SETS:
             return Buckets(like, self._bucket_bytes, pinned=self._pinned)

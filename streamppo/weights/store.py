@@ -50,7 +50,7 @@ class Store:
 
     def __init__(self, address: str) -> None:
         self.address = address
-        # fsspec chains file systems by "::". An untrusted address could chain the one that renders templates.
+        # fsspec chains file systems by "::". An untrusted address could name the file system that renders templates.
         if CHAIN in address:
             raise CheckpointError(f"{address}: names a file system inside another one: give the store's address")
         with self.naming_errors():

@@ -54,7 +54,7 @@ class Decoder(Protocol):
         ...
 
     def adopt(self) -> None:
-        """Decode with the staged tensors from the next pass on; the next `stage` writes over the replaced ones."""
+        """Decode with the staged tensors from the next pass on; the next `stage` writes over the replaced tensors."""
         ...
 
     def prefill(self, tokens_BP: Tensor, lengths_B: Tensor, rows_N: Tensor, prompts_N: Tensor) -> Tensor:

@@ -5,8 +5,8 @@ width, V vocabulary.
 
 A small model spends more time on launching operations than on arithmetic, so the forward pass has few of them:
 
-- One matrix product computes queries, keys and values; another computes gate and up.
-- The rotary embedding is one complex multiplication in place. It needs the two elements of a rotated pair side by side,
+- One matrix product computes queries, keys and values; another computes gate and up. - The rotary embedding is one
+complex multiplication in place. This needs the two elements of a rotated pair side by side,
   so the rows of the projections are reordered when weights are written. The new order changes no dot product.
 - Keys and values are adjacent in the cache and are written together.
 """

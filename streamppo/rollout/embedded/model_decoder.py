@@ -34,7 +34,7 @@ class ModelDecoder:
     """Implements `Decoder` for every model for which `refusal` returns "".
 
     Raises `WeightsError` for `tensors` (HF names) that do not fit, and `ModelError` if the decoder's logits of a few
-    tokens differ from those that the model computes with its own attention.
+    tokens differ from those of the unchanged model.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class ModelDecoder:
         self._compare_with_model()
 
     def _parameters_of(self, head_dtype: torch.dtype) -> dict[str, list[torch.nn.Parameter]]:
-        """Return the parameters that hold each tensor. An embedding with a tied head in another dtype has two."""
+        """Return the parameters that hold each tensor: two for an embedding whose tied head has another dtype."""
         head = self._model.get_output_embeddings()
         head.register_forward_pre_hook(lambda _, arguments: (self._select(arguments[0]).to(head_dtype),))
         parameters = {name: [parameter] for name, parameter in self._model.named_parameters()}
@@ -157,7 +157,7 @@ class ModelDecoder:
         self._cache.copy(sources_B, targets_B, length)
 
     def _logits(self, tokens_BP: Tensor, at_BP: Tensor, last_B: Tensor, attention_pass: AttentionPass | None) -> Tensor:
-        """Return the logits [B, V] after token `last_B` of each row; with the model's attention if there is no pass."""
+        """Return the logits [B, V] after token `last_B` of each row. If `attention_pass` is None, the model attends."""
         B, P = tokens_BP.shape
         padding = max(0, math.ceil(LEAST_ROWS / P) - B)
         tokens, at = F.pad(tokens_BP, (0, 0, 0, padding)), F.pad(at_BP, (0, 0, 0, padding))

@@ -45,7 +45,7 @@ def empty(shapes: Shapes, dtype: torch.dtype, head_dtype: torch.dtype, device: t
     """Allocate the weights of a model whose tensors (HF names) have `shapes`."""
 
     def allocate(*names: str) -> Tensor:
-        """Allocate one tensor for the concatenation of several along dimension 0."""
+        """Allocate one tensor for the concatenation of the tensors `names` along dimension 0."""
         rows = sum(shapes[name][0] for name in names)
         return torch.empty((rows, *shapes[names[0]][1:]), dtype=dtype, device=device)
 
@@ -78,8 +78,8 @@ def empty(shapes: Shapes, dtype: torch.dtype, head_dtype: torch.dtype, device: t
 def views(parameters: Parameters, names: Collection[str], head_width: int) -> Iterator[tuple[str, Tensor]]:
     """Yield each tensor's name (HF) and a view of its memory; the embedding twice if a tied head has its own memory.
 
-    A view has the elements in the order of the tensor, but may have more dimensions: for queries and keys, the memory
-    has the two elements of each rotated pair side by side, and the tensor has all first elements, then all second ones.
+    A view has the elements in the order of the tensor, perhaps in more dimensions. For queries and keys, the memory has
+    the two elements of each rotated pair side by side; the tensor has all first elements, then all second ones.
     """
     yield EMBEDDING, parameters.embedding
     yield NORM, parameters.norm

@@ -1,7 +1,7 @@
 """Rows of ended completions, whose keys and values stay in the cache for prompts that continue them.
 
-The root of a row is the prompt of its first completion. A prompt that shares more tokens with a row than the row's root
-continues a completion, and only its tokens after the shared ones are prefilled. Samples of one prompt share only their
+The root of a row is the prompt of its first completion. If a prompt shares more tokens with a row than the row's root,
+it continues a completion, and only the prompt's other tokens are prefilled. Samples of one prompt share only their
 root, and are prefilled together.
 
 Example: a row with prompt [1, 2] and completion [3, 4] has a root of 2 tokens, and the cache holds [1, 2, 3], because
@@ -36,7 +36,7 @@ class Prefix(NamedTuple):
     computed: Ints
 
     def common(self, prompt: Ints) -> int:
-        """Return the number of cached tokens that `prompt` can reuse; at least one of its tokens is left to compute."""
+        """Return the number of cached tokens that `prompt` can reuse; at least one token of `prompt` is left over."""
         tokens, root = self.tokens, self.root
         # Most rows differ from most prompts in their first token, or in the first token after the root.
         if (
@@ -86,7 +86,7 @@ class Prefixes:
         """Find the longest cached prefix of each prompt, also among the prefixes `running` in running rows.
 
         Several prompts may use the same row. If a prompt continues an ended row from its last cached token, the ended
-        row becomes free, because the prompt's row will have all its tokens.
+        row becomes free, because the prompt's row will contain the same tokens.
         """
         starts = [self._start(prompt, running) for prompt in prompts]
         for row, common, *_ in starts:

@@ -39,7 +39,7 @@ class RowCache:
         return sum(tensor[0, 0].nbytes for layer in self._layers.values() for tensor in layer)
 
     def layer(self, number: int, key_BPKD: Tensor, value_BPKD: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the cached keys and values of a layer; allocate them with the dtype and [K, D] of the new ones."""
+        """Return a layer's cached keys and values; the first call allocates them, with dtype and [K, D] of the new."""
         if number not in self._layers:
             self._layers[number] = self._zeros(key_BPKD), self._zeros(value_BPKD)
         return self._layers[number]
@@ -145,7 +145,7 @@ class AttentionPass:
 
 
 def attention(q_bHPD: Tensor, k_bKTD: Tensor, v_bKTD: Tensor, mask_b1PT: Tensor | None, rule: AttentionRule) -> Tensor:
-    """Compute attention [b, H, P, D], causal without a mask: by SDPA, or, with a cap or sinks, by single operations."""
+    """Compute attention [b, H, P, D], causal if there is no mask. Soft caps and sinks are computed without SDPA."""
     groups = q_bHPD.shape[1] // k_bKTD.shape[1]
     if rule.cap is None and rule.sinks_H is None:
         return F.scaled_dot_product_attention(

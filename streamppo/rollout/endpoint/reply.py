@@ -83,7 +83,7 @@ def read(text: str, *, opened: bool = False, parse: Parse | None = None) -> Repl
 
 
 def read_partial(text: str, *, opened: bool = False) -> Reply:
-    """Read an unfinished turn, without its calls. Its texts are prefixes of those that `read` returns at its end."""
+    """Read an unfinished turn, without its calls. Its texts are prefixes of those of the whole turn."""
     reasoning, answer = _split_reasoning(_drop_partial_mark(text), opened=opened)
     return Reply(answer.partition(CALL)[0].rstrip(), reasoning)
 

@@ -38,7 +38,7 @@ class Request(NamedTuple):
 
 @dataclass(eq=False)
 class Turn:
-    """A turn of the policy: under way, or ended with `reply`. `listeners` counts the connections that wait for it.
+    """A turn of the policy: under way, or ended with `reply`. `listeners` connections wait for the turn.
 
     Ended turns have a `number`, from 1 on, in the order in which they end; a turn under way has 0. `ended_before` turns
     had ended when the context was looked up.

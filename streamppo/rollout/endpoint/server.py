@@ -388,7 +388,7 @@ def _session_name(key: str) -> str:
 
 
 def reachable(host: str) -> str:
-    """Return the address of `host` for other machines: for a wildcard address, that of the default route."""
+    """Return an address at which other machines reach `host`; for a wildcard, this machine's on the default route."""
     if host not in ("0.0.0.0", "::"):
         return host
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:

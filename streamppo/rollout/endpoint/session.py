@@ -59,7 +59,7 @@ class SampledPolicy(NamedTuple):
 
 
 class Session:
-    """One agent's run with its bounds `limits`. `refused`: a request exceeded a bound. `counts` is the endpoint's."""
+    """One agent's run with its bounds `limits`. `refused`: a request exceeded a bound. `counts` go to the endpoint."""
 
     def __init__(
         self,
@@ -375,7 +375,7 @@ class Session:
     # --- the end ---------------------------------------------------------------------------------------------
 
     def received_turns(self) -> list[Turn]:
-        """Return the received turns, in the order of their ends. Raises `EnvironmentFailed` if there is none."""
+        """Return the received turns, in the order of their ends. Raises `EnvironmentFailed` if none was received."""
         delivered = [turn for turn in self.turns if turn.delivered]
         if self.failure:
             raise EnvironmentFailed(self.failure, self.sampled)

@@ -22,7 +22,7 @@ Generate: TypeAlias = Callable[[Cuts], Coroutine[Any, Any, Completion]]
 
 
 async def until(completes: Callable[[Ints], bool], generate: Generate) -> Completion:
-    """Run `generate` until `completes` is true of the tokens so far; return the completion up to there.
+    """Run `generate` until `completes` returns True for the tokens so far; return these tokens.
 
     If no string occurs, the whole completion is returned.
     """

@@ -1,4 +1,4 @@
-"""SGLang in child processes of the actor, which are tied to one thread of the actor and end with it."""
+"""SGLang in child processes of the actor. The processes are tied to one thread of the actor and end with the thread."""
 
 # SGLang is not installed where this project is type-checked.
 # pyright: reportMissingImports=false

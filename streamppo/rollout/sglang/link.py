@@ -1,6 +1,7 @@
 """The protocol of the two connections to SGLang: the actor's own processes (in_process.py), and a server (server.py).
 
-Both answer the same calls. A call is the name of an endpoint of SGLang's HTTP server, with the fields of the request.
+Both connections answer the same calls. A call is the name of an endpoint of SGLang's HTTP server, with the fields of
+the request.
 """
 
 from collections.abc import AsyncGenerator, Awaitable, Callable
@@ -49,7 +50,7 @@ class Link(Protocol):
         ...
 
     def stream(self, **fields: object) -> AsyncGenerator[Answer]:
-        """Return a stream of the answers to `generate`, as they arrive. Raises as `call` does. Callers must close it."""
+        """Yield the answers to `generate` as they arrive. Raises as `call` does. Callers must close the generator."""
         ...
 
     async def abort(self, rid: str) -> None:
@@ -66,4 +67,4 @@ class Link(Protocol):
 
 
 Start: TypeAlias = Callable[[int], Awaitable[Link]]
-"""Starts SGLang or waits for a server; the number counts starts from 0. Raises `ModelError` if SGLang cannot serve."""
+"""Starts SGLang or waits for a server, the given number of starts after the first. Raises `ModelError` if it fails."""

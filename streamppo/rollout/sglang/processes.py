@@ -120,7 +120,7 @@ def _contexts() -> list[ZMQContext]:
 def run(log: str, target: str, *arguments: object) -> object:
     """Call SGLang's `target` ("module:function") with this process's output redirected to the file `log`.
 
-    SGLang's processes begin with this function, which they import by name before they load SGLang. It ensures that they
+    SGLang's processes begin with this function, which they import by name before they load SGLang. The processes then
     end with the actor; SGLang itself ensures that only after loading, seconds later.
     """
     parent = multiprocessing.parent_process()

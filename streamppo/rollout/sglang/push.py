@@ -183,7 +183,7 @@ class ByDisk:
         await asyncio.to_thread(save_file, dict(tensors), self._folder / "model.safetensors")
 
     async def carry(self, version: int, *, flush: bool) -> None:
-        """See `Carrier.carry`. Deletes the files at its end."""
+        """See `Carrier.carry`. Deletes the files afterwards."""
         try:
             fields = _request_fields(version, last=True, flush=flush)
             # Without `load_format`, SGLang would use the format of its start, "dummy", and not read the files.

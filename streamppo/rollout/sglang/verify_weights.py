@@ -135,7 +135,7 @@ class Checksums:
         return self._equal(sizes, tensors) if self._equal(smallest, tensors) else set()
 
     def _equal(self, held: Collection[str], tensors: Tensors) -> set[str]:
-        """Return the names in `held` whose checksum is that of the pushed tensors."""
+        """Return those names in `held` whose checksums equal those of the pushed tensors."""
         mapped = {name: tensor for name, tensor in tensors.items() if held_name(name) in held}
         known = _expected_checksums(mapped) if mapped else {}
         return {name for name, checksum in known.items() if self._checksums.get(f"0/{name}") == checksum}

@@ -29,9 +29,9 @@ FLUSHES_PAUSED = (0, 5, 21)
 """The first version whose paused engine can flush its prefix cache while requests wait; earlier versions die."""
 
 NAMES_GRAPHS = NAMES_CANDIDATES = NAMES_ROUTES = NAMES_DEFAULTS = STREAMS = (0, 5, 21)
-"""The first versions known to have these features, in order: an argument for the largest batch of decode CUDA graphs;
-answers with the tokens that top-p and top-k leave; answers with the experts of every token; `sampling_defaults`;
-streams with only the new tokens in each message, every `stream_interval` tokens.
+"""The first versions known to have certain arguments and answers. GRAPHS: an argument for the largest batch of decode
+CUDA graphs. CANDIDATES: the tokens that top-p and top-k leave. ROUTES: the experts of every token. DEFAULTS: the
+argument `sampling_defaults`. STREAMS: each message has only new tokens, `stream_interval` of them.
 """
 RESTORES_EXPERTS = (0, 5, 23)
 """The first version that restores the layout of experts before it loads weights, with every MoE backend."""
@@ -206,7 +206,7 @@ def request(
             **NEUTRAL,
             "stop_token_ids": list(eos_ids),
             # While the text may end in a stop string, SGLang holds the stream back, so that more than `interval` tokens
-            # could be missing at a pause. It does not do this for stop patterns.
+            # could be missing at a pause. SGLang does not hold streams back for stop patterns.
             "stop": [] if interval else list(strings),
             **({"stop_regex": [re.escape(string) for string in strings]} if interval and strings else {}),
             **({"logit_bias": biases} if biases else {}),

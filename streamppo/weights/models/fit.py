@@ -1,7 +1,7 @@
 """Compares a model's files with the model that its configuration describes, before weights are read.
 
-transformers loads tensors without data (meta device), which have the names, dtypes and shapes of those in the files,
-into a model without data. It reports as for a real load, in which it renames, joins and ignores some names.
+transformers loads tensors without data (on the meta device), with the names, dtypes and shapes in the files, into a
+model without data. The report is that of a real load, in which transformers renames, joins and ignores some names.
 """
 
 import difflib
@@ -47,7 +47,7 @@ class Report(NamedTuple):
         return bool(self.missing or self.unexpected or self.misshaped)
 
     def of_body(self, prefix: str, kind: Kind, *, body: bool) -> "Report":
-        """Drop entries outside the transformer if `body`; otherwise drop the unneeded head of a classifier's files."""
+        """Drop entries outside the transformer if `body`; for a classifier, drop only unexpected entries outside it."""
 
         def is_inside(name: str) -> bool:
             return not prefix or name.startswith(f"{prefix}.")

@@ -71,7 +71,7 @@ def has_weights(folder: Path) -> bool:
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """Return the files from which transformers reads weights. Raises `ModelError` if one or all are missing.
+    """Return the files from which transformers reads weights. Raises `ModelError` if a file is missing.
 
     The files may be links, as in the hub's cache.
     """

@@ -98,7 +98,7 @@ class Dialect(Protocol):
 
 
 def without(body: Body, ignored: Sequence[str]) -> tuple[Body, tuple[str, ...]]:
-    """Return a request without the parameters `ignored` (environment.ignored), and the names of those that it had."""
+    """Return a request without the parameters `ignored` (environment.ignored), and the names of the removed ones."""
     names = list[str]()
     request = dict(body)
     if "response_format" in ignored:
@@ -161,7 +161,7 @@ def stops(body: Body, name: str) -> tuple[str, ...]:
 
 
 def role(item: Body, known: Mapping[str, str]) -> str:
-    """Return the role of a message, as templates call it. Raises `RequestRefused` for an unknown one."""
+    """Return the role of a message, as templates call it. Raises `RequestRefused` for an unknown role."""
     value = item.get("role")
     if not isinstance(value, str) or value not in known:
         raise malformed(f"a message's role is one of {', '.join(known)}, not {str(value)[:100]!r}")
