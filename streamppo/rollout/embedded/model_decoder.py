@@ -157,7 +157,10 @@ class ModelDecoder:
         self._cache.copy(sources_B, targets_B, length)
 
     def _logits(self, tokens_BP: Tensor, at_BP: Tensor, last_B: Tensor, attention_pass: AttentionPass | None) -> Tensor:
-        """Return the logits [B, V] after token `last_B` of each row. If `attention_pass` is None, the model attends."""
+        """Return the logits [B, V] after token `last_B` of each row.
+
+        Without `attention_pass`, the modules compute attention as transformers does.
+        """
         B, P = tokens_BP.shape
         padding = max(0, math.ceil(LEAST_ROWS / P) - B)
         tokens, at = F.pad(tokens_BP, (0, 0, 0, padding)), F.pad(at_BP, (0, 0, 0, padding))
