@@ -42,7 +42,7 @@ class SharedTensors(NamedTuple):
 
 
 def plan(sizes: Iterable[int], block_bytes: int) -> Blocks:
-    """Place tensors of these sizes in bytes in blocks, in order."""
+    """Plan blocks for tensors of these sizes in bytes, in order."""
     places: list[tuple[int, int]] = []
     totals: list[int] = []
     for size in sizes:

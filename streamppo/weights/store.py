@@ -178,7 +178,7 @@ def known_address(folder: Path) -> str:
 
 
 def bring_model(config: Config, path: str) -> None:
-    """Fetch the initial model that the run created from the run's address to `path`, if this node does not have it."""
+    """Fetch the initial model, if the run created it and this node lacks it, from the run's address to `path`."""
     if config.cluster.own_disks and config.model.path == BUILTIN and not Path(path).exists():
         store = Store(config.checkpoint.remote)
         if store.names(MODEL):

@@ -149,7 +149,8 @@ class FusedDecoder:
     def extend(self, tokens_BP: Tensor, starts_B: Tensor, lengths_B: Tensor, first: int, longest: int) -> Tensor:
         """See `Decoder.extend`."""
         B, P = tokens_BP.shape
-        # Padding tokens are written at the position after a row's tokens. The next token overwrites them before a read.
+        # Padding tokens are written at the position after a row's tokens. The next token overwrites them before any
+        # read.
         at_BP = starts_B[:, None] + torch.minimum(torch.arange(P, device=self.device), lengths_B[:, None])
         mask = torch.arange(longest, device=self.device) <= at_BP[:, None, :, None]
         hidden_BPC = self._layers(tokens_BP, _Extension(first, at_BP, mask))

@@ -36,7 +36,7 @@ class Prefix(NamedTuple):
     computed: Ints
 
     def common(self, prompt: Ints) -> int:
-        """Return the number of cached tokens that `prompt` can reuse; at least one token of `prompt` is left over."""
+        """Return the number of cached tokens that `prompt` can reuse, at most all of its tokens except the last."""
         tokens, root = self.tokens, self.root
         # Most rows differ from most prompts in their first token, or in the first token after the root.
         if (

@@ -59,7 +59,7 @@ class SampledPolicy(NamedTuple):
 
 
 class Session:
-    """One agent's run with its bounds `limits`. `refused`: a request exceeded a bound. `counts` go to the endpoint."""
+    """One agent's run with its bounds `limits`. `refused`: a request exceeded a bound. `counts` is for all runs."""
 
     def __init__(
         self,

@@ -120,7 +120,7 @@ class SGLangEngine:
 
     @property
     def version(self) -> int:
-        """See `Engine.version`. A swap changes it after all segments due at the new version are written."""
+        """See `Engine.version`. A swap changes the version after all due segments are written."""
         return self._version
 
     async def generate(self, prompt: Ints, sampling: Sampling, cuts: Cuts | None = None) -> Completion:

@@ -120,7 +120,7 @@ async def _until_death(link: Link, work: Coroutine[object, object, EngineSession
 
 
 async def _load(link: Link, carrier: Carrier, kv: Literal["keep", "recompute"], version: int) -> None:
-    """Pause SGLang and load the weights. By `kv`, running completions keep or recompute their KV cache."""
+    """Pause SGLang and load the weights. `kv` says whether running completions keep their KV cache."""
     await link.call("pause_generation", mode="in_place" if kv == "keep" else "retract")
     has_sessions = True
     try:

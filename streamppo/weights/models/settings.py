@@ -43,7 +43,7 @@ CHUNK = 1 << 26
 def settings(path: str | Path, *, untied: bool = False) -> "PretrainedConfig":
     """Read the configuration of the model at `path`, a folder or a hub name.
 
-    The result has an untied head with `untied`, or if the head in the local files differs from the embedding. Raises
+    The result unties the head if `untied` is true, or if the head in the local files differs from the embedding. Raises
     `ModelError` if there is no configuration, if its weights are quantised, or if it needs code that comes with the
     model.
     """

@@ -83,7 +83,8 @@ def _compare_tekken(tokenizer: "PreTrainedTokenizerBase", folder: Path) -> None:
 def write(tokenizer: "PreTrainedTokenizerBase", start: str | Path | None, folder: Path) -> str:
     """Write the `tokenizer` of the model at `start` into `folder`. Raises `OSError` if the disk refuses.
 
-    Returns a sentence if the original files are copied instead. Without a `start` the tokenizer is new and has none.
+    Returns a sentence if the original files are copied instead. A tokenizer without `start` is new and has no such
+    files.
     """
     tokenizer.init_kwargs.pop("auto_map", None)
     if start is None:

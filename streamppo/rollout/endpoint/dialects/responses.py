@@ -1,4 +1,4 @@
-"""OpenAI's responses: POST /v1/responses. `previous_response_id` continues from an answer without its messages."""
+"""OpenAI's responses: POST /v1/responses. With `previous_response_id`, a request has only new messages."""
 
 from collections.abc import Sequence
 from typing import Any
