@@ -7,8 +7,8 @@
 
     at a boundary:   swap to new weights, if any  ->  admit waiting requests into free rows  ->  step
 
-Only the coroutine `_run_loop` changes the state of rows. It runs the steps in a thread, so that the actor's event loop
-stays free for rewards and deliveries.
+One coroutine, `_run_loop`, swaps, admits and steps. It runs the steps in a thread, so that the actor's event loop stays
+free for rewards and deliveries.
 """
 
 import asyncio

@@ -67,4 +67,4 @@ class Link(Protocol):
 
 
 Start: TypeAlias = Callable[[int], Awaitable[Link]]
-"""Starts SGLang or waits for a server, the given number of starts after the first. Raises `ModelError` if it fails."""
+"""Starts SGLang, or waits for a server. The argument counts starts from 0. Raises `ModelError` if the start fails."""
