@@ -45,8 +45,8 @@ class WholeModel:
     async def materialize(self, replica: Replica) -> Loadable:
         """See `EngineTensors.materialize`. Compares no hashes.
 
-        The engine compares the hashes of its copies. It does not copy tensors in shared memory: the actor that pulled
-        them has compared their hashes.
+        The engine compares the hashes of its copies. The engine does not copy tensors in shared memory: the actor that
+        pulled them has compared their hashes.
         """
         return Loadable(replica.tensors, replica.contents)
 

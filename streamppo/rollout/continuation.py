@@ -73,7 +73,7 @@ class Continuation:
     def _join(self, before: Ints, remainder: Completion) -> Completion:
         """Join the recorded tokens `before` of a turn and its sampled `remainder`.
 
-        The engine does not search `before`. So a stop string that begins in `before` is found here, and ends the turn.
+        The engine does not search `before` for stop strings. A stop string that begins in `before` is found here.
         """
         tokens, finish = np.concatenate([before, remainder.tokens]), remainder.finish
         if self._completes is not None and len(before):

@@ -52,7 +52,7 @@ AGAIN_S = 0.05
 LONG_S, ROOM_S = 30.0, 300.0
 """Seconds until an actor logs that it waits for a version, and until a leader without room for a version fails."""
 REQUEST, SIZE = struct.Struct("<q"), struct.Struct("<I")
-"""A request is a number, the oldest wanted version. A reply begins with the bytes of its push; 0: no version so far."""
+"""A request is a number, the oldest wanted version. A reply begins with the size of its push; 0: no version so far."""
 MOST_DESCRIPTORS = 200
 """Maximum number of descriptors in a message; Linux passes at most 253."""
 BACKLOG = 64

@@ -23,7 +23,7 @@ class EndTokens(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class RunningRequest:
-    """One completion under way. It has at most `limit` tokens.
+    """One completion under way, of at most `limit` tokens.
 
     With top-p or top-k, `candidates` has an array for every token; an empty array stands for the whole vocabulary.
     The first `handed` tokens are in segments. `segment` is the newest segment, until it is handed over. If the engine

@@ -39,7 +39,10 @@ class RowCache:
         return sum(tensor[0, 0].nbytes for layer in self._layers.values() for tensor in layer)
 
     def layer(self, number: int, key_BPKD: Tensor, value_BPKD: Tensor) -> tuple[Tensor, Tensor]:
-        """Return a layer's cached keys and values. The first call allocates them, with entries like the new ones."""
+        """Return a layer's cached keys and values.
+
+        The first call allocates memory for entries like those of `key_BPKD` and `value_BPKD`.
+        """
         if number not in self._layers:
             self._layers[number] = self._zeros(key_BPKD), self._zeros(value_BPKD)
         return self._layers[number]

@@ -24,7 +24,7 @@ class Draws(NamedTuple):
 
 
 class SampledTokens(NamedTuple):
-    """One token for each row, and its log-prob. `candidates_BV` is true for candidates, with top-p or top-k."""
+    """One token for each row, and its log-prob. `candidates_BV` is true for candidates; None if all tokens are."""
 
     tokens_B: Tensor
     logprobs_B: Tensor

@@ -63,7 +63,7 @@ def assistant(content: str, calls: Iterable[dict[str, Any]], reasoning: object) 
 
 
 def read(text: str, *, opened: bool = False, parse: Parse | None = None) -> Reply:
-    """Read a whole turn. `opened`: its context ends with <think>. `parse` is the tokenizer's parser."""
+    """Read a whole turn. `opened`: the turn's context ends with <think>. `parse` is the tokenizer's parser."""
     if parse is not None:
         try:
             return _from_fields(cast("Mapping[str, object]", parse(text)))
@@ -83,7 +83,7 @@ def read(text: str, *, opened: bool = False, parse: Parse | None = None) -> Repl
 
 
 def read_partial(text: str, *, opened: bool = False) -> Reply:
-    """Read an unfinished turn, without its calls. Its texts are prefixes of those of the whole turn."""
+    """Read an unfinished turn, without its calls. The texts are prefixes of the whole turn's texts."""
     reasoning, answer = _split_reasoning(_drop_partial_mark(text), opened=opened)
     return Reply(answer.partition(CALL)[0].rstrip(), reasoning)
 

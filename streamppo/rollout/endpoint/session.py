@@ -59,7 +59,10 @@ class SampledPolicy(NamedTuple):
 
 
 class Session:
-    """One agent's run with its bounds `limits`. `refused`: a request exceeded a bound. `counts` is for all runs."""
+    """One agent's run with its bounds `limits`. `refused`: a request exceeded a bound.
+
+    `counts` counts the events of all runs at the endpoint.
+    """
 
     def __init__(
         self,
