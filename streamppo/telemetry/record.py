@@ -51,7 +51,7 @@ def read_summary(folder: Path) -> Summary | None:
     try:
         return msgspec.json.decode(durable.read(path), type=Summary) if path.exists() else None
     except (OSError, *UNREADABLE) as error:
-        raise RunError(f"{path}: not the summary of a run: {error}") from error
+        raise RunError(f"no JSON summary of a run in {path}: {error}") from error
 
 
 class RunRecord:
