@@ -22,6 +22,7 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -226,6 +227,8 @@ def main(what: str, error: Callable[[], BaseException], calls: str, base: Path) 
         write, check = write_archive, lambda folder: check_archive(folder, known)
     else:
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        # Hundreds of savers share one group, because every group has threads and open files.
+        patch.object(dist, "new_group", lambda **_: dist.group.WORLD).start()
         save_checkpoint(good, 1)
         write, check = save_checkpoint, check_checkpoint
     numbers = chosen(write, base, error) if calls == "ends" else itertools.count(1)
