@@ -1,13 +1,12 @@
 """Starts an engine in this process, and reward models on a Ray cluster, for commands that do not train."""
 
-import logging
 from collections.abc import Generator, Mapping
 from contextlib import asynccontextmanager, contextmanager
 from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from streamppo.config.sections import LOCAL, Config
+from streamppo.config.sections import Config
 from streamppo.rollout import build
 from streamppo.rollout.engine import Engine
 from streamppo.tasks.rewards import reward_model as model
@@ -39,19 +38,12 @@ def reward_models(config: Config) -> "Generator[Mapping[str, ActorProxy[RewardMo
     if not scorers:
         yield {}
         return
-    import ray
-
     from streamppo.driver.ray import cluster, environment
 
     @contextmanager
     def started(mark: str) -> Generator[None]:
         with environment.own_ray_environment(mark, cluster.show_origins()):
-            ray.init(
-                address=LOCAL,
-                include_dashboard=False,
-                logging_level=logging.ERROR,
-                _node_ip_address=environment.LOOPBACK,
-            )
+            cluster.init_own_ray()
         yield
 
     with cluster.command_ray(started):

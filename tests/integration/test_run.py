@@ -209,6 +209,8 @@ def test_a_signal_ends_the_run_with_a_message_and_no_process_left(
     """A terminal sends Ctrl-C to every process of the run, and the last checkpoint is still written."""
     with started(tmp_path, *SHORT, "updates=100000", "watchdog.shutdown_s=40") as process:
         wait_for_updates(tmp_path, 2)
+        for unused in ("ray/dashboard/dashboard.py", "ray/autoscaler/_private/monitor.py"):
+            assert not titled(tmp_path, unused)
         send(process.pid, number)
         output, _ = process.communicate(timeout=60)
         assert process.returncode == 128 + number

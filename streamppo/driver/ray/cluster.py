@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, cast
 import ray
 from ray import ObjectRef
 from ray._private import ray_constants, ray_logging, worker
+from ray._private.node import Node
 from ray.exceptions import ActorDiedError, RayActorError, RayError, RayTaskError
 from ray.experimental.tqdm_ray import RAY_TQDM_MAGIC
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
@@ -32,7 +33,6 @@ from streamppo.tasks import plugins
 from streamppo.terminal import harmless
 
 if TYPE_CHECKING:
-    from ray._private.node import Node
     from ray.actor import ActorHandle, ActorProxy
 
 BLAME_S = 5.0
@@ -48,6 +48,9 @@ TOO_LONG = "AF_UNIX path length"
 
 LOST_NODE = re.compile(r"\bnode has (crashed|died)")
 """A part of Ray's message for an actor that died with its node or its owner's node."""
+UNUSED_SERVICES = ("start_monitor", "start_api_server")
+"""Methods of Ray's node that start a process each: the autoscaler of a single node, and the server of a dashboard that
+is off. Ray has no option against them. They take a second of CPU, and `ray.init` waits for the server."""
 GIVEN_UP = "Ray has lost its machine: the raylet there died, was stopped, or had no CPU or memory for half a minute"
 
 RAYS_OWN = ("raylet", "gcs_server", "autoscaler")
@@ -193,16 +196,31 @@ def started_ray(config: Config, mark: str) -> Generator[None]:
     with ExitStack() as template:
         with environment.own_ray_environment(mark, secret, forked=forked), _readable_start_errors():
             python = template.enter_context(worker_template.running()) if forked else None
-            ray.init(
-                address=LOCAL,
+            init_own_ray(
                 num_cpus=cluster.cpus or int(plan(config).total("CPU")),
-                include_dashboard=False,
                 object_store_memory=cluster.object_store_mib * 2**20,
-                logging_level=logging.ERROR,
                 runtime_env={"py_executable": python} if python else None,
-                _node_ip_address=environment.LOOPBACK,
             )
         yield
+
+
+def init_own_ray(**options: Any) -> None:
+    """Start Ray on this machine's loopback address, with further `options` of `ray.init`."""
+    with ExitStack() as restored:
+        for name in UNUSED_SERVICES:
+            restored.callback(setattr, Node, name, getattr(Node, name))
+            setattr(Node, name, _start_nothing)
+        ray.init(
+            address=LOCAL,
+            include_dashboard=False,
+            logging_level=logging.ERROR,
+            _node_ip_address=environment.LOOPBACK,
+            **options,
+        )
+
+
+def _start_nothing(node: Node, **_options: object) -> None:
+    pass
 
 
 @contextmanager

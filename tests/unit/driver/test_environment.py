@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from driver_case import Case
-from ray._private import ray_constants
+from ray._private import node, ray_constants
 
 from streamppo import process
 from streamppo.config.sections import Config
@@ -53,6 +53,18 @@ def test_a_ray_of_our_own_is_on_loopback_at_nice_0_without_events_and_a_cluster_
     assert own["environment"]["RAY_worker_niceness"] == own["environment"]["RAY_task_events_report_interval_ms"] == "0"
     assert joined["cluster"] and "_node_ip_address" not in joined
     assert ray_constants.ENABLE_RAY_CLUSTERS_ENV_VAR not in joined["environment"]
+
+
+def test_a_ray_of_our_own_starts_neither_a_dashboard_nor_an_autoscaler_and_a_later_ray_does(
+    math_config: Callable[..., Config], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = {name: getattr(node.Node, name) for name in ("start_monitor", "start_api_server")}
+    during: list[object] = []
+    monkeypatch.setattr(cluster.ray, "init", lambda **_: during.extend(getattr(node.Node, name) for name in before))
+    with cluster.started_ray(math_config(), ""):
+        pass
+    assert during and not set(during) & set(before.values())
+    assert {name: getattr(node.Node, name) for name in before} == before
 
 
 def test_a_cluster_gets_the_key_of_every_service_that_a_run_calls(
