@@ -53,15 +53,18 @@ def prompt_ids(tokenizer: Any, prompt: str | list[dict[str, Any]]) -> list[int]:
 
 
 def observation_ids(
-    tokenizer: Any, prompt: list[dict[str, Any]], said: list[dict[str, Any]], turn_end: str
+    tokenizer: Any, prompt: list[dict[str, Any]], said: list[dict[str, Any]], turn_end: str, stops: set[int]
 ) -> list[int]:
     """The token ids of the whole conversation after the end of the assistant's turn.
 
-    The token that ends the turn is the policy's, even if the template begins the next turn with it (GLM).
+    The token that ends the turn is the policy's, even if the template begins the next turn with it (GLM). A policy for
+    which it is not one of the `stops` has ended the turn with another token, which the template does not write.
     """
     turns = [*prompt, {"role": "assistant", "content": ANSWER}, *said]
     text = tokenizer.apply_chat_template(turns, add_generation_prompt=True, tokenize=False)
-    behind = text.index(turn_end, text.index(ANSWER)) + len(turn_end)
+    behind = text.index(ANSWER) + len(ANSWER)
+    if tokenizer.convert_tokens_to_ids(turn_end) in stops:
+        behind = text.index(turn_end, behind) + len(turn_end)
     read = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
     pairs = zip(read["input_ids"], read["offset_mapping"], strict=True)
     return [number for number, (begin, end) in pairs if begin >= behind and end > begin]

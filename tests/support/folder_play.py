@@ -396,7 +396,7 @@ class _Played:
             self.wrong.append(f"stops: {sorted(self._stops)} do not end {episode.tokens.tolist()}")
         if len(episode.turn_ends) > 1 and isinstance(given, list) and not made.words:
             said = [{"role": "user", "content": SAID}]
-            theirs = oracle.observation_ids(tokenizer, given, said, turn_end(made))
+            theirs = oracle.observation_ids(tokenizer, given, said, turn_end(made), self._stops)
             ours = episode.tokens[~episode.mask].tolist()
             if ours != theirs:
                 shown = tokenizer.decode(ours), tokenizer.decode(theirs)
