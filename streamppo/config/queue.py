@@ -34,6 +34,11 @@ class Segments(Section, frozen=True):
                 "queue.segments: the value at the cut stands for the rest of a completion, and algorithm.advantage = "
                 f"{advantage.__struct_config__.tag!r} has none: choose gae or vtrace"
             )
+        elif algorithm.compares_samples:
+            yield (
+                f"algorithm.{algorithm.compares_samples} compares the samples of a prompt, and with queue.segments "
+                "their parts are trained on in different updates"
+            )
         if isinstance(advantage, Gae) and advantage.adaptive_alpha:
             yield "algorithm.advantage.adaptive_alpha needs a completion's length, which is unknown with queue.segments"
         if algorithm.positive_nll:

@@ -288,6 +288,7 @@ def test_a_bad_value_is_refused_by_name(override: str, message: str) -> None:
         ([SEGMENTS, RLOO], "algorithm.advantage = 'rloo' has none: choose gae or vtrace"),
         ([SEGMENTS, "algorithm.advantage.kind=sequence"], "algorithm.advantage = 'sequence' has none"),
         ([SEGMENTS, "algorithm.advantage={kind='gae', adaptive_alpha=0.05}"], "needs a completion's length"),
+        ([SEGMENTS, "algorithm.whiten.over=group", "queue.samples_per_prompt=4"], "parts are trained on in different"),
         ([SEGMENTS, "algorithm.positive_nll=0.1"], "a segment has no answer yet"),
         ([SEGMENTS, "algorithm.teacher.url=http://localhost:1"], "queue.segments are parts"),
     ],
