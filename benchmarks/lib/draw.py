@@ -1,12 +1,13 @@
 """Draws a random configuration for a short run of the tiny model, from all choices in the configuration's types.
 
 The choices of `[algorithm]` come from the unions and literals of `Algorithm`, and those of tasks and rewards from their
-own types; kinds that need more than their name are in the tables below. Invalid combinations are drawn again.
+own types; kinds that need more than their name are in the tables below.
 """
 
 import json
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import get_args
 
@@ -18,27 +19,75 @@ from streamppo.config.task import Task
 from streamppo.errors import ConfigError
 
 FIELDS: dict[str, tuple[object, ...]] = {
+    "algorithm.correction.floor": (0.0, 0.5),
+    "algorithm.correction.level": ("token", "sequence", "geometric"),
+    "algorithm.critic.clip": (0.0, 0.2),
+    "algorithm.critic.epochs": (0, 2),
+    "algorithm.critic.huber": (0.5,),
+    "algorithm.critic.lr": (0.0, 1e-3),
+    "algorithm.critic.max_grad_norm": (0.0, 1.0),
+    "algorithm.critic.minibatches": (0, 2),
     "algorithm.critic.model": ("head", "head", "policy", "scratch"),
     "algorithm.critic.warmup_updates": (0, 0, 3),
+    "algorithm.entropy": (0.0, 0.01),
     "algorithm.entropy_control.target": (0.0, 0.0, 0.5),
-    "algorithm.kl.reward_beta": (0.0, 0.0, 0.05),
-    "algorithm.kl.loss_beta": (0.0, 0.0, 0.02),
+    "algorithm.kl.allow_both": ("false", "true"),
     "algorithm.kl.follow_every": (0, 0, 5),
-    "algorithm.positive_nll": (0.0, 0.0, 0.1),
+    "algorithm.kl.loss_beta": (0.0, 0.0, 0.02),
+    "algorithm.kl.loss_estimator": ("k1", "k2", "k3"),
+    "algorithm.kl.offload": ("false", "true"),
+    "algorithm.kl.reward_beta": (0.0, 0.0, 0.05),
+    "algorithm.kl.reward_estimator": ("k1", "k2", "k3"),
+    "algorithm.kl.straight_through": ("false", "true"),
+    "algorithm.kl.target": (0.05,),
     "algorithm.negative_weight": (1.0, 1.0, 0.25, 0.0),
+    "algorithm.positive_nll": (0.0, 0.0, 0.1),
+    "algorithm.resample.mean": ("[0.05, 0.95]",),
     "algorithm.target_kl": (0.0, 0.0, 0.05),
-    "algorithm.whiten.over": ("batch", "group"),
-    "learner.ranks": (1, 1, 2),
+    "algorithm.whiten.over": ("batch", "group", "off"),
+    "algorithm.whiten.shift_mean": ("true", "false"),
+    "algorithm.whiten.unbiased": ("true", "false"),
+    "archive.numbers": ("true", "false"),
+    "checkpoint.every": (2, 3),
+    "checkpoint.keep": (2, 10),
+    "checkpoint.keep_every": (0, 4),
+    "learner.bucket_bytes": (2**16, 2**28),
+    "learner.decay": ("constant", "linear", "cosine"),
+    "learner.deltas": ("auto", "off", "on"),
     "learner.epochs": (1, 2),
-    "learner.minibatches": (1, 2, 4),
+    "learner.lr_by_ess": ("off", "on"),
+    "learner.max_grad_norm": (1.0, 0.01),
     "learner.micro_batch_tokens": (256, 16384),
-    "queue.samples_per_prompt": (1, 4, 8),
+    "learner.minibatches": (1, 2, 4),
+    "learner.norm": ("2-norm", "max-norm"),
+    "learner.offload": ("false", "false", "true"),
+    "learner.ranks": (1, 1, 2),
+    "learner.threads": (1, 2),
+    "learner.warmup_updates": (0, 3),
+    "learner.weight_decay": (0.0, 0.1),
+    "model.attention": ("auto", "sdpa", "eager"),
+    "model.dtype": ("float32", "float32", "bfloat16"),
+    "model.float32_head": ("true", "false"),
+    "model.gradient_checkpointing": ("auto", "off", "full", "offloaded"),
+    "model.share_prompts": ("true", "false"),
+    "queue.ahead": ("as_needed", "max_lag"),
     "queue.max_lag": (0, 1, 2, 4, "{kind='adaptive', at_most=4, ess=0.9}"),
-    "queue.too_old": ("mask", "drop", "wait", "windowed"),
+    "queue.samples_per_prompt": (1, 4, 8),
+    "queue.segments": (
+        "{max_tokens=2, explained=0}",
+        "{max_tokens=2, explained=0, prefix='detached'}",
+        "{max_tokens=2, explained=0, just_in_time=false}",
+    ),
     "queue.shards": (1, 1, 1, 3),
+    "queue.too_old": ("mask", "drop", "wait", "windowed"),
     "rollout.actors": (1, 2),
+    "rollout.engine": ("{kind='embedded', kv='keep'}", "{kind='embedded', kv='recompute'}"),
+    "rollout.in_flight": (64, 192),
+    "rollout.slots": (4, 16, 64),
+    "rollout.stop": ("[]", "['7']", "['12']"),
+    "rollout.temperature": (1.0, 0.7),
+    "rollout.top_k": (0, 4, 8),
     "rollout.top_p": (1.0, 1.0, 0.9),
-    "rollout.top_k": (0, 0, 8),
 }
 """Fields and the values from which each is drawn."""
 REQUIRED = {
@@ -74,10 +123,21 @@ TEACHERS = (
     "{model='TEACHER', weight=0.05, signal='reward'}",
 )
 """Values of algorithm.teacher; `TEACHER` becomes the folder of a builtin:tiny."""
-ADAPTERS = ([], [], ["model.lora={rank=4}"])
-"""Overrides for the trained weights: all weights, or only adapters."""
-CURRICULA = ([], [], ["algorithm.curriculum={}"], ["algorithm.curriculum={repeat=0.3, floor=0.05}"])
-"""Overrides that skip prompts of rows without a learning signal, or none."""
+SETTINGS: dict[str, tuple[object, ...]] = {
+    "algorithm.curriculum": ("{}", "{repeat=0.3, floor=0.05}"),
+    "model.lora": ("{rank=4}",),
+}
+"""Settings that are off unless they are written, and values of each."""
+TOGETHER: tuple[tuple[list[str], ...], ...] = (
+    ([], [], [], ["queue.too_old=keep", "queue.admission=mean"]),
+    (
+        [],
+        [],
+        ["algorithm.correction={kind='off'}", "algorithm.proximal=behavior"],
+        ["algorithm.critic.model=policy", "algorithm.proximal=loglinear"],
+    ),
+)
+"""Groups of overrides that are valid only together; one of each row is drawn, before all others."""
 LEFT_OUT = {"reasoning_gym", "verifiers"}
 """Tasks that need extra packages."""
 SCORER = f"kind='function', function='{ADDITION}'"
@@ -87,7 +147,8 @@ REWARDS = (
     *(f"reward={{function='{ADDITION}', where='{where}'}}" for where in ("auto", "actor", "process")),
     SEVERAL,
 )
-TRIES = 10_000
+CHANGED = 0.8
+"""The share of the fields that are drawn; the others keep the configuration's value."""
 DATA, TEACHER = "data.jsonl", "teacher"
 """The names of the file and the folder that `write` makes."""
 
@@ -107,25 +168,37 @@ def tasks() -> set[str]:
     return {str(kind.__struct_config__.tag) for kind in get_args(Task)}
 
 
-def draw(generator: random.Random, config: Path, fixed: Sequence[str], folder: Path) -> list[str]:
-    """Random overrides that, with `config` and `fixed`, give a valid configuration; data and teacher from `folder`."""
-    for _ in range(TRIES):
-        kind = generator.choice(sorted(TASKS))
-        drawn = [generator.choice(options) for options in choices().values()]
-        drawn += [f"{name}={generator.choice(values)}" for name, values in FIELDS.items()]
-        drawn += generator.choice(ADAPTERS)
-        drawn += generator.choice(CURRICULA)
-        drawn += [text.replace("DATA", str(folder / DATA)) for text in TASKS[kind]]
-        drawn.append(f"algorithm.teacher={generator.choice(TEACHERS)}".replace("TEACHER", str(folder / TEACHER)))
-        drawn.append("reward={}" if kind == "calculator" else generator.choice(REWARDS))
-        if any("'gdpo'" in one for one in drawn) and drawn[-1] != SEVERAL:
-            continue
-        try:
-            configfile.load(config, [*fixed, *drawn])
-        except ConfigError:
-            continue
-        return drawn
-    raise RuntimeError(f"no valid configuration in {TRIES} tries")
+def draw(
+    generator: random.Random, config: Path, given: Sequence[str], folder: Path, fixed: Collection[str] = ()
+) -> list[str]:
+    """Draw overrides that, after `config` and `given`, give a valid configuration; data and teacher are in `folder`.
+
+    They are drawn one after another in a random order. An override that is invalid together with the earlier ones is
+    left out. Fields in `fixed` are not drawn.
+    """
+    kind = generator.choice(sorted(TASKS))
+    drawn = [text.replace("DATA", str(folder / DATA)) for text in TASKS[kind]]
+    advantage = generator.choice(choices()["advantage"])
+    rewards = (SEVERAL,) if "'gdpo'" in advantage else ("reward={}",) if kind == "calculator" else REWARDS
+    drawn += [] if "reward" in fixed else [generator.choice(rewards)]
+    values: dict[str, Sequence[object]] = {
+        **{f"algorithm.{name}": [one.partition("=")[2] for one in overrides] for name, overrides in choices().items()},
+        **FIELDS,
+        **SETTINGS,
+        "algorithm.advantage": [advantage.partition("=")[2]],
+        "algorithm.teacher": [value.replace("TEACHER", str(folder / TEACHER)) for value in TEACHERS],
+    }
+    names = [name for name in values if name not in fixed and generator.random() < CHANGED]
+    generator.shuffle(names)
+    # A field of a part is drawn after the part.
+    names.sort(key=lambda name: name.count("."))
+    groups = [generator.choice(together) for together in TOGETHER]
+    groups += [[f"{name}={generator.choice(values[name])}"] for name in names]
+    for overrides in groups:
+        with suppress(ConfigError):
+            configfile.load(config, [*given, *drawn, *overrides])
+            drawn += overrides
+    return drawn
 
 
 def write(folder: Path, config: Path) -> None:
@@ -137,7 +210,7 @@ def write(folder: Path, config: Path) -> None:
     folder.mkdir(exist_ok=True)
     (folder / DATA).write_text("".join(json.dumps(row) + "\n" for row in rows))
     if not (folder / TEACHER).exists():
-        tiny.make(configfile.load(config), folder / TEACHER)
+        tiny.make(configfile.load(config, ["model.tiny.max_steps=3"]), folder / TEACHER)
 
 
 def _values(kind: inspect.Type, field: str) -> Iterator[str]:

@@ -10,6 +10,7 @@ import sys
 import tempfile
 import time
 import traceback
+from concurrent.futures import Future
 from pathlib import Path
 
 import learner_case
@@ -140,10 +141,19 @@ def _train(folder: Path, dies_at: int | None) -> None:
     ]
     for actor in actors:
         actor.start.remote(model).result()
-        actor.run.remote()
+        actor.run.remote().add_done_callback(_end_if_failed)
     for version in range(max(start, made) + 1, config.updates + 1):
         update(version)
     rank.save.remote(str(checkpoints)).result()
     rank.settle.remote().result()
     record.checksum = rank.export.remote(str(folder / "final")).result()
     record.close(FINISHED, decode(queue.report.remote().result(), QueueReport), [])
+
+
+def _end_if_failed(run: "Future[object]") -> None:
+    """End the process if an actor has failed, for whose trajectories the learner would wait forever."""
+    if not run.cancelled() and (error := run.exception()) is not None:
+        traceback.print_exception(error)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(1)

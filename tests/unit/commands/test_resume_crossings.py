@@ -1,10 +1,12 @@
 """Runs of every kind that die are resumed and replayed: estimators, proximal policies, queues, shipped configurations.
 
-Each dies after its fifth update, as by a kill of all its processes, with a checkpoint of 3: two updates are redone. No
-Ray (thread_run.py); with Ray and more kinds of deaths: tests/integration/test_recovery.py.
+Drawn runs have all settings of benchmarks/lib/draw.py at once. Each run dies after its fifth update, as by a kill of
+all its processes, with a checkpoint of 2 or 3: updates are redone. No Ray (thread_run.py); with Ray and more kinds of
+deaths: tests/integration/test_recovery.py.
 """
 
 import json
+import random
 from pathlib import Path
 
 import model_folders
@@ -16,6 +18,7 @@ from conftest import REPOSITORY
 from replay_case import STEERED, STEERED_SEGMENTS
 
 from benchmarks.faults import chaos
+from benchmarks.lib import draw
 from streamppo.config import file as configfile
 
 SHORT = (
@@ -96,3 +99,34 @@ def test_a_run_of_transformers_modules_that_died_is_resumed_and_replayed(tmp_pat
     trial = chaos.account(run, [], replay_case.succeeds)
     assert (trial.lost, trial.twice, trial.consumed) == (0, 0, 8 * 32)
     assert trial.replayed, "the weights are not those that the archive gives"
+
+
+IN_ACTOR = draw.SEVERAL.replace("kind='function'", "kind='function', where='actor'")
+"""Rewards in the rollout actor, as in all runs without Ray: thread_run.py has replaced them there."""
+DRAWN = (
+    *("updates=8", "queue.batch_size=32", "queue.shards=1", "learner.ranks=1", "learner.threads=1", IN_ACTOR),
+    # Replays of inexact updates compare numbers.
+    *("learner.exact=true", "evaluation.every=0", "model.tiny.max_steps=3"),
+)
+DRAWS = 12
+
+
+@pytest.fixture(scope="module")
+def drawn_data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The rows and the teacher of drawn runs."""
+    folder = tmp_path_factory.mktemp("drawn")
+    draw.write(folder, thread_run.MATH)
+    return folder
+
+
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize("seed", range(DRAWS))
+def test_a_drawn_run_that_died_is_resumed_and_replayed(tmp_path: Path, drawn_data: Path, seed: int) -> None:
+    fixed = [override.partition("=")[0] for override in DRAWN]
+    overrides = draw.draw(random.Random(seed), thread_run.MATH, (*thread_run.SMALL, *DRAWN), drawn_data, fixed)
+    run = thread_run.trained(tmp_path, *DRAWN, *overrides, dies_at=5)
+    resumed = thread_run.train(run)
+    assert resumed.returncode == 0, (overrides, resumed.stdout)
+    trial = chaos.account(run, [], replay_case.succeeds)
+    assert (trial.lost, trial.twice, trial.consumed) == (0, 0, 8 * 32), overrides
+    assert trial.replayed, overrides
