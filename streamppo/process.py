@@ -176,7 +176,7 @@ def log_to_stdout(who: str = "") -> None:
 
 @contextmanager
 def lasting_output(path: Path) -> Generator[None]:
-    """In the block, redirect standard output or standard error to the file `path` as soon as its reader has ended.
+    """In the block, if the reader of standard output or standard error ends, redirect that stream to the file `path`.
 
     The redirection covers everything that Python writes, including lines that Ray's threads print.
     """

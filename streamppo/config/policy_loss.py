@@ -71,7 +71,7 @@ class DppoTv(Kind, frozen=True, tag="dppo_tv"):
     """-advantage * ratio, except for tokens whose probability has moved too far in the advantage's direction."""
 
     delta: PositiveFloat = 0.15
-    """Largest difference between a token's current and proximal probability."""
+    """Drop tokens whose probability moved by more than this from the proximal one, in the advantage's direction."""
 
 
 class DppoKl(Kind, frozen=True, tag="dppo_kl"):
@@ -85,7 +85,7 @@ class Ipo(Kind, frozen=True, tag="ipo"):
     """-advantage * ratio, except for tokens whose probability has moved too far in either direction."""
 
     eps: PositiveFloat = 0.3
-    """Largest difference between a token's current and proximal probability."""
+    """Drop tokens whose probability moved by more than this from the proximal one, in either direction."""
 
 
 class Sapo(Kind, frozen=True, tag="sapo"):

@@ -206,7 +206,7 @@ class Rollout(Machine, frozen=True):
     max_tokens: Positive = 256
     """Maximum tokens of one completion."""
     stop: tuple[str, ...] = ()
-    """Names of added tokens, or strings, that also end a completion."""
+    """What also ends a completion: an added token, given by its name, or any other string."""
     limit: str = ""
     """`package.module:name` or `path/file.py:name` of a function from (prompt, identity) to a lower max_tokens."""
     temperature: PositiveFloat = 1.0

@@ -33,7 +33,7 @@ def update_metrics(updater: Updater, updated: UpdateResult) -> dict[str, float]:
         scored = scored._replace(logprobs_BT=first_BT)
     steps = step_metrics(minibatches, targets.trained_BT, updater.group)
     if all(minibatch.part == "critic" for minibatch in minibatches):
-        # In warm-up, only the critic makes steps; the policy is passed once, before these steps.
+        # In warm-up, only the critic makes steps. The policy makes one pass, without gradient, before them.
         steps["entropy"] = targets.scored.entropy_BT[targets.trained_BT].double().sum().item()
         steps["entropy"] /= max(1, int(targets.trained_BT.sum()))
     metrics = {

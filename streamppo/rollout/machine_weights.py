@@ -174,7 +174,7 @@ class Leader:
         self._listener = listener
         self._newest: MachineVersion | None = None
         self._changed = Condition()
-        # A forked child would keep the name after this process's death.
+        # Without this, a forked child would keep the socket's name in use after this process's death.
         os.register_at_fork(after_in_child=listener.close)
         Thread(target=self._accept, name="weights", daemon=True).start()
 

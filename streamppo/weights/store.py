@@ -172,7 +172,7 @@ class Store:
 
 
 def known_address(folder: Path) -> str:
-    """Return the address of the copies of the run in `folder`; "" if it has none."""
+    """Return the address where the run in `folder` stores its copies; "" if the run has no address."""
     file = folder / ADDRESS
     return durable.read(file).decode().partition("\n")[0].strip() if file.is_file() else ""
 

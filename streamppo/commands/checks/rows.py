@@ -183,7 +183,7 @@ def _altered_answers(rows: Sequence[tuple[Prompt, ScoredText]]) -> Findings:
 async def _scores(
     name: str, scorer: FunctionScorer, rows: Sequence[tuple[Prompt, ScoredText]]
 ) -> Sequence[_GoldScore] | TaskError:
-    """Score the rows in the same way as a run. Returns an error if the scorer cannot be loaded."""
+    """Score the rows as a run scores completions. Returns an error if the scorer cannot be loaded."""
     rewards = Rewards(Reward(scorers={name: scorer}))
     try:
         await rewards.start(set())

@@ -128,8 +128,8 @@ def layout(implementation: str) -> Layout:
 def choose(config: Model, device: str) -> str:
     """Return transformers' name of the attention: the configured attention, or the newest flash-attn that runs here.
 
-    On a GPU without flash-attn the attention is torch's flash attention ("varlen") or else, with a warning, SDPA. In
-    float32 and on a CPU the attention is SDPA.
+    On a GPU without flash-attn the attention is torch's flash attention ("varlen"). If torch or the GPU lacks that, it
+    is SDPA, with a warning. In float32 and on a CPU the attention is SDPA.
     """
     if config.attention == varlen.NAME:
         return varlen.register()

@@ -43,7 +43,7 @@ LONG = 32
 LR = 5e-3
 """AdamW's learning rate in the supervised steps."""
 MOST_THREADS = 4
-"""The most threads for supervised steps; the model's bits do not depend on the number of threads."""
+"""Maximum threads for supervised steps. The model is bit for bit the same with any number of threads."""
 WARM_UP_STEPS = 10
 PROGRESS_S = 5.0
 """The seconds between two log lines of the warm start."""

@@ -5,9 +5,9 @@
     return     a token's k results are summed on the token's rank
 
 The ranks of a group may pass different rows of different widths. Tokens are dispatched as in GShard,
-https://arxiv.org/abs/2006.16668, but without a capacity: no token is left out. If a rank would get more than `UNEVEN`
-times its even share, the pairs are exchanged in rounds. Each round is computed again in the backward pass, so a rank
-holds the activations of one round.
+https://arxiv.org/abs/2006.16668, but without a capacity: no token is left out. If a rank would get
+more than `FEW` pairs and more than `UNEVEN` times its even share, the ranks exchange their pairs in rounds. Each
+round is computed again in the backward pass, so a rank holds the activations of one round.
 
 Example: one of 4 ranks gets three quarters of all pairs, 3 times its even share, in 2 rounds of 1.5 times that share.
 

@@ -96,7 +96,7 @@ def is_life(name: str) -> bool:
 
 
 def next_life(before: str) -> str:
-    """Return a unique name for the life after `before`: a run may be restored twice from the same life.
+    """Return a name for the next life, after `before`: unique, even if the run is restored twice from one life.
 
     Example: 0001-5e6f7a8b follows 0000.
     """

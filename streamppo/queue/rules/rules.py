@@ -1,4 +1,4 @@
-"""The queue's rules: admission, the take, leases. Pure: no Ray, no clock, no disk.
+"""The queue's rules for admission, for taking a batch ("the take") and for leases. Pure: no Ray, no clock, no disk.
 
 Update u trains from version u to version u + 1 and leases batch u. The lag of a token is u minus the token's version.
 

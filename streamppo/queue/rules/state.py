@@ -23,7 +23,7 @@ class QueueSettings(NamedTuple):
 
     `flow_lag` <= `max_lag` is the lag that admission aims at. `as_needed` lowers it to the smallest lag at which the
     learner does not wait (ahead.py). `whole_groups` keeps the `samples_per_prompt` trajectories of a prompt together.
-    `resample` defines groups without a learning signal, which other prompts replace; None keeps all groups.
+    `resample` says which groups are replaced by other prompts for lack of a signal; None keeps all groups.
     `curriculum` skips prompts of rows that had such groups; a sample with a reward of at least `correct_at` is right.
     With `segments`, each unit is one part of a slot. If `hard` is false, `max_lag` bounds only admission, computed with
     the learner's version, and batches take tokens of any age. `first_lag` is the first value of an adaptive admitted

@@ -2,7 +2,8 @@
 
 Rows 0 to `count` - 1 are running, so that a step works on views of the cache. When rows end, the last running rows move
 into their places. `_cached` has each row's number of tokens in the cache; the next step feeds the row's newest token.
-If turns are kept, rows from `count` on hold ended completions, which prompts may continue (prefixes.py).
+If turns are kept, rows with numbers from `count` up hold ended completions, and a prompt may continue one
+(prefixes.py).
 
 `admit`, `step` and `recompute` run in the engine's thread; while they run, no other method is called.
 """

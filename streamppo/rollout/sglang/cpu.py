@@ -12,8 +12,8 @@ def activate() -> str | None:
     """Return the name of the platform's class; None with an accelerator, for which SGLang has a platform."""
     if torch.accelerator.is_available():
         return None
-    # SGLang's weights checker would raise when it synchronizes a GPU before it hashes. The checker's other code works
-    # on a CPU.
+    # On a CPU, SGLang's weights checker would raise, because it synchronizes a GPU before it hashes. Its other code
+    # works.
     torch.cuda.synchronize = _skip_synchronization
     return f"{__name__}.Platform"
 

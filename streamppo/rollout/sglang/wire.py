@@ -100,7 +100,7 @@ def arguments(
         "max_running_requests": rollout.slots,
         "mem_fraction_static": engine.mem_fraction_static,
         "disable_radix_cache": not engine.prefix_cache or keeps_stale_prefixes,
-        # The first push writes and attests every tensor, so the model's files need not be read.
+        # The first push writes every tensor and checks that SGLang has it, so the model's files need not be read.
         "load_format": "dummy",
         "grammar_backend": "none",
         "host": "127.0.0.1",

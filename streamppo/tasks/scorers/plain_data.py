@@ -120,7 +120,7 @@ def encode(value: object, other: Callable[[object], Data]) -> Data:
 
 
 def decode(data: Data, answers: Callable[[int], object]) -> object:
-    """Decode data that `encode` has made, to values of exactly Python's types.
+    """Decode data that `encode` has made, to builtin types, classes in `LIBRARY` and namedtuples.
 
     On the program's side, `answers` returns the value of {"answer": n}, and {"builtin": name} is a Python builtin.
     """

@@ -23,7 +23,7 @@ PARTS = 16
 NAME = 64.0
 """The width reserved for the name of the x axis."""
 MOST_ROWS = 16
-"""The number of the top row of a heat map. Larger numbers are counted in this row."""
+"""A heat map has a row for each number up to this one; its top row also counts all larger numbers."""
 TICKS, X_TICKS = 4, 6
 FEW = 12
 """A curve with fewer points has a dot at each point."""

@@ -23,7 +23,7 @@ from streamppo.types import QueueReport
 
 T = TypeVar("T")
 AGES = 12
-"""The maximum number of ages of reused tokens that have a row each. Older tokens share a row."""
+"""The first `AGES` ages of reused tokens have a row each. Older tokens share a row."""
 
 
 def make_part(part: Callable[[], T]) -> tuple[T | None, str]:

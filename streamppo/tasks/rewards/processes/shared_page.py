@@ -23,7 +23,10 @@ T = TypeVar("T")
 
 
 class Step(NamedTuple):
-    """Number of steps so far, and the call of the running step: 0 if no step runs, or if it belongs to no call."""
+    """`steps` is the number of steps so far. `call` is the number of the call that the running step belongs to.
+
+    `call` is 0 if no step runs, or if the running step belongs to no call.
+    """
 
     steps: int = 0
     call: int = 0
