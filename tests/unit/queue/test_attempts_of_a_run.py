@@ -129,7 +129,7 @@ def test_of_a_long_run_batches_are_read_that_are_evenly_spaced(run: Path, monkey
     assert (found["read"], found["batches"]) == (8, 24)
     assert found["rows"][0]["attempts"] == 97, "each stands for three"
     text = report.page.view.attempts(report._run_view(run))  # pyright: ignore[reportPrivateUsage]
-    assert text and "counted of 8 of 24 batches" in text[0]
+    assert text and "counted in 8 of 24 batches" in text[0]
 
 
 def test_a_batch_that_is_damaged_is_told_and_the_rest_of_the_page_is_there(
