@@ -325,9 +325,8 @@ def jobs(options: argparse.Namespace, folder: Path) -> list[Job]:
         victims += AGENTS if options.agents else ()
         kinds, seed = [generator.choice(victims) for _ in range(options.kills)], generator.randrange(2**31)
         # The draw uses the trial's seed, so that new choices in the configuration do not change later trials' kills.
-        given = [*SHORT, *options.set]
-        fixed = [override.partition("=")[0] for override in given]
-        drawn = draw.draw(random.Random(seed), options.config, given, folder, fixed) if options.draw else []
+        fixed = [*SHORT, *options.set]
+        drawn = draw.draw(random.Random(seed), options.config, fixed, folder) if options.draw else []
         made.append(Job(number, kinds, seed, [*(WITNESS if options.agents else ()), *options.set, *drawn]))
     return made
 

@@ -6,7 +6,7 @@ own types; kinds that need more than their name are in the tables below.
 
 import json
 import random
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import get_args
@@ -29,6 +29,7 @@ FIELDS: dict[str, tuple[object, ...]] = {
     "algorithm.critic.minibatches": (0, 2),
     "algorithm.critic.model": ("head", "head", "policy", "scratch"),
     "algorithm.critic.warmup_updates": (0, 0, 3),
+    "algorithm.curriculum": ("{}", "{repeat=0.3, floor=0.05}"),
     "algorithm.entropy": (0.0, 0.01),
     "algorithm.entropy_control.target": (0.0, 0.0, 0.5),
     "algorithm.kl.allow_both": ("false", "true"),
@@ -69,6 +70,7 @@ FIELDS: dict[str, tuple[object, ...]] = {
     "model.dtype": ("float32", "float32", "bfloat16"),
     "model.float32_head": ("true", "false"),
     "model.gradient_checkpointing": ("auto", "off", "full", "offloaded"),
+    "model.lora": ("{rank=4}",),
     "model.share_prompts": ("true", "false"),
     "queue.ahead": ("as_needed", "max_lag"),
     "queue.max_lag": (0, 1, 2, 4, "{kind='adaptive', at_most=4, ess=0.9}"),
@@ -123,11 +125,6 @@ TEACHERS = (
     "{model='TEACHER', weight=0.05, signal='reward'}",
 )
 """Values of algorithm.teacher; `TEACHER` becomes the folder of a builtin:tiny."""
-SETTINGS: dict[str, tuple[object, ...]] = {
-    "algorithm.curriculum": ("{}", "{repeat=0.3, floor=0.05}"),
-    "model.lora": ("{rank=4}",),
-}
-"""Settings that are off unless they are written, and values of each."""
 TOGETHER: tuple[tuple[list[str], ...], ...] = (
     ([], [], [], ["queue.too_old=keep", "queue.admission=mean"]),
     (
@@ -169,26 +166,26 @@ def tasks() -> set[str]:
 
 
 def draw(
-    generator: random.Random, config: Path, given: Sequence[str], folder: Path, fixed: Collection[str] = ()
+    generator: random.Random, config: Path, fixed: Sequence[str], folder: Path, given: Sequence[str] = ()
 ) -> list[str]:
-    """Draw overrides that, after `config` and `given`, give a valid configuration; data and teacher are in `folder`.
+    """Draw overrides that, after `config`, `given` and `fixed`, give a valid configuration.
 
     They are drawn one after another in a random order. An override that is invalid together with the earlier ones is
-    left out. Fields in `fixed` are not drawn.
+    left out. Fields of `fixed` are not drawn, those of `given` may be. Data and teacher are in `folder`.
     """
+    taken = {override.partition("=")[0] for override in fixed}
     kind = generator.choice(sorted(TASKS))
     drawn = [text.replace("DATA", str(folder / DATA)) for text in TASKS[kind]]
     advantage = generator.choice(choices()["advantage"])
     rewards = (SEVERAL,) if "'gdpo'" in advantage else ("reward={}",) if kind == "calculator" else REWARDS
-    drawn += [] if "reward" in fixed else [generator.choice(rewards)]
+    drawn += [] if "reward" in taken else [generator.choice(rewards)]
     values: dict[str, Sequence[object]] = {
         **{f"algorithm.{name}": [one.partition("=")[2] for one in overrides] for name, overrides in choices().items()},
         **FIELDS,
-        **SETTINGS,
         "algorithm.advantage": [advantage.partition("=")[2]],
         "algorithm.teacher": [value.replace("TEACHER", str(folder / TEACHER)) for value in TEACHERS],
     }
-    names = [name for name in values if name not in fixed and generator.random() < CHANGED]
+    names = [name for name in values if name not in taken and generator.random() < CHANGED]
     generator.shuffle(names)
     # A field of a part is drawn after the part.
     names.sort(key=lambda name: name.count("."))
@@ -196,7 +193,7 @@ def draw(
     groups += [[f"{name}={generator.choice(values[name])}"] for name in names]
     for overrides in groups:
         with suppress(ConfigError):
-            configfile.load(config, [*given, *drawn, *overrides])
+            configfile.load(config, [*given, *fixed, *drawn, *overrides])
             drawn += overrides
     return drawn
 

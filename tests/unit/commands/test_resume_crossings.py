@@ -122,8 +122,7 @@ def drawn_data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("seed", range(DRAWS))
 def test_a_drawn_run_that_died_is_resumed_and_replayed(tmp_path: Path, drawn_data: Path, seed: int) -> None:
-    fixed = [override.partition("=")[0] for override in DRAWN]
-    overrides = draw.draw(random.Random(seed), thread_run.MATH, (*thread_run.SMALL, *DRAWN), drawn_data, fixed)
+    overrides = draw.draw(random.Random(seed), thread_run.MATH, DRAWN, drawn_data, thread_run.SMALL)
     run = thread_run.trained(tmp_path, *DRAWN, *overrides, dies_at=5)
     resumed = thread_run.train(run)
     assert resumed.returncode == 0, (overrides, resumed.stdout)
