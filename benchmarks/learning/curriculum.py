@@ -132,7 +132,7 @@ async def measure(config: Config, model: Path) -> Mapping[str, Any]:
         while (batch := rules.take(version)) is None:
             trajectories = await sample(made, rules.issue("world", version, 10_000, next(calls)), version)
             sampled += len(trajectories)
-            rules.put_all(trajectories)
+            rules.put(trajectories)
         silent.append(_share_without_signal(batch.trajectories, config))
         step(made, Fixed(0), pad(batch))
         rules.publish(version + 1)

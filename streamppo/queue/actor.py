@@ -300,7 +300,7 @@ class QueueActor(ArchivedRuns):
             if self._shards:
                 self._queue.put_records(decode(trajectories, tuple[TrajectoryRecord, ...]))
             else:
-                self._queue.put_all(decode(trajectories, tuple[Trajectory, ...]))
+                self._queue.put(decode(trajectories, tuple[Trajectory, ...]))
             for failure in decode(failures, tuple[Failure, ...]):
                 self._queue.fail(failure)
             self._queue.cut_for(actor, cut_for)

@@ -205,7 +205,7 @@ class QueueMachine(RuleBasedStateMachine):
     def _put(self, done: Trajectory) -> bool:
         """True if an actor waited for it. A queue with shards gets its record alone."""
         if not self.records:
-            return self.queue.put(done)
+            return self.queue.put([done]) == 1
         before = self.queue.state.counts["stored"]
         self.queue.put_records([make_record(done, None)])
         return self.queue.state.counts["stored"] > before

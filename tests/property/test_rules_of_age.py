@@ -106,7 +106,7 @@ class World:
             one.versions.append(engine.version)
             if len(one.versions) == one.length:
                 made = trajectory([5] * one.length, versions=tuple(one.versions))
-                self.rules.put(structs.replace(made, identity=one.identity, actor=engine.name))
+                self.rules.put([structs.replace(made, identity=one.identity, actor=engine.name)])
         engine.running = [one for one in engine.running if len(one.versions) < one.length]
 
     def learn(self) -> None:

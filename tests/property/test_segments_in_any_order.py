@@ -139,7 +139,7 @@ class World:
     def deliver(self, actor: Actor) -> None:
         cut_for = actor.cut_unscored()
         pending, actor.pending = actor.pending, []
-        self.rules.put_all([one for one in pending if isinstance(one, Trajectory)])
+        self.rules.put([one for one in pending if isinstance(one, Trajectory)])
         for one in pending:
             if isinstance(one, Failure):
                 self.failed.add((one.identity.prompt, one.identity.sample, one.identity.attempt))

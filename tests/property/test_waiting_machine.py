@@ -137,7 +137,7 @@ class WaitingMachine(RuleBasedStateMachine):
         ticket = self.holds[name].pop(0)
         if well:
             made = trajectory([5], versions=[self.engines[name[0]]])
-            self.rules.put(msgspec.structs.replace(made, identity=ticket.identity))
+            self.rules.put([msgspec.structs.replace(made, identity=ticket.identity)])
         else:
             self.rules.fail(Failure(identity=ticket.identity, actor=name, stage="reward", reason="no"))
         self._changed()
@@ -191,7 +191,7 @@ class WaitingMachine(RuleBasedStateMachine):
                 while self.holds[name]:
                     ticket = self.holds[name].pop(0)
                     made = trajectory([5], versions=[self.rules.state.version])
-                    self.rules.put(msgspec.structs.replace(made, identity=ticket.identity))
+                    self.rules.put([msgspec.structs.replace(made, identity=ticket.identity)])
             self.take()
             self._changed()
             if self.batch is not None and self.batch.done():

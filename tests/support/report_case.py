@@ -76,9 +76,9 @@ def deliver(rules: QueueRules, version: int, limit: int = BATCH, calls: int | No
         tickets = (*tickets[1:], *rules.issue("rollout-0", version, 1, 1))
     for ticket in tickets:
         made = trajectory(_tokens("1<2"), prompt=_tokens("1+1="), versions=[max(0, version - 1), version, version])
-        rules.put(structs.replace(made, identity=ticket.identity, reward=0.5))
+        rules.put([structs.replace(made, identity=ticket.identity, reward=0.5)])
     if version == 0:
-        rules.put(structs.replace(made, identity=tickets[0].identity))
+        rules.put([structs.replace(made, identity=tickets[0].identity)])
 
 
 def _tokens(text: str) -> Sequence[int]:

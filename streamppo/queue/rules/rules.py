@@ -45,7 +45,7 @@ from streamppo.queue.rules.slot import (
     newest_version,
 )
 from streamppo.queue.rules.state import NEVER, QueueSettings, QueueState, TicketRequest
-from streamppo.queue.rules.validation import TokenLimits, defect, defects
+from streamppo.queue.rules.validation import TokenLimits, defects
 from streamppo.types import Batch, Failure, Identity, Ticket, Trajectory
 
 
@@ -111,21 +111,18 @@ class QueueRules:
         return not (is_strict and engine_version < state.version and held > bound)
 
     @phase("store")
-    def put_all(self, trajectories: Sequence[Trajectory]) -> None:
-        """Store the finished trajectories of a delivery, each as in `put`; they are validated together."""
-        self._put_all(trajectories, defects(trajectories, self.limits))
+    def put(self, trajectories: Sequence[Trajectory]) -> int:
+        """Store the finished trajectories of a delivery. Returns the number stored.
+
+        Duplicates and late deliveries of a dead actor are not stored. A trajectory that cannot be trained on is a dead
+        letter, and counts as a failure of its slot. Raises `QueueError` for tokens of an unpublished version; nothing
+        of the delivery is stored then.
+        """
+        return self._put_all(trajectories, defects(trajectories, self.limits))
 
     def put_records(self, records: Sequence[TrajectoryRecord]) -> None:
         """Store the records of finished trajectories, which a shard has validated."""
         self._put_all(records, [record.defect or None for record in records])
-
-    def put(self, trajectory: Trajectory) -> bool:
-        """Store a finished trajectory. Returns False for a duplicate, a dead actor's late delivery, or a dead letter.
-
-        A trajectory that cannot be trained on is a dead letter, and counts as a failure of its slot. Raises
-        `QueueError` for tokens of an unpublished version; nothing of the delivery is stored then.
-        """
-        return self._put_all([trajectory], [defect(trajectory, self.limits)]) == 1
 
     def _put_all(self, trajectories: Sequence[Trajectory], reasons: Sequence[str | None]) -> int:
         """Store the trajectories without a defect (their reason is empty). Returns the number stored."""

@@ -53,7 +53,7 @@ class HandRun:
         assert len(ended) == count
         version = self.rules.state.version
         for ticket in ended:
-            self.rules.put(structs.replace(trajectory([5], versions=(version,)), identity=ticket.identity))
+            self.rules.put([structs.replace(trajectory([5], versions=(version,)), identity=ticket.identity)])
 
     def take(self, version: int) -> None:
         while self.rules.take(version) is None:

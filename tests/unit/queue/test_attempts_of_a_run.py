@@ -51,13 +51,13 @@ def test_every_ending_keeps_the_length_the_age_and_the_source(math_config: Calla
         structs.replace(trajectory([5] * 3, versions=[0] * 3), identity=one.identity, source="sums") for one in tickets
     ]
     rules.fail(failure(tickets[0]))
-    rules.put(structs.replace(made[1], logprobs=b""))
+    rules.put([structs.replace(made[1], logprobs=b"")])
     for one in made[2:]:
-        rules.put(one)
+        rules.put([one])
     rules.mark_dead("a")
     rules.issue("b", 0, 2, 0)
     again = [structs.replace(one, identity=structs.replace(one.identity, attempt=1)) for one in made[:2]]
-    rules.put(again[0])
+    rules.put([again[0]])
     assert [known(one) for one in ended(rules)] == [
         ("failed", "reward", 0, 9, 0, "sums"),
         ("dead_letter", "engine", 0, 3, -1, "sums"),
@@ -70,7 +70,7 @@ def test_every_ending_keeps_the_length_the_age_and_the_source(math_config: Calla
     assert [known(one) for one in ended(rules)] == [("lost", "", 1, 0, -1, "")] * 2 and ticket.identity.prompt
     state.version = 2
     for one in rules.issue("c", 2, 4, 0):
-        rules.put(structs.replace(trajectory([5] * 4, versions=[0] * 4), identity=one.identity, source="late"))
+        rules.put([structs.replace(trajectory([5] * 4, versions=[0] * 4), identity=one.identity, source="late")])
     rules.take(2)
     assert set(map(known, ended(rules))) == {("too_old", "", 2, 4, 0, "late")}
 
@@ -80,7 +80,7 @@ def test_of_a_group_that_is_given_up_the_one_that_failed_is_told_from_the_others
 ) -> None:
     rules = QueueRules(queue_settings(math_config(*SMALL, GROUPS, "queue.max_attempts=1")), QueueState())
     first, second = rules.issue("a", 0, 2, 0)
-    rules.put(structs.replace(trajectory([5] * 3), identity=first.identity))
+    rules.put([structs.replace(trajectory([5] * 3), identity=first.identity)])
     rules.fail(failure(second))
     both = [known(one) for one in ended(rules)]
     assert both == [("abandoned", "", 0, 3, 0, ""), ("abandoned", "reward", 0, 9, 0, "sums")]

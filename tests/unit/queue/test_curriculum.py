@@ -67,7 +67,7 @@ def train(
             if seen is not None:
                 seen[row] += 1
             done = trajectory([5], versions=[version], reward=reward)
-            rules.put(structs.replace(done, identity=ticket.identity))
+            rules.put([structs.replace(done, identity=ticket.identity)])
     trained += [row_of(one.identity.prompt) for one in batch.trajectories[::4]]
     rules.publish(version + 1)
     return trained
@@ -216,7 +216,7 @@ def test_a_batch_that_waited_for_a_run_with_a_new_curriculum_is_consumed_once(
 ) -> None:
     before = queue(math_config(*GRPO), None)
     for ticket in before.issue("a", 0, 8, next(CALLS)):
-        before.put(structs.replace(trajectory([5], versions=[0]), identity=ticket.identity))
+        before.put([structs.replace(trajectory([5], versions=[0]), identity=ticket.identity)])
     assert before.take(0) is not None
     after = queue(config, None, before.state)
     after.publish(1)
@@ -251,7 +251,7 @@ def test_resampled_groups_outlive_a_queue(math_config: Callable[..., Config], tm
     config = math_config(*GRPO, "algorithm.zero_variance=resample", EQUAL)
     living, journal = queue(config, rows()), Journal(tmp_path / "journal.sqlite")
     for ticket in living.issue("a", 0, 8, next(CALLS)):
-        living.put(structs.replace(trajectory([5], versions=[0], reward=1.0), identity=ticket.identity))
+        living.put([structs.replace(trajectory([5], versions=[0], reward=1.0), identity=ticket.identity)])
     assert living.state.resampled == {0: True, 1: True} and not living.state.zero_variance
     journal.write(snapshot.take_changes(living.settings, living.state))
     assert snapshot.read_state(living.settings, journal).resampled == {0: True, 1: True}

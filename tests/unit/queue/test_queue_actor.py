@@ -285,7 +285,7 @@ def test_what_an_old_queue_acknowledges_while_a_new_one_opens_the_journal_is_not
         if old._shards:
             old._queue.put_records(await old._shards.store(made[3:]))
         else:
-            old._queue.put(made[3])
+            old._queue.put([made[3]])
         last, fence = snapshot.take_changes(old._queue.settings, old._queue.state), Journal.fence
         with monkeypatch.context() as patch:
             patch.setattr(Journal, "fence", lambda journal: (old._journal.write(last), fence(journal)))

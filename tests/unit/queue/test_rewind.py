@@ -130,7 +130,7 @@ def deliver(
         return []
     finish = "cut" if is_cut else "stop"
     one = trajectory([5, 6, 1], versions=[version] * 3, reward=float(rng.random() < 0.5), finish=finish)
-    rules.put(structs.replace(one, identity=ticket.identity))
+    rules.put([structs.replace(one, identity=ticket.identity)])
     rest = structs.replace(ticket.identity, segment=ticket.identity.segment + 1)
     return [(structs.replace(ticket, identity=rest), rules.state.version)] if is_cut else []
 

@@ -88,7 +88,7 @@ def test_admission_is_as_the_example_in_the_rules_says() -> None:
     first = rules.issue("a", 0, 100, next(CALLS))
     assert [ticket.slot for ticket in first] == list(range(8))
     for ticket in first[:4]:
-        rules.put(done(ticket))
+        rules.put([done(ticket)])
     assert rules.take(0) is not None and rules.issue("a", 0, 100, next(CALLS)) == ()
     rules.publish(1)
     assert (rules.state.held, rules.issue("a", 0, 100, next(CALLS))) == (4, ())
@@ -108,7 +108,7 @@ def test_max_lag_zero_gives_exactly_one_batch_per_version() -> None:
         tickets = rules.issue("a", version, 100, next(CALLS))
         assert len(tickets) == 4
         for ticket in tickets:
-            rules.put(done(ticket, (version, version)))
+            rules.put([done(ticket, (version, version))])
         assert rules.issue("a", version, 100, next(CALLS)) == ()
         batch = rules.take(version)
         assert batch is not None and all(t.oldest_version == version for t in batch.trajectories)
@@ -121,8 +121,8 @@ def test_max_lag_zero_gives_exactly_one_batch_per_version() -> None:
 def test_a_second_delivery_is_counted_and_ignored() -> None:
     rules = queue()
     ticket = rules.issue("a", 0, 1, next(CALLS))[0]
-    assert rules.put(done(ticket)) is True
-    assert rules.put(done(ticket)) is False
+    assert rules.put([done(ticket)]) == 1
+    assert rules.put([done(ticket)]) == 0
     assert (counted(rules).stored, counted(rules).duplicates) == (1, 1)
 
 
@@ -132,33 +132,33 @@ def test_a_zombie_cannot_deliver_for_a_slot_that_was_given_to_another() -> None:
     rules.mark_dead("a")
     again = rules.issue("b", 0, 1, next(CALLS))[0]
     assert (again.slot, again.identity.attempt) == (ticket.slot, 1)
-    assert rules.put(done(ticket)) is False
-    assert rules.put(done(again)) is True
+    assert rules.put([done(ticket)]) == 0
+    assert rules.put([done(again)]) == 1
 
 
 def test_a_consumed_trajectory_cannot_come_back() -> None:
     rules = queue()
     tickets = rules.issue("a", 0, 4, next(CALLS))
     for ticket in tickets:
-        rules.put(done(ticket))
+        rules.put([done(ticket)])
     publish_after_training(rules, 0)
-    assert rules.put(done(tickets[0])) is False
+    assert rules.put([done(tickets[0])]) == 0
     assert counted(rules).ready == 0
 
 
 def test_tokens_of_an_unknown_version_are_refused() -> None:
     rules = queue()
     with pytest.raises(QueueError, match="version 1, which was not published"):
-        rules.put(done(rules.issue("a", 0, 1, next(CALLS))[0], (0, 1)))
+        rules.put([done(rules.issue("a", 0, 1, next(CALLS))[0], (0, 1))])
 
 
 def test_a_delivery_with_tokens_of_an_unknown_version_is_refused_as_a_whole() -> None:
     rules = queue()
     tickets = rules.issue("a", 0, 2, next(CALLS))
     with pytest.raises(QueueError, match="version 3, which was not published"):
-        rules.put_all([done(tickets[0]), done(tickets[1], (0, 3))])
+        rules.put([done(tickets[0]), done(tickets[1], (0, 3))])
     assert (counted(rules).stored, counted(rules).tokens["delivered"]) == (0, 0)
-    rules.put_all([done(ticket) for ticket in tickets])
+    rules.put([done(ticket) for ticket in tickets])
     assert counted(rules).stored == 2
 
 
@@ -176,7 +176,7 @@ def test_a_delivery_with_tokens_of_an_unknown_version_is_refused_as_a_whole() ->
 def test_a_defective_trajectory_is_a_failure_with_a_reason(columns: dict[str, object]) -> None:
     rules = queue()
     ticket = rules.issue("a", 0, 1, next(CALLS))[0]
-    assert rules.put(done(ticket, **columns)) is False
+    assert rules.put([done(ticket, **columns)]) == 0
     assert counted(rules).failed == {"engine": 1}
     assert rules.issue("a", 0, 1, next(CALLS))[0].slot == ticket.slot
 
@@ -199,9 +199,9 @@ def test_a_failed_slot_is_sampled_again_before_new_ones_and_then_abandoned() -> 
 def test_a_group_is_abandoned_as_a_whole() -> None:
     rules = queue(max_lag=0, whole_groups=True, max_attempts=1)
     tickets = rules.issue("a", 0, 3, next(CALLS))
-    rules.put(done(tickets[1]))
+    rules.put([done(tickets[1])])
     rules.fail(fail(tickets[0]))
-    assert rules.put(done(tickets[1])) is False
+    assert rules.put([done(tickets[1])]) == 0
     rest = rules.issue("a", 0, 100, next(CALLS))
     assert [(t.identity.prompt, t.identity.sample) for t in rest] == [(1, 1), (2, 0), (2, 1)]
     assert counted(rules).dropped["abandoned"] == 2
@@ -211,7 +211,7 @@ def test_groups_that_teach_nothing_can_give_way_to_other_prompts() -> None:
     rules = queue(max_lag=0, whole_groups=True, resample=Resample())
     tickets = rules.issue("a", 0, 4, next(CALLS))
     for ticket, reward in zip(tickets, (1.0, 1.0, 0.0, 1.0), strict=True):
-        rules.put(done(ticket, reward=reward))
+        rules.put([done(ticket, reward=reward)])
     assert rules.take(0) is None
     others = rules.issue("a", 0, 9, next(CALLS))
     assert [ticket.identity.prompt for ticket in others] == [2, 2]
@@ -234,7 +234,7 @@ def test_groups_are_judged_by_a_component_and_by_their_difficulty(resample: Resa
     tickets = rules.issue("a", 0, 2, next(CALLS))
     for ticket, reward, form in zip(tickets, (0.5, 1.0), (0.0, 0.5), strict=True):
         components = {"right": 1.0, "form": form}
-        rules.put(msgspec.structs.replace(done(ticket, reward=reward), components=components))
+        rules.put([msgspec.structs.replace(done(ticket, reward=reward), components=components)])
     assert endings(rules) == ([(number, 0, "resampled", reason) for number in (0, 1)] if reason else [])
 
 
@@ -252,7 +252,7 @@ def test_too_many_failures_stop_the_run_with_the_first_reasons() -> None:
     for number, ticket in enumerate(tickets[:33]):
         rules.fail(fail(ticket, f"reason {number % 5}"))
     for ticket in tickets[33:63]:
-        rules.put(done(ticket))
+        rules.put([done(ticket)])
     with pytest.raises(TooManyFailures, match=r"53% of the last 64 .*reason 0; reward: reason 1; reward: reason 2$"):
         rules.fail(fail(tickets[63], "reason 9"))
 
@@ -261,7 +261,7 @@ def test_retries_of_the_same_bad_prompts_do_not_make_a_high_rate() -> None:
     rules = queue(max_failure_rate=0.3, batch_size=400, max_attempts=1000)
     tickets = rules.issue("a", 0, 100, next(CALLS))
     for ticket in tickets[20:]:
-        rules.put(done(ticket))
+        rules.put([done(ticket)])
     for ticket in tickets[:20]:
         rules.fail(fail(ticket))
     for _ in range(500):
@@ -277,7 +277,7 @@ def test_a_batch_is_the_oldest_ready_trajectories_in_order_of_age() -> None:
     rules = queue()
     tickets = rules.issue("a", 0, 8, next(CALLS))
     for number in (6, 1, 4, 3):
-        rules.put(done(tickets[number]))
+        rules.put([done(tickets[number])])
     batch = rules.take(0)
     assert batch is not None
     assert [t.identity for t in batch.trajectories] == [tickets[n].identity for n in (1, 3, 4, 6)]
@@ -287,10 +287,10 @@ def test_asking_again_gives_the_same_batch_until_its_version_is_published() -> N
     rules = queue()
     tickets = rules.issue("a", 0, 8, next(CALLS))
     for ticket in tickets[4:]:
-        rules.put(done(ticket))
+        rules.put([done(ticket)])
     batch = rules.take(0)
     for ticket in tickets[:4]:
-        rules.put(done(ticket))
+        rules.put([done(ticket)])
     assert rules.take(0) is batch
     following = rules.take(1)
     assert following is not None and following is not batch
@@ -308,7 +308,7 @@ def test_groups_are_taken_whole() -> None:
     rules = queue(whole_groups=True)
     tickets = rules.issue("a", 0, 8, next(CALLS))
     for number in (0, 2, 3, 4, 6, 7):
-        rules.put(done(tickets[number]))
+        rules.put([done(tickets[number])])
     batch = rules.take(0)
     assert batch is not None
     assert [t.identity.prompt for t in batch.trajectories] == [1, 1, 3, 3]
@@ -318,15 +318,15 @@ def test_mask_keeps_a_trajectory_whose_old_tokens_stay_out_of_the_loss() -> None
     rules = queue(max_lag=0)
     tickets = rules.issue("a", 0, 4, next(CALLS))
     for ticket in tickets[:3]:
-        rules.put(done(ticket))
-    rules.put(done(tickets[3]))
+        rules.put([done(ticket)])
+    rules.put([done(tickets[3])])
     publish_after_training(rules, 0)
     tickets = rules.issue("a", 1, 4, next(CALLS))
     for ticket, versions in zip(tickets, [(0, 1), (1, 1), (0, 0), (1, 1)], strict=True):
-        rules.put(done(ticket, versions))
+        rules.put([done(ticket, versions)])
     assert rules.take(1) is None, "one trajectory has no token that is young enough"
     (again,) = rules.issue("a", 1, 9, next(CALLS))
-    rules.put(done(again, (1, 1)))
+    rules.put([done(again, (1, 1))])
     batch = rules.take(1)
     assert batch is not None
     assert batch.min_version == 1
@@ -337,16 +337,16 @@ def test_mask_keeps_a_trajectory_whose_old_tokens_stay_out_of_the_loss() -> None
 def test_drop_samples_the_prompt_again_and_reports_the_lengths() -> None:
     rules = queue(max_lag=0, too_old="drop")
     for ticket in rules.issue("a", 0, 4, next(CALLS)):
-        rules.put(done(ticket))
+        rules.put([done(ticket)])
     publish_after_training(rules, 0)
     tickets = rules.issue("a", 1, 4, next(CALLS))
-    rules.put(done(tickets[0], (0, 1, 1, 1)))
+    rules.put([done(tickets[0], (0, 1, 1, 1))])
     for ticket in tickets[1:]:
-        rules.put(done(ticket, (1, 1)))
+        rules.put([done(ticket, (1, 1))])
     assert rules.take(1) is None
     (again,) = rules.issue("a", 1, 9, next(CALLS))
     assert again.slot == tickets[0].slot
-    rules.put(done(again, (1, 1)))
+    rules.put([done(again, (1, 1))])
     assert rules.take(1) is not None
     rules.publish(2)
     report = counted(rules)
@@ -363,9 +363,9 @@ def test_wait_holds_the_flow_until_the_oldest_are_there() -> None:
     rules = queue(too_old="wait")
     tickets = rules.issue("a", 0, 8, next(CALLS))
     for ticket in tickets[1:]:
-        rules.put(done(ticket))
+        rules.put([done(ticket)])
     assert rules.take(0) is None
-    rules.put(done(tickets[0]))
+    rules.put([done(tickets[0])])
     batch = rules.take(0)
     assert batch is not None
     assert [t.identity for t in batch.trajectories] == [t.identity for t in tickets[:4]]
@@ -381,7 +381,7 @@ def steered() -> QueueRules:
 def take_and_publish(rules: QueueRules, admitted_lag: int) -> None:
     version = rules.state.version
     for ticket in rules.issue("a", version, 4, next(CALLS)):
-        rules.put(done(ticket, (version,)))
+        rules.put([done(ticket, (version,))])
     batch = rules.take(version)
     assert batch is not None and batch.min_version == version - 4, "the hard bound stays"
     rules.publish(version + 1, admitted_lag)
@@ -420,7 +420,7 @@ def test_a_version_is_published_once_in_order_and_only_with_its_batch() -> None:
     with pytest.raises(QueueError, match="published after version 0"):
         rules.publish(2)
     for ticket in rules.issue("a", 0, 4, next(CALLS)):
-        rules.put(done(ticket))
+        rules.put([done(ticket)])
     publish_after_training(rules, 0)
     rules.publish(1)
     assert (rules.state.version, counted(rules).consumed) == (1, 4)
@@ -430,7 +430,7 @@ def test_the_same_request_gets_the_same_tickets_until_they_are_delivered() -> No
     rules = queue()
     tickets = rules.issue("a", 0, 2, 7)
     assert rules.issue("a", 0, 9, 7) == tickets
-    rules.put(done(tickets[0]))
+    rules.put([done(tickets[0])])
     assert rules.issue("a", 0, 9, 7) == tickets[1:]
     assert rules.issue("a", 0, 1, 6) == (), "a request that was overtaken"
     assert rules.issue("a", 0, 1, 8)[0].slot == 2
@@ -439,7 +439,7 @@ def test_the_same_request_gets_the_same_tickets_until_they_are_delivered() -> No
 def test_a_defective_trajectory_is_kept_as_a_dead_letter_with_its_reason() -> None:
     rules = queue()
     bad = done(rules.issue("a", 0, 1, 0)[0], reward=float("inf"))
-    rules.put(bad)
+    rules.put([bad])
     (letter,) = drain(rules).dead
     assert (letter.trajectory, letter.reason) == (bad, "the reward is inf")
     assert drain(rules).dead == ()
@@ -454,7 +454,7 @@ def test_every_attempt_that_comes_to_nothing_is_noted_with_its_reason() -> None:
     rules.issue("gone", 0, 1, 0)
     rules.mark_dead("gone")
     first, second, third, fourth = rules.issue("a", 0, 4, 0)
-    rules.put(done(first, reward=float("inf")))
+    rules.put([done(first, reward=float("inf"))])
     rules.fail(fail(second, "too slow"))
     assert endings(rules) == [
         (0, 0, "lost", "gone was marked dead"),
@@ -465,10 +465,10 @@ def test_every_attempt_that_comes_to_nothing_is_noted_with_its_reason() -> None:
     rules.fail(fail(again[0], "no"))
     assert endings(rules) == [(0, 2, "abandoned", "sample 0 failed 2 times: reward: no")]
     for ticket in (again[1], third, fourth, *rules.issue("a", 0, 1, 2)):
-        rules.put(done(ticket))
+        rules.put([done(ticket)])
     publish_after_training(rules, 0)
     for ticket in rules.issue("a", 1, 4, 3):
-        rules.put(done(ticket, (0, 1)))
+        rules.put([done(ticket, (0, 1))])
     assert rules.take(1) is None
     assert [(state, reason) for _, _, state, reason in endings(rules)] == [
         ("too_old", "sampled by versions from 0 on, 1 is the oldest allowed")
@@ -478,10 +478,10 @@ def test_every_attempt_that_comes_to_nothing_is_noted_with_its_reason() -> None:
 def test_groups_that_are_given_up_are_noted_sample_by_sample() -> None:
     rules = queue(whole_groups=True, resample=Resample(), max_attempts=1)
     equal, _, failing, other = rules.issue("a", 0, 4, 0)
-    rules.put(done(equal, reward=1.0))
-    rules.put(done(_, reward=1.0))
+    rules.put([done(equal, reward=1.0)])
+    rules.put([done(_, reward=1.0)])
     assert endings(rules) == [(number, 0, "resampled", "all rewards are 1") for number in (0, 1)]
-    rules.put(done(other))
+    rules.put([done(other)])
     rules.fail(fail(failing))
     why = "sample 0 failed 1 times: reward: no"
     assert endings(rules) == [(2, 0, "abandoned", why), (3, 0, "abandoned", why)]
@@ -491,7 +491,7 @@ def test_a_change_is_drained_once() -> None:
     rules = queue()
     tickets = rules.issue("a", 0, 4, 0)
     assert [slot.state for slot in drain(rules).slots] == ["issued"] * 4
-    rules.put(done(tickets[2]))
+    rules.put([done(tickets[2])])
     assert [(slot.number, slot.state) for slot in drain(rules).slots] == [(2, "ready")]
     assert drain(rules).slots == ()
 
@@ -500,7 +500,7 @@ def test_a_rebuilt_queue_goes_on_with_what_waits_and_gives_the_same_batch() -> N
     rules = queue()
     tickets = rules.issue("a", 0, 8, 0)
     for ticket in tickets[1:6]:
-        rules.put(done(ticket))
+        rules.put([done(ticket)])
     batch = rules.take(0)
     changes = drain(rules)
     rebuilt = rebuilt_from(QueueSnapshot(changes.counters, changes.slots, changes.leases))
@@ -517,7 +517,7 @@ def test_a_batch_size_that_was_changed_bounds_what_is_held_from_then_on(batch_si
     rules = queue()
     for version in range(3):
         for ticket in rules.issue("a", version, 100, next(CALLS)):
-            rules.put(done(ticket, (version, version)))
+            rules.put([done(ticket, (version, version))])
         publish_after_training(rules, version)
     changes = drain(rules)
     alive = tuple(slot for slot in changes.slots if (slot.number, slot.part) not in changes.removed)
@@ -526,7 +526,7 @@ def test_a_batch_size_that_was_changed_bounds_what_is_held_from_then_on(batch_si
     tickets = rebuilt.issue("a", 3, 100, next(CALLS))
     assert len(tickets) == opened
     for ticket in tickets:
-        rebuilt.put(done(ticket, (3, 3)))
+        rebuilt.put([done(ticket, (3, 3))])
     publish_after_training(rebuilt, 3)
     assert len(rebuilt.issue("a", 4, 100, next(CALLS))) == batch_size
 
@@ -540,7 +540,7 @@ def test_a_journal_of_another_run_is_refused() -> None:
 def test_the_watchdogs_sentence_names_where_trajectories_are() -> None:
     rules = queue()
     rules.issue("rollout-0", 0, 3, next(CALLS))
-    rules.put(done(rules.issue("rollout-1", 0, 1, next(CALLS))[0]))
+    rules.put([done(rules.issue("rollout-1", 0, 1, next(CALLS))[0])])
     assert "1 of 4 trajectories ready" in report.waiting_for(rules.settings, rules.state)
     assert "3 at rollout-0" in report.waiting_for(rules.settings, rules.state)
 
@@ -560,14 +560,14 @@ def segment(ticket: Ticket, number: int, finish: str = "cut") -> Trajectory:
 def test_a_completion_that_goes_on_is_no_answer_to_a_request_and_its_failures_add_up() -> None:
     rules = segmented()
     (ticket,) = rules.issue("a", 0, 1, 7)
-    rules.put(segment(ticket, 0))
+    rules.put([segment(ticket, 0)])
     changes = drain(rules)
     rebuilt = rebuilt_from(
         QueueSnapshot(changes.counters, changes.slots, changes.leases), **rules.settings._asdict() | {"task": "t"}
     )
     assert rebuilt.issue("a", 0, 0, 7) == (), "its actor samples it already"
     for attempt in range(2):
-        rebuilt.put(segment(ticket, 0)) if attempt else None
+        rebuilt.put([segment(ticket, 0)]) if attempt else None
         rebuilt.fail(
             Failure(identity=msgspec.structs.replace(ticket.identity, segment=1), actor="a", stage="reward", reason="-")
         )
@@ -584,12 +584,12 @@ def test_a_segment_that_is_too_old_as_a_whole_is_given_up_and_its_completion_goe
     rules.cut_for("a", 0)
     first, second = rules.issue("a", 0, 2, 0)
     for version in range(3):
-        rules.put(segment(first, version))
+        rules.put([segment(first, version)])
         rules.cut_for("a", version)
         publish_after_training(rules, version)
-    rules.put(segment(second, 0))
+    rules.put([segment(second, 0)])
     rules.cut_for("a", 3)
-    rules.put(msgspec.structs.replace(segment(first, 3), versions=b"\3\0\0\0" * 2))
+    rules.put([msgspec.structs.replace(segment(first, 3), versions=b"\3\0\0\0" * 2)])
     batch = rules.take(3)
     assert batch and [one.identity.segment for one in batch.trajectories] == [3]
     told = counted(rules)
@@ -613,7 +613,7 @@ def test_slots_that_are_consumed_or_abandoned_are_freed_without_a_pass_for_garba
             failed, *finished = rules.issue("a", version, 100, next(CALLS))
             rules.fail(fail(failed))
             for ticket in finished:
-                rules.put(done(ticket, versions=(version, version)))
+                rules.put([done(ticket, versions=(version, version))])
             publish_after_training(rules, version)
             drain(rules)
         assert alive() - before <= 4 * 4, "those that are held, and those of the last request"

@@ -53,7 +53,7 @@ def published() -> tuple[Counting, TicketLine, tuple[Ticket, ...]]:
     """The same after version 1, made of the first two tickets."""
     rules, line, held = full()
     for ticket in held[:2]:
-        rules.put(finished(ticket))
+        rules.put([finished(ticket)])
     assert rules.take(0) is not None
     rules.publish(1)
     return rules, line, held
@@ -241,15 +241,15 @@ async def test_all_ranks_get_one_batch_as_soon_as_it_is_whole() -> None:
     batches = BatchWaiters(rules)
     early = batches.batch(1)
     ranks = [batches.batch(0) for _ in range(3)]
-    rules.put(finished(held[0]))
+    rules.put([finished(held[0])])
     batches.serve()
     assert not ranks[0].done()
-    rules.put(finished(held[1]))
+    rules.put([finished(held[1])])
     batches.serve()
     assert len({id(rank.result()) for rank in ranks}) == 1
     assert batches.batch(0).result() is ranks[0].result(), "leased"
     for ticket in held[2:]:
-        rules.put(finished(ticket))
+        rules.put([finished(ticket)])
     batches.serve()
     following = early.result()
     assert following is not None and following.version == 1
@@ -264,7 +264,7 @@ async def test_a_rank_that_leaves_takes_no_batch_from_the_others() -> None:
     gone.cancel()
     await turn()
     for ticket in held[:2]:
-        rules.put(finished(ticket))
+        rules.put([finished(ticket)])
     batches.serve()
     assert (await stays) is not None
 
@@ -274,7 +274,7 @@ async def test_a_stop_ends_every_wait_and_leaves_what_is_leased() -> None:
     rules, _, held = full()
     batches = BatchWaiters(rules)
     for ticket in held[:2]:
-        rules.put(finished(ticket))
+        rules.put([finished(ticket)])
     leased, waiting = batches.batch(0), batches.batch(1)
     batches.stopped = True
     batches.serve()
@@ -287,7 +287,7 @@ async def test_a_batch_that_cannot_come_any_more_is_refused_to_its_waiters_alone
     rules, _, held = full()
     batches = BatchWaiters(rules)
     for ticket in held[:2]:
-        rules.put(finished(ticket))
+        rules.put([finished(ticket)])
     late = batches.batch(0)
     assert late.result() is not None
     rules.publish(1)
