@@ -57,12 +57,12 @@ def _sglang(config: Config) -> Finding:
 
     try:
         version = wire.installed_version()
-        if setting := wire.streaming(config):
-            checks.check_streams(version, setting)
-        if config.rollout.top_p < 1 or config.rollout.top_k:
-            checks.check_candidates(version)
-        if config.rollout.engine.routes:
-            checks.check_routes(version)
+        checks.check_version(
+            version,
+            wire.streaming(config),
+            excludes_tokens=config.rollout.excludes_tokens,
+            routes=config.rollout.engine.routes,
+        )
         return Finding("engine", "ok", f"SGLang {'.'.join(map(str, version))}")
     except ModelError as error:
         return Finding("engine", "error", str(error))

@@ -7,30 +7,20 @@ from streamppo.rollout.sglang.link import Answer
 from streamppo.rollout.sglang.wire import FLUSHES_PAUSED, NAMES_CANDIDATES, NAMES_ROUTES, STREAMS
 
 
-def check_streams(version: tuple[int, ...], setting: str) -> None:
-    """Raise `ModelError` if this `version` of SGLang has no incremental streams, which the named `setting` needs."""
-    _refuse_older(version, STREAMS, setting)
+def check_version(version: tuple[int, ...], streams: str, *, excludes_tokens: bool, routes: bool) -> None:
+    """Raise `ModelError` if this `version` of SGLang is too old for a setting of the run.
 
-
-def check_candidates(version: tuple[int, ...]) -> None:
-    """Raise `ModelError` if this `version` of SGLang does not return the tokens that top-p and top-k leave."""
-    if version < NAMES_CANDIDATES:
-        required = ".".join(map(str, NAMES_CANDIDATES))
-        raise ModelError(
-            f"with rollout.top_p or top_k, SGLang must be {required} or newer, and is {'.'.join(map(str, version))}: "
-            "older ones do not return the remaining tokens, and the learner would compare another distribution"
-        )
-
-
-def check_routes(version: tuple[int, ...]) -> None:
-    """Raise `ModelError` if this `version` of SGLang does not return the experts of each token."""
-    _refuse_older(version, NAMES_ROUTES, "rollout.engine.routes")
-
-
-def _refuse_older(version: tuple[int, ...], required: tuple[int, ...], setting: str) -> None:
-    if version < required:
-        needed, installed = (".".join(map(str, numbers)) for numbers in (required, version))
-        raise ModelError(f"{setting} need SGLang {needed} or newer, and it is {installed}")
+    The setting named `streams` ("": none) needs incremental streams. With top-p or top-k (`excludes_tokens`), SGLang
+    must return the remaining tokens, because the learner would otherwise compare another distribution. With `routes`
+    it must return the experts of each token.
+    """
+    needs = {streams: STREAMS} if streams else {}
+    needs |= {"rollout.top_p or top_k": NAMES_CANDIDATES} if excludes_tokens else {}
+    needs |= {"rollout.engine.routes": NAMES_ROUTES} if routes else {}
+    for setting, required in needs.items():
+        if version < required:
+            needed, installed = (".".join(map(str, numbers)) for numbers in (required, version))
+            raise ModelError(f"with {setting}, SGLang must be {needed} or newer, and is {installed}")
 
 
 def check_strings(info: Mapping[str, Answer], strings: Sequence[str]) -> None:

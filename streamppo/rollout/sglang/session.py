@@ -75,12 +75,7 @@ async def start(setup: SessionSetup, number: int, version: int, tensors: Mapping
     async with AsyncExitStack() as undo:
         undo.push_async_callback(link.stop)
         checks.check_room(link.longest, setup.room)
-        if setup.excludes_tokens:
-            checks.check_candidates(link.version)
-        if setup.streams:
-            checks.check_streams(link.version, setup.streams)
-        if setup.routes:
-            checks.check_routes(link.version)
+        checks.check_version(link.version, setup.streams, excludes_tokens=setup.excludes_tokens, routes=setup.routes)
         try:
             async with asyncio.timeout(setup.start_s):
                 session = await _until_death(link, _fill(setup, link, version, tensors))

@@ -375,10 +375,10 @@ def test_without_cuts_nothing_is_streamed_and_an_sglang_whose_streams_are_not_kn
         await engine.stop()
         fake = Fake()
         fake.version = (0, 5, 20)
-        with pytest.raises(ModelError, match=r"queue.segments need SGLang 0.5.21 or newer, and it is 0.5.20"):
+        with pytest.raises(ModelError, match=r"with queue.segments, SGLang must be 0.5.21 or newer, and is 0.5.20"):
             await opened(fake, streams="queue.segments")
         assert fake.stopped == 1
-        with pytest.raises(ModelError, match=r"agents \(environment.kind = 'agent'\) need SGLang 0.5.21"):
+        with pytest.raises(ModelError, match=r"agents \(environment.kind = 'agent'\), SGLang must be 0.5.21"):
             await opened(fake, streams=wire.streaming(configfile.load(AGENTS, [])))
 
     run(case())

@@ -165,8 +165,8 @@ def test_routes_are_read_for_every_token_but_the_last_and_asked_for_where_they_a
     with pytest.raises(ModelError, match="a server needs --enable-return-routed-experts"):
         checks.check_cache({}, "keep", (0, 5, 21), routes=True)
     checks.check_cache({"enable_return_routed_experts": True}, "keep", (0, 5, 21), routes=True)
-    with pytest.raises(ModelError, match=r"need SGLang 0\.5\.21 or newer, and it is 0\.5\.20"):
-        checks.check_routes((0, 5, 20))
+    with pytest.raises(ModelError, match=r"SGLang must be 0\.5\.21 or newer, and is 0\.5\.20"):
+        checks.check_version((0, 5, 20), "", excludes_tokens=False, routes=True)
 
 
 def test_log_probs_are_those_among_the_candidates_that_sglang_names() -> None:
