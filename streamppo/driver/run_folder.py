@@ -144,23 +144,23 @@ class Scale(Section, frozen=True):
     rollouts: Positive
 
 
-def scale(folder: Path, rollouts: int, within_s: float = WAIT_S) -> None:
+def scale(folder: Path, rollouts: int) -> None:
     """Request `rollouts` rollout actors for the run in `folder`, and wait until its driver has answered.
 
-    Raises `RunError` if the run has no driver, or the driver does not answer `within_s`.
+    Raises `RunError` if the run has no driver, or the driver does not answer within `WAIT_S`.
     """
     if not is_running(folder):
         resume = f"streamppo resume {shlex.quote(str(folder))} rollout.actors={rollouts}"
         raise RunError(f"{folder}: this run is not running; use `{resume}`")
     with durable.naming(folder / SCALE, RunError):
         durable.write(folder / SCALE, msgspec.json.encode(Scale(rollouts=rollouts)))
-    deadline = time.monotonic() + within_s
+    deadline = time.monotonic() + WAIT_S
     while (folder / SCALE).exists() or (folder / ACCEPTED).exists():
         if not is_running(folder):
             (folder / SCALE).unlink(missing_ok=True)
             raise RunError(f"{folder}: the run ended before it applied the number")
         if time.monotonic() > deadline:
-            raise RunError(f"{folder}: no answer within {within_s:g} s; the run applies the number later")
+            raise RunError(f"{folder}: no answer within {WAIT_S:g} s; the run applies the number later")
         time.sleep(POLL_S)
 
 

@@ -253,7 +253,7 @@ class Stages:
         if name in self._loaded_ranks:
             raise LearnerLost(f"{self._loaded_ranks[name]}: {reason}")
         for pool in (self.rollouts, self.evaluators):
-            pool.replace_silent(name, reason)
+            pool.replace(name, reason)
 
     def _tick(self, doing: str) -> None:
         """Check signals, Ray, heartbeats, the wanted number of actors, reports and stalls."""

@@ -39,7 +39,7 @@ class Commits:
         rules: QueueRules,
         write: Callable[[Transaction], None],
         written: Callable[[Transaction], None],
-        horizon: Callable[[], int] = int,
+        horizon: Callable[[], int],
     ) -> None:
         self._rules, self._write, self._on_written, self._horizon = rules, write, written, horizon
         self._versions: list[PublishedVersion] = []

@@ -165,8 +165,10 @@ class Case:
 
     def scale(self, wanted: int) -> None:
         """Request `wanted` rollout actors as the command does, and let the driver notice."""
-        with run_folder.driver_lock(self.folder), pytest.raises(RunError, match="no answer"):
-            run_folder.scale(self.folder, wanted, within_s=0)
+        with run_folder.driver_lock(self.folder), pytest.MonkeyPatch.context() as patch:
+            patch.setattr(run_folder, "WAIT_S", 0)
+            with pytest.raises(RunError, match="no answer"):
+                run_folder.scale(self.folder, wanted)
         self.tick()
 
     def tick(self, doing: str = "a test") -> None:

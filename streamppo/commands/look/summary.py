@@ -13,7 +13,7 @@ from streamppo.telemetry import summary as summaries
 from streamppo.telemetry.live.drawing import truncate
 from streamppo.telemetry.record import read_summary
 from streamppo.telemetry.report import view
-from streamppo.telemetry.report.view import View, condition_word, make_part
+from streamppo.telemetry.report.view import View, condition_word, make_part, or_dash
 from streamppo.terminal import harmless
 
 HEADINGS = ("run", "state", "updates", "reward", "accuracy", "last")
@@ -87,7 +87,7 @@ def _row(folder: Path) -> list[str]:
     shown, error = make_part(lambda: _view(folder))
     shown = shown or View(folder.name, [])
     totals = summaries.line_totals(shown.lines)
-    numbers = [_short(totals[name]["final"]) for name in ("reward", "eval_accuracy")]
+    numbers = [or_dash(totals[name]["final"], "{:.3f}") for name in ("reward", "eval_accuracy")]
     when = datetime.fromtimestamp(_last_change_s(folder)).strftime("%Y-%m-%d %H:%M")
     return [folder.name, error or condition_word(condition(folder, shown)), f"{totals['updates']}", *numbers, when]
 
@@ -107,7 +107,3 @@ def _last_change_s(run: Path) -> float:
     """Return the time of the run's last metrics line, in seconds since the epoch."""
     path = run / metrics_file.METRICS
     return (path if path.exists() else run / configfile.CONFIG).stat().st_mtime
-
-
-def _short(number: float | None) -> str:
-    return "-" if number is None else f"{number:.3f}"

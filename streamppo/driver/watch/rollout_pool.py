@@ -86,20 +86,12 @@ class RolloutPool:
             for handle in self.handles:
                 self._start(handle)
 
-    def replace(self, lost_id: str | None, reason: str) -> None:
-        """Replace the actor with Ray's id `lost_id`, unless it was removed already."""
-        if handle := next((handle for handle in self.handles if handle.actor_id == lost_id), None):
-            self._replace(handle, reason)
-
-    def replace_silent(self, name: str, reason: str) -> None:
-        """Replace the actor named `name`, unless it was removed already."""
-        if handle := next((handle for handle in self.handles if handle.name == name), None):
-            self._replace(handle, reason)
-
-    def _replace(self, handle: RolloutHandle, reason: str) -> None:
-        self._note(RunStage.ROLLOUT, f"{handle.name}: {reason}", f"{self._kind} {handle.place}")
-        self._dismiss(handle)
-        self._create_actor()
+    def replace(self, lost: str | None, reason: str) -> None:
+        """Replace the actor whose name or Ray's id is `lost`, unless it was removed already."""
+        for handle in [handle for handle in self.handles if lost in (handle.name, handle.actor_id)]:
+            self._note(RunStage.ROLLOUT, f"{handle.name}: {reason}", f"{self._kind} {handle.place}")
+            self._dismiss(handle)
+            self._create_actor()
 
     def _create_actor(self) -> None:
         occupied = {handle.place for handle in self.handles}

@@ -21,6 +21,7 @@ from streamppo.types import decode
 
 LOCKED_S = 120.0
 """Seconds that a writer waits for the write lock while another process, such as a backup or a shell, holds it."""
+LOCKS = Path("/proc/locks")
 LOG = "-wal"
 """The suffix of SQLite's log beside a file; it holds the transactions that are not in the file yet."""
 SAVED = ".saved"
@@ -220,11 +221,11 @@ def _log(path: Path) -> Path:
     return path.with_name(f"{path.name}{LOG}")
 
 
-def _holder(path: Path, locks: Path = Path("/proc/locks")) -> str:
+def _holder(path: Path) -> str:
     """Name the process that holds the write lock of the file at `path`; in WAL mode the lock is on its -shm file."""
     try:
         inode = path.with_name(f"{path.name}-shm").stat().st_ino
-        rows = [line.split() for line in locks.read_text().splitlines()]
+        rows = [line.split() for line in LOCKS.read_text().splitlines()]
     except OSError:
         return "another process"
     # A line of /proc/locks is: 1: POSIX ADVISORY WRITE 4711 fe:00:1234 120 120

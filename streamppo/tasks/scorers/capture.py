@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import IO, NamedTuple
 
 from streamppo.errors import Retryable, TaskError
+from streamppo.tasks.rewards.processes.reaper import children
 from streamppo.tasks.scorers import cgroup
 from streamppo.tasks.scorers.launcher import FILE_BYTES
 
@@ -163,19 +164,15 @@ def memory_bytes(pid: int) -> int:
     Counted are their anonymous and swapped memory, their shared memory (once), and the capacity of their sockets.
     """
     private, shared, sockets = 0, 0, 0
-    members: list[int] = []
-    waiting = [pid]
-    while waiting:
-        member = waiting.pop()
+    members = [pid]
+    for member in members:
+        members.extend(children(member))
         # A process may end meanwhile.
         with contextlib.suppress(OSError, ValueError, KeyError):
-            for thread in os.listdir(f"/proc/{member}/task"):
-                waiting += map(int, Path(f"/proc/{member}/task/{thread}/children").read_text().split())
             status = _kib(Path(f"/proc/{member}/status"))
             private += status["RssAnon"] + status["VmSwap"]
             shared += status["RssShmem"]
             sockets += _sockets(member)
-            members.append(member)
     if shared > SHARED_KIB:
         shared = sum(_shares(member) for member in members)
     return (private + shared) * 2**10 + sockets * _socket_bytes()

@@ -32,16 +32,16 @@ async def _settled() -> None:
 def test_what_has_been_written_is_not_written_again_and_each_change_is() -> None:
     async def main() -> None:
         disk, rules = Disk(), queue()
-        commits = Commits(rules, disk.write, lambda _: None)
+        commits = Commits(rules, disk.write, lambda _: None, int)
         await commits.commit()
         assert len(disk.written) == 1, "a queue that has just begun is there when it is rebuilt"
         await commits.commit()
         assert len(disk.written) == 1
         (ticket,) = rules.issue("a", 0, 1, 0)
         changes: list[Callable[[], object]] = [
-            lambda: rules.put(done(ticket)),
+            lambda: rules.put([done(ticket)]),
             # Nothing but a counter changes.
-            lambda: rules.put(done(ticket)),
+            lambda: rules.put([done(ticket)]),
             lambda: rules.mark_dead("b"),
         ]
         for number, change in enumerate(changes, start=2):
@@ -58,7 +58,7 @@ def test_what_has_been_written_is_not_written_again_and_each_change_is() -> None
 def test_a_commit_without_a_change_of_its_own_waits_for_the_transaction_under_way() -> None:
     async def main() -> None:
         disk, rules = Disk(), queue()
-        commits = Commits(rules, disk.write, lambda _: None)
+        commits = Commits(rules, disk.write, lambda _: None, int)
         await commits.commit()
         rules.issue("a", 0, 1, 0)
         disk.gate.clear()
@@ -79,7 +79,7 @@ def test_after_a_failed_write_every_commit_raises_also_one_without_a_change() ->
         raise JournalError("disk is full")
 
     async def main() -> None:
-        commits = Commits(queue(), refuse, lambda _: None)
+        commits = Commits(queue(), refuse, lambda _: None, int)
         for _ in range(2):
             with pytest.raises(JournalError, match="full"):
                 await commits.commit()

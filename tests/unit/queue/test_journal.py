@@ -344,7 +344,10 @@ class Waiting:
             self._other.execute("commit")
 
 
-def test_the_process_that_holds_the_lock_is_named_by_its_number(tmp_path: Path) -> None:
+def test_the_process_that_holds_the_lock_is_named_by_its_number(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sqlite, "LOCKS", tmp_path / "locks")
     shared = tmp_path / "journal.sqlite-shm"
     shared.touch()
     (tmp_path / "locks").write_text(
@@ -352,8 +355,8 @@ def test_the_process_that_holds_the_lock_is_named_by_its_number(tmp_path: Path) 
         f"2: POSIX  ADVISORY  READ  12 fe:00:{shared.stat().st_ino} 124 124\n"
         f"3: POSIX  ADVISORY  WRITE 4711 fe:00:{shared.stat().st_ino} 120 120\n"
     )
-    assert sqlite._holder(tmp_path / "journal.sqlite", tmp_path / "locks") == "process 4711"
-    assert sqlite._holder(tmp_path / "other.sqlite", tmp_path / "locks") == "another process"
+    assert sqlite._holder(tmp_path / "journal.sqlite") == "process 4711"
+    assert sqlite._holder(tmp_path / "other.sqlite") == "another process"
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ import select
 import signal
 import sys
 import time
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
@@ -105,13 +106,14 @@ def _descendants(pid: int) -> list[int]:
         import psutil
 
         return [child.pid for child in psutil.Process(pid).children(recursive=True)]
-    descendants, waiting = list[int](), [pid]
-    while waiting:
-        parent = waiting.pop()
-        # A process may end meanwhile.
-        with suppress(OSError):
-            for thread in os.listdir(f"/proc/{parent}/task"):
-                children = [*map(int, Path(f"/proc/{parent}/task/{thread}/children").read_text().split())]
-                descendants += children
-                waiting += children
+    descendants = [*children(pid)]
+    for parent in descendants:
+        descendants.extend(children(parent))
     return descendants
+
+
+def children(pid: int) -> Iterator[int]:
+    """Yield the children of a process from Linux's /proc, unless the process ends meanwhile."""
+    with suppress(OSError):
+        for thread in os.listdir(f"/proc/{pid}/task"):
+            yield from map(int, Path(f"/proc/{pid}/task/{thread}/children").read_text().split())
