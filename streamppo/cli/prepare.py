@@ -25,7 +25,7 @@ def init(
     *,
     model: Annotated[str, Parameter(help="Your model: a folder or hub name, or builtin:tiny.")] = "",
     data: Annotated[
-        str, Parameter(help="Your data, rows with a prompt: jsonl, csv, parquet, a folder, a hub name.")
+        str, Parameter(help="Your data, rows with a prompt: jsonl, json, csv, parquet, a folder, a hub name.")
     ] = "",
     reward: Annotated[str, Parameter(help="Your reward: FILE.py:FUNCTION or package.module:function.")] = "",
     gpu: Annotated[Count, Parameter(help="The number of GPUs for SGLang and ranks (default: 0).")] = 0,

@@ -48,7 +48,7 @@ class Source(HeldOut, frozen=True, kw_only=True):
     """One data set, and how its rows become prompts. A column's name may be dotted: `reward_model.ground_truth`."""
 
     data: str
-    """A jsonl, csv or parquet file, a folder, or a hub name, which needs the extra streamppo[data]."""
+    """A jsonl, json, csv or parquet file, a folder, or a hub name, which needs the extra streamppo[data]."""
     subset: str = ""
     """Configuration of a hub data set, or a subfolder of `data`."""
     split: str = "train"

@@ -1,5 +1,6 @@
 """Reads the rows of a data set: a file, a folder of files, a folder written by `save_to_disk`, or a name on the hub."""
 
+import codecs
 import csv
 import gzip
 import json
@@ -7,7 +8,7 @@ import sys
 import zlib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, cast
 
 from streamppo.errors import TaskError
 from streamppo.tasks import files
@@ -19,7 +20,6 @@ Row: TypeAlias = Mapping[str, Any]
 """The columns of one row of data, by name; values may have any type."""
 BATCH = 1024
 """Number of rows of a parquet file that are in memory as Python objects at a time."""
-SUFFIXES = (".jsonl", ".gz", ".parquet", ".arrow", ".csv", ".tsv")
 
 
 class Unreadable(NamedTuple):
@@ -32,10 +32,21 @@ def rows(data: str, split: str, subset: str = "") -> Iterator[tuple[str, Row]]:
     """Yield (location, row) for every row. Raises `TaskError` for data that cannot be read."""
     path = Path(data)
     if not path.exists():
+        if not may_be_hub_name(data):
+            raise TaskError(f"{data}: no such file or folder (looked at {path.absolute()})")
         yield from ((f"{data}, row {number}", row) for number, row in enumerate(_hub(data, split, subset), start=1))
         return
     for file in files.find(path, split).of_split if path.is_dir() else [path]:
         yield from ((f"{file}, row {number}", row) for number, row in enumerate(_file(file), start=1))
+
+
+def may_be_hub_name(name: str) -> bool:
+    """Return False for the name of a data file, and for a path.
+
+    A name on the hub has at most one slash and begins with a letter or digit.
+    """
+    is_path = name.count("/") > 1 or not name[:1].isalnum() or name.endswith("/")
+    return not is_path and not files.ending(Path(name)) and not files.UNSUPPORTED.search(name)
 
 
 def subset_folder(data: str, subset: str, *, is_required: bool) -> str:
@@ -70,7 +81,9 @@ def _file(path: Path) -> Iterator[Row]:
         )
     match files.ending(path):
         case ".jsonl" | ".jsonl.gz":
-            return _jsonl(path)
+            return _jsonl(path, "each line of the file must be one JSON object in UTF-8")
+        case ".json" | ".json.gz":
+            return _json(path)
         case ".parquet":
             return _parquet(path)
         case ".arrow":
@@ -81,17 +94,37 @@ def _file(path: Path) -> Iterator[Row]:
             return _csv(path, "\t")
         case _:
             raise TaskError(
-                f"{path}: {path.suffix or 'no suffix'} is not supported: use .jsonl, .csv, .parquet or .jsonl.gz"
+                f"{path}: {path.suffix or 'no suffix'} is not supported: use .jsonl, .json, .csv, .parquet or .jsonl.gz"
             )
 
 
-def _jsonl(path: Path) -> Iterator[Row]:
-    for number, line in enumerate(_lines(path), start=1):
+def _jsonl(path: Path, form: str) -> Iterator[Row]:
+    for number, line in enumerate(_text_lines(path), start=1):
         if line.strip():
             try:
                 yield parse(line, f"{path}, line {number}")
             except TaskError as error:
-                raise TaskError(f"{error}; each line of the file must be one JSON object in UTF-8") from error
+                raise TaskError(f"{error}; {form}") from error
+
+
+def _json(path: Path) -> Iterator[Row]:
+    """Read a list of objects, or, as `datasets` does, one object in each line."""
+    begin = next((text for line in _text_lines(path) if (text := line.strip())), b"")
+    if not begin.startswith(b"["):
+        yield from _jsonl(path, f"{path.name} must be a list of objects, or one object in each line, in UTF-8")
+        return
+    try:
+        items = json.loads(b"".join(_text_lines(path)))
+    except (ValueError, RecursionError) as error:
+        raise TaskError(f"{path}: not JSON: {error}") from error
+    for number, item in enumerate(items, start=1):
+        yield _object(item, f"{path}, row {number}")
+
+
+def _text_lines(path: Path) -> Iterator[bytes]:
+    """Yield the lines of a file in UTF-8 without its byte order mark."""
+    for number, line in enumerate(_lines(path)):
+        yield line if number else line.removeprefix(codecs.BOM_UTF8)
 
 
 def _lines(path: Path) -> Iterator[bytes]:
@@ -111,9 +144,13 @@ def parse(text: bytes, where: str) -> Row:
         row = json.loads(text)
     except (ValueError, RecursionError) as error:
         raise TaskError(f"{where}: not JSON: {error}") from error
+    return _object(row, where)
+
+
+def _object(row: object, where: str) -> Row:
     if not isinstance(row, dict):
         raise TaskError(f"{where}: a row must be an object, this is a {type(row).__name__}")
-    return row
+    return cast("Row", row)
 
 
 def _csv(path: Path, delimiter: str) -> Iterator[Row]:
@@ -261,7 +298,8 @@ def _hub(name: str, split: str, subset: str) -> Iterator[Row]:
             f"{name}: no such file or folder; to load it by that name from the hub, pip install 'streamppo[data]'"
         ) from error
     try:
-        yield from load_dataset(name, subset or None, split=split)
+        loaded: Any = load_dataset(name, subset or None, split=split)
+        yield from loaded
     # A hub data set may run its own code, and a download may fail with any exception.
     except Exception as error:
         raise TaskError(f"{name}: not a file or folder, and not loaded from the hub: {error!r}") from error

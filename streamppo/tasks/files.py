@@ -14,8 +14,10 @@ from typing import NamedTuple
 from streamppo import durable
 from streamppo.errors import TaskError
 
-ENDINGS = (".jsonl", ".jsonl.gz", ".parquet", ".arrow", ".csv", ".csv.gz", ".tsv", ".tsv.gz")
-UNSUPPORTED = re.compile(r"\.(json|ndjson|feather|(jsonl|csv|tsv|json|parquet)\.\w+)$")
+ENDINGS = (".jsonl", ".jsonl.gz", ".json", ".json.gz", ".parquet", ".arrow", ".csv", ".csv.gz", ".tsv", ".tsv.gz")
+DESCRIPTIONS = frozenset({"dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json"})
+"""Files that `datasets` writes beside the rows."""
+UNSUPPORTED = re.compile(r"\.(ndjson|feather|(jsonl|csv|tsv|json|parquet)\.\w+)$")
 """Endings of unsupported data formats."""
 SHARD = r"(?:[-_.]\d+)?(?:[-_]of[-_]\d+)?(?:[-_.][0-9a-f]{8,})?"
 """The shard suffix of a name such as train-00000-of-00002-a09b74b3ef9c3b56."""
@@ -55,7 +57,7 @@ def find(folder: Path, split: str) -> SplitFiles:
     if not of_split:
         names = ", ".join(map(str, data)) or "none"
         raise TaskError(
-            f"{folder}: no file of the split {split!r}; jsonl, csv, parquet and arrow files in it: {names}; "
+            f"{folder}: no file of the split {split!r}; jsonl, json, csv, parquet and arrow files in it: {names}; "
             "a single file can be named as `data`"
         )
     by_stem: dict[Path, list[str]] = defaultdict(list)
@@ -76,7 +78,9 @@ def is_saved_dataset(folder: Path) -> bool:
 
 
 def ending(path: Path) -> str:
-    """Return the ending of a supported file, "" for others."""
+    """Return the ending of a supported file, "" for others and for descriptions of data sets."""
+    if path.name in DESCRIPTIONS:
+        return ""
     return next((suffix for suffix in ENDINGS if path.name.endswith(suffix)), "")
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from streamppo.commands.checks.finding import Finding, Findings, contacted_later, reward_subject
-from streamppo.commands.checks.folder import find, looks_like_path, weights
+from streamppo.commands.checks.folder import find, weights
 from streamppo.commands.checks.rows import UnreadableAnswers, scores_source
 from streamppo.config.model import BUILTIN
 from streamppo.config.reward import FunctionScorer, JudgeScorer, ModelScorer, Scorer, ServiceScorer
@@ -65,7 +65,7 @@ def load(config: Config, tokenizer: Measure | None, *, limit: int | None = None)
 
 def _absent(place: str) -> Finding:
     text = f"{place!r} is not a file or folder here (looked at {Path(place).absolute()})"
-    if looks_like_path(place) or Path(place).suffix in dataset_files.SUFFIXES:
+    if not dataset_files.may_be_hub_name(place):
         return Finding("task", "not here", text)
     if find_spec("datasets") is None:
         text += "; to load it by that name from the hub, pip install 'streamppo[data]'"

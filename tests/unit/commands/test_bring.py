@@ -80,6 +80,7 @@ def numbered(row: dict[str, Any], column: str, number: int) -> dict[str, Any]:
          "reward_model.ground_truth"),
         ({"messages": [{"role": "user", "content": "1"}], "answer": "2"}, "messages", "answer"),
         ({"task_text": "1+1=", "answer": "2", "n": 1}, "task_text", "answer"),
+        ({"ID": "2024-I-1", "Problem": "1+1=", "Answer": "2"}, "Problem", "Answer"),
     ],
 )  # fmt: skip
 def test_columns_are_found_by_the_names_that_data_sets_have(
@@ -107,6 +108,7 @@ DONE = [{"role": "user", "content": "x"}, {"role": "assistant", "content": "y"}]
         ({"messages": DONE}, {}, "'messages' of row 1 ends with the assistant's answer: move it to another column"),
         ({"messages": DONE}, {"prompt": "messages"}, "one there; 'messages' of row 1 ends with the assistant's answer"),
         ({"conversations": [{"from": "human", "value": "x"}]}, {}, 'has turns of "from" and "value": write "role"'),
+        ({"system": "s", "conversations": [{"from": "user", "value": "x"}]}, {}, 'has turns of "from" and "value"'),
         (
             {"a": "x", "b": "y", "n": 1},
             {},

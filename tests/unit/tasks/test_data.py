@@ -2,8 +2,10 @@
 
 import json
 import os
+import sys
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pyarrow
@@ -201,9 +203,21 @@ def test_data_that_are_no_file_are_refused_at_once(tmp_path: Path, ending: str, 
         list(dataset_files.rows(str(place), "train"))
 
 
-def test_a_hub_name_without_the_extra_says_what_to_install() -> None:
-    with pytest.raises(TaskError, match=r"nobody/nothing: (no such file or folder.*streamppo\[data\]|neither)"):
+def test_a_hub_name_without_the_extra_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    with pytest.raises(TaskError, match=r"nobody/nothing: no such file or folder.*streamppo\[data\]"):
         task.build(one_source(data="nobody/nothing"), 1)
+
+
+@pytest.mark.parametrize("name", ["trian.jsonl", "data/trian.parquet", "./rows", "/a/b", "a/b/c", "rows.json.zst"])
+def test_the_name_of_a_file_that_is_not_there_is_not_asked_for_on_the_hub(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # `datasets` would try the hub for half a minute where there is no network.
+    hub = SimpleNamespace(load_dataset=lambda *words, **options: [{"prompt": "of the hub", "answer": "1"}])
+    monkeypatch.setitem(sys.modules, "datasets", hub)
+    with pytest.raises(TaskError, match=rf"{name}: no such file or folder \(looked at /"):
+        task.build(one_source(data=name), 1)
 
 
 # --- lengths -------------------------------------------------------------------------------------------------

@@ -30,6 +30,8 @@ def found(folder: Path, split: str = "train") -> tuple[set[str], set[str]]:
 OF_TRAIN = [
     "train.jsonl",
     "train.jsonl.gz",
+    "train.json",
+    "train/anything.json.gz",
     "train-00000-of-00002.parquet",
     "train-00000-of-00001-a09b74b3ef9c3b56.parquet",
     "train_0.jsonl",
@@ -69,7 +71,7 @@ def test_a_hidden_file_and_one_of_another_name_are_not_of_the_split(tmp_path: Pa
 
 
 @pytest.mark.parametrize(
-    "name", ["train.feather", "train.json", "train-00001-of-00002.jsonl.zst", "train.csv.zst", "a/train.ndjson"]
+    "name", ["train.feather", "train.json.zst", "train-00001-of-00002.jsonl.zst", "train.csv.zst", "a/train.ndjson"]
 )
 def test_data_of_the_split_in_a_form_that_is_not_read_are_refused_by_name(tmp_path: Path, name: str) -> None:
     with pytest.raises(
@@ -88,7 +90,8 @@ def test_two_files_that_differ_in_their_endings_alone_are_refused(tmp_path: Path
 
 
 def test_files_that_hold_no_rows_are_no_data(tmp_path: Path) -> None:
-    made(tmp_path, "train/data-00000-of-00001.arrow", "train/dataset_info.json", "README.md", "dataset_infos.json")
+    descriptions = ("train/dataset_info.json", "train/state.json.bak", "dataset_infos.json", "dataset_dict.json")
+    made(tmp_path, "train/data-00000-of-00001.arrow", "README.md", *descriptions)
     assert found(tmp_path) == ({"train/data-00000-of-00001.arrow"}, set())
 
 

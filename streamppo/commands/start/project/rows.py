@@ -18,12 +18,12 @@ PROMPTS = (
     *("prompt", "question", "problem", "messages", "instruction", "query", "input"),
     *("conversation", "conversations", "text"),
 )
-"""Usual names of a prompt's column, with the most certain first."""
+"""Usual names of a prompt's column in lower case, with the most certain first."""
 ANSWERS = (
     *("reward_model.ground_truth", "answer", "ground_truth", "final_answer", "solution", "target", "expected_answer"),
     *("reference", "gold", "label", "response", "completion", "output", "chosen"),
 )
-"""Usual names of an answer's column, with the most certain first."""
+"""Usual names of an answer's column in lower case, with the most certain first."""
 EXAMINED = 64
 """Number of rows by which the columns are chosen."""
 QUOTED = 60
@@ -134,11 +134,11 @@ def _prompt_column(data: str, rows: Sequence[Row], named: str) -> str:
             )
         return named
     fitting = [name for name in rows[0] if all(_is_prompt(row.get(name)) for row in rows)]
-    known = [name for name in PROMPTS if name in fitting]
+    known = [name for usual in PROMPTS for name in fitting if name.lower() == usual]
     others = [name for name in fitting if name not in ANSWERS]
-    if known or len(others) == 1:
-        return (known or others)[0]
     misfit = next((text for name in PROMPTS if (text := _misfit(rows, name))), "")
+    if known or (len(others) == 1 and not misfit):
+        return (known or others)[0]
     raise ConfigError(
         f"{data}: no column is the prompt by its name ({', '.join(PROMPTS)}){misfit}; columns are "
         f"{', '.join(rows[0])}: name the prompt's column with --prompt"
@@ -153,8 +153,8 @@ def _answer_column(data: str, rows: Sequence[Row], named: str, prompt: str) -> s
                 f"{', '.join(rows[gap - 1])}"
             )
         return named
-    fitting = (name for name in ANSWERS if name != prompt and all(_at(row, name) is not None for row in rows))
-    return next(fitting, "")
+    names = [name for usual in ANSWERS for name in (usual, *rows[0]) if name.lower() == usual and name != prompt]
+    return next((name for name in names if all(_at(row, name) is not None for row in rows)), "")
 
 
 def _misfit(rows: Sequence[Row], name: str) -> str:
