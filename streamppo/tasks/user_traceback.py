@@ -13,6 +13,8 @@ PLUG_INS = tuple(str(PACKAGE / "tasks" / name) for name in ("library", "scorers"
 """Folders of this package whose code counts as user code."""
 NOT_USER_CODE = (*{sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")}, str(PACKAGE))
 """Folders of files that are not user code."""
+PACKAGES = ("site-packages", "dist-packages")
+"""Names of folders of libraries, which may also be outside this environment."""
 
 USER_ERRORS = (Exception, SystemExit, asyncio.CancelledError)
 """Errors of user code that fail one trajectory. `is_cancellation` tells which a coroutine must re-raise."""
@@ -80,4 +82,5 @@ def _innermost(frames: Iterable[tuple[FrameType, int]]) -> str:
 
 
 def _is_user_code(name: str) -> bool:
-    return name.endswith(".py") and (name.startswith(PLUG_INS) or not name.startswith(NOT_USER_CODE))
+    is_library = name.startswith(NOT_USER_CODE) or any(part in PACKAGES for part in Path(name).parts)
+    return name.endswith(".py") and (name.startswith(PLUG_INS) or not is_library)

@@ -48,6 +48,8 @@ async def start(config: FunctionScorer) -> "TemplateProcess":
             stdout=stdout,
             stderr=subprocess.STDOUT,
             start_new_session=True,
+            # As in Ray's workers. A fork would wait forever for OpenMP threads that the import has started.
+            env={"OMP_NUM_THREADS": "1", **os.environ},
         )
     forward_output(printed, config.function)
     ours.setblocking(False)

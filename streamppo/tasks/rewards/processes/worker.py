@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import contextvars
 import os
+import re
 import resource
 import signal
 import socket
@@ -19,12 +20,14 @@ import time
 from pathlib import Path
 from typing import NoReturn
 
+from msgspec import structs
+
 from streamppo import process
 from streamppo.errors import TaskError
 from streamppo.process import die_with_parent
 from streamppo.tasks.coroutines import TooLate, within
 from streamppo.tasks.rewards import signature
-from streamppo.tasks.rewards.outcome import too_late
+from streamppo.tasks.rewards.outcome import Outcome, too_late
 from streamppo.tasks.rewards.processes import reaper
 from streamppo.tasks.rewards.processes.shared_page import CALL, SharedPage, mark_tasks
 from streamppo.tasks.rewards.processes.wire import (
@@ -45,6 +48,8 @@ from streamppo.tasks.rewards.signature import LoadedReward
 ENDING_S = 5.0
 """A process is killed if it does not end within this time after its socket has closed."""
 CHECK_S = 0.001
+OUT_OF_MEMORY = re.compile(r"MemoryError|can(no|')t allocate memory|can't start new thread|bad_alloc", re.IGNORECASE)
+"""Messages of Python, torch, the system and C++ without memory. A thread's stack needs memory, too."""
 
 
 def main(fd: int) -> None:
@@ -122,9 +127,9 @@ def _run_fork(
         _seed()
         _limit_memory(memory_mib)
         if reward.signature.is_async:
-            asyncio.run(_serve_async(channel, page, reward))
+            asyncio.run(_serve_async(channel, page, reward, memory_mib))
         else:
-            _serve(channel, reward)
+            _serve(channel, reward, memory_mib)
     except (EOFError, asyncio.IncompleteReadError, ConnectionError):
         code = 0
     except SystemExit as error:
@@ -153,14 +158,26 @@ def _limit_memory(memory_mib: int) -> None:
     resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
 
 
-def _serve(channel: socket.socket, reward: LoadedReward) -> NoReturn:
+def _name_limit(outcomes: tuple[Outcome, ...], memory_mib: int) -> tuple[Outcome, ...]:
+    """Add the memory limit to the reasons of failures that it may have caused."""
+    advice = f"; the reward's memory_mib ({memory_mib}) bounds memory and the stacks of threads: raise it"
+    return tuple(
+        structs.replace(outcome, reason=outcome.reason + advice)
+        if outcome.whole and OUT_OF_MEMORY.search(outcome.reason)
+        else outcome
+        for outcome in outcomes
+    )
+
+
+def _serve(channel: socket.socket, reward: LoadedReward, memory_mib: int) -> NoReturn:
     """Serve one call at a time; the actor enforces the time limit."""
     while True:
         call = receive(channel, Call)
-        send(channel, ScoringAnswer(number=call.number, outcomes=signature.call(reward, call.texts, call.columns)))
+        outcomes = _name_limit(signature.call(reward, call.texts, call.columns), memory_mib)
+        send(channel, ScoringAnswer(number=call.number, outcomes=outcomes))
 
 
-async def _serve_async(channel: socket.socket, page: SharedPage, reward: LoadedReward) -> NoReturn:
+async def _serve_async(channel: socket.socket, page: SharedPage, reward: LoadedReward, memory_mib: int) -> NoReturn:
     """Serve all calls concurrently, each with its time limit; the actor watches for steps that do not end."""
     reader, writer = await asyncio.open_connection(sock=channel)
     mark_tasks(asyncio.get_running_loop(), page)
@@ -170,15 +187,16 @@ async def _serve_async(channel: socket.socket, page: SharedPage, reward: LoadedR
         call = await receive_async(reader, Call)
         context = contextvars.copy_context()
         context.run(CALL.set, call.number)
-        task = asyncio.create_task(_answer(outbox, reward, call), context=context)
+        task = asyncio.create_task(_answer(outbox, reward, call, memory_mib), context=context)
         running.add(task)
         task.add_done_callback(running.discard)
 
 
-async def _answer(outbox: Outbox, reward: LoadedReward, call: Call) -> None:
+async def _answer(outbox: Outbox, reward: LoadedReward, call: Call, memory_mib: int) -> None:
     try:
         limit = asyncio.timeout(call.timeout_s)
         outcomes = await within(limit, signature.call_async(reward, call.texts, call.columns))
+        outcomes = _name_limit(outcomes, memory_mib)
     except TooLate:
         outcomes = (too_late(call.limit_s),) * len(call.texts)
     outbox.put(frame(ScoringAnswer(number=call.number, outcomes=outcomes)))
