@@ -130,7 +130,7 @@ def train(stages: Stages, record: RunRecord) -> Reports:
     # If the driver died, the reports of its last updates are lost. These updates are repeated, so that metrics.jsonl
     # has no gap. For lines that are lost in another way, no update is repeated.
     checkpoint = remote.newest(checkpoints, stages.address, record.complete_to, stages.history())
-    newest = stages.begin(int(checkpoint.name) if checkpoint else 0)
+    newest = stages.begin(manifest.version_of(checkpoint))
     record.drop_unpublished(newest)
     configfile.save(config, stages.folder)
     if newest < config.updates:

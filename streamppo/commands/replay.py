@@ -141,7 +141,7 @@ def remake(
     """
     configs = {version: remote.at_rest(config, run) for version, config in past.configs.items()}
     past = structs.replace(past, configs=configs)
-    first = past.at(int(begin.name) if begin else 0)
+    first = past.at(manifest.version_of(begin))
     try:
         with command_ray(lambda mark: started_ray(first, mark)):
             return _remake(run, past, begin, last, checkpoints, until)
@@ -157,7 +157,7 @@ def _remake(
     checkpoints: Path | None,
     until: Callable[[UpdateReport, Export], bool],
 ) -> tuple[dict[int, str], list[UpdateReport]]:
-    first = past.at(int(begin.name) if begin else 0)
+    first = past.at(manifest.version_of(begin))
     options = {"num_cpus": 0, "max_concurrency": 100, "scheduling_strategy": this_node()}
     source = ray.remote(ArchiveSource).options(**options).remote(str(run))
     ranks = make_ranks(first, as_source(source), Placement(first, rollout=False))

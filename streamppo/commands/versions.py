@@ -69,7 +69,7 @@ def remake(past: Past, begin: Path | None, folder: Path) -> None:
     Raises `JournalError` for a batch that was not kept, and `Diverged` if the version's weights differ from the
     recorded ones.
     """
-    start = int(begin.name) if begin else 0
+    start = manifest.version_of(begin)
     missing = next((version for version in range(start, past.version) if version not in past.archived), None)
     if missing is not None:
         raise JournalError(
@@ -95,7 +95,7 @@ def make_checkpoint(past: Past, folder: Path) -> int:
     """
 
     def use(begin: Path | None) -> int:
-        start = int(begin.name) if begin else 0
+        start = manifest.version_of(begin)
         if begin and start == past.version:
             _copy_checkpoint(begin, folder / begin.name)
         else:

@@ -9,6 +9,7 @@ import msgspec
 from streamppo.config.base import Count, Fraction, Kind, Positive, PositiveFloat, Seconds, Section, Timed
 
 ControlTokens: TypeAlias = Literal["text", "parse"]
+Arguments: TypeAlias = dict[str, str | int | float | bool]
 MOST_SUMS = 1_000_000
 """Maximum number of problems of an addition task, all of which are held in memory."""
 
@@ -69,7 +70,7 @@ class Source(HeldOut, frozen=True, kw_only=True):
     """System message. If given, string prompts become user messages."""
     tools: str = "tools"
     """Column of the tools as JSON schemas; "" is none."""
-    template: dict[str, str | int | float | bool] = msgspec.field(default_factory=dict[str, str | int | float | bool])
+    template: Arguments = msgspec.field(default_factory=Arguments)
     """Arguments of the chat template, which a row's `chat_template_kwargs` override."""
     control_tokens: ControlTokens = "text"
     """How a control token's name in a row, such as <|im_end|>, is tokenized: as "text", or (parse) as the token."""
@@ -98,7 +99,7 @@ class GymTask(HeldOut, frozen=True, kw_only=True, tag_field="kind", tag="reasoni
 
     dataset: str
     """Name of the data set, such as "chain_sum"."""
-    parameters: dict[str, str | int | float | bool] = msgspec.field(default_factory=dict[str, str | int | float | bool])
+    parameters: Arguments = msgspec.field(default_factory=Arguments)
     """Parameters of the data set, such as max_digits."""
     size: Positive = 10_000
     """Number of problems."""
@@ -125,7 +126,7 @@ Task = ArithmeticTask | DataTask | GymTask | CalculatorTask | VerifiersTask
 class Conversation(Timed, frozen=True, kw_only=True):
     """Fields of every environment: bounds on turns, and how messages become tokens."""
 
-    template: dict[str, str | int | float | bool] = msgspec.field(default_factory=dict[str, str | int | float | bool])
+    template: Arguments = msgspec.field(default_factory=Arguments)
     """Further arguments of the chat template for the environment's messages."""
     control_tokens: ControlTokens = "text"
     """How a control token's name in the environment's texts is tokenized: as "text", or (parse) as the token."""
@@ -140,7 +141,7 @@ class Environment(Conversation, frozen=True, kw_only=True, tag_field="kind", tag
 
     name: str
     """`package.module:Class` or `path/file.py:Class`. Each trajectory has an instance of the class."""
-    arguments: dict[str, str | int | float | bool] = msgspec.field(default_factory=dict[str, str | int | float | bool])
+    arguments: Arguments = msgspec.field(default_factory=Arguments)
     """Keyword arguments of the class's constructor."""
 
     @property
@@ -165,7 +166,7 @@ class CustomSandbox(Kind, frozen=True, kw_only=True, tag="class"):
 
     name: str
     """`package.module:Class` or `path/file.py:Class`."""
-    arguments: dict[str, str | int | float | bool] = msgspec.field(default_factory=dict[str, str | int | float | bool])
+    arguments: Arguments = msgspec.field(default_factory=Arguments)
     """Keyword arguments of the class's constructor."""
 
 

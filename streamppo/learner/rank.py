@@ -19,6 +19,7 @@ from ray.actor import ActorProxy
 
 from streamppo import process
 from streamppo.config.sections import Config
+from streamppo.learner.checkpoint import manifest
 from streamppo.learner.checkpoint.history import History
 from streamppo.queue.batch_source import BEAT_S, BatchSource
 from streamppo.types import UpdateReport, decode, encode
@@ -98,7 +99,7 @@ class Rank:
 
         self._history = decode(past, History)
         store.bring_model(self._config, model_path)
-        settings = self._history.at(_version(resume_from)).learner
+        settings = self._history.at(manifest.version_of(resume_from)).learner
         rank_device = device.acquire(settings.gpus, exact=settings.exact)
         device.join(rank_device, address, self._rank, settings.ranks, offload=settings.offload)
         mesh = device.mesh_of(rank_device.type, settings.mesh)
@@ -175,7 +176,7 @@ class Rank:
         again.
         """
         while True:
-            requested = _version(resume_from)
+            requested = manifest.version_of(resume_from)
             learner = self._build(
                 self._history.at(requested), model_path, mesh, self._publish, resume_from, self._history
             )
@@ -230,8 +231,3 @@ class Rank:
         while True:
             process_id = ray.get(self._queue.new_process_id.remote(process_id))
             learner.pusher.republish()
-
-
-def _version(checkpoint: str | None) -> int:
-    """The version of a checkpoint, read from its path; 0 for the first model."""
-    return int(Path(checkpoint).name) if checkpoint else 0

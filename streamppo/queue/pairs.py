@@ -109,10 +109,11 @@ def _difference(prompts: Sequence[int], first: Rewards, second: Rewards, begin: 
         statistics.fmean(before),
         statistics.fmean(after),
         statistics.fmean(paired),
-        _error(paired),
-        None if count < 2 else math.hypot(_error(before) or 0.0, _error(after) or 0.0),
+        standard_error(paired),
+        None if count < 2 else math.hypot(standard_error(before) or 0.0, standard_error(after) or 0.0),
     )
 
 
-def _error(values: Sequence[float]) -> float | None:
+def standard_error(values: Sequence[float]) -> float | None:
+    """The standard error of a mean, from the unbiased variance; None for fewer than two values."""
     return statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else None

@@ -12,6 +12,7 @@ import subprocess
 import sys
 import tempfile
 import traceback
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import nullcontext
 from functools import partial
@@ -45,11 +46,11 @@ def replay(run: Path, *options: str) -> "subprocess.CompletedProcess[str]":
     return command(*words)
 
 
-def command(*words: str) -> "subprocess.CompletedProcess[str]":
-    """A command of streamppo that makes updates again, to its end, without Ray."""
+def command(*words: str, main: Callable[..., None] | None = None) -> "subprocess.CompletedProcess[str]":
+    """A command of streamppo that makes updates again, to its end, without Ray; `main` replaces `run_command`."""
     with tempfile.TemporaryDirectory() as folder:
         out, err = Path(folder) / "out", Path(folder) / "err"
-        process = learner_case.processes().Process(target=_main, args=(list(words), out, err))
+        process = learner_case.processes().Process(target=main or run_command, args=(list(words), out, err))
         process.start()
         process.join()
         assert process.exitcode is not None
@@ -72,7 +73,7 @@ def decisions(run: Path) -> set[tuple[float, float]]:
     return set.union(*found)
 
 
-def _main(words: list[str], out: Path, err: Path) -> None:
+def run_command(words: list[str], out: Path, err: Path) -> None:
     """Run the command with its output in two files, and end the process."""
     for path, descriptor in ((out, 1), (err, 2)):
         os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT), descriptor)

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import torch
 
 SMALL: dict[str, Any] = {
@@ -33,3 +34,11 @@ def disturbed(make: Callable[[], Any], seed: int) -> Any:
 def tensors(model: Any) -> dict[str, torch.Tensor]:
     """Copies of a model's parameters, by name."""
     return {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+
+
+def reference(model: Any, prompt: np.ndarray, tokens: np.ndarray, temperature: float = 1.0) -> np.ndarray:
+    """Log-probs by a plain transformers forward of one unpadded sequence."""
+    ids = torch.from_numpy(np.concatenate([prompt, tokens])).long()[None]
+    with torch.no_grad():
+        logp = (model(input_ids=ids, use_cache=False).logits[0].float() / temperature).log_softmax(-1)
+    return logp[len(prompt) - 1 : -1].gather(-1, ids[0, len(prompt) :, None]).squeeze(-1).numpy()

@@ -77,7 +77,7 @@ def _main(words: list[str], folder: Path) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
     setattr(versions, "_copy_checkpoint", copy_and_die)  # noqa: B010
-    replay_case._main(words, folder / "out", folder / "err")
+    replay_case.run_command(words, folder / "out", folder / "err")
 
 
 @pytest.mark.parametrize(

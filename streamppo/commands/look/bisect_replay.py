@@ -11,8 +11,9 @@ after version, makes fewer updates than a binary search.
 """
 
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import closing
+from itertools import pairwise
 from pathlib import Path
 
 from msgspec import structs
@@ -68,15 +69,14 @@ def _by_weights(run: Path, question: Question, test: UserTest) -> Answer:
 
     def use(begin: Path | None) -> tuple[list[ExaminedVersion], int]:
         remade = _replay(run, past, begin, end, lambda version, _, model: _examine(test, run, version, lines, model))
-        return remade, int(begin.name) if begin else 0
+        return remade, manifest.version_of(begin)
 
     def choose() -> Path | None:
         return next((path for path in reversed(before) if path.is_dir()), None)
 
     remade, start = replay.from_checkpoint(choose, use)
-    between = [later - earlier for earlier, later in zip([0, *_versions(before)], _versions(before), strict=False)]
     # The test may already hold between two earlier checkpoints, where no version is examined.
-    certain = all(step == 1 for step in between)
+    certain = all(later - earlier == 1 for earlier, later in pairwise(map(manifest.version_of, [None, *before])))
     return conclude(
         question, sorted([*examined, *remade]), len(remade), certain=certain, subjects="versions", begin=start
     )
@@ -101,7 +101,7 @@ def _changed(run: Path, question: Question, test: UserTest | None) -> Answer:
     def use(begin: Path | None) -> tuple[list[ExaminedVersion], int]:
         model = test is not None and "model" in test.parameters
         remade = _replay(run, structs.replace(past, configs=configs), begin, last, examine, model=model)
-        return remade, int(begin.name) if begin else 0
+        return remade, manifest.version_of(begin)
 
     remade, start = replay.from_checkpoint(lambda: replay.oldest_start(run, past), use)
     return conclude(question, remade, len(remade), certain=start == 0, subjects="versions", begin=start)
@@ -118,7 +118,7 @@ def _replay(
 ) -> list[ExaminedVersion]:
     """Replay and examine the versions after `begin`, up to `last` or until the condition holds."""
     examined: list[ExaminedVersion] = []
-    if last <= (int(begin.name) if begin else 0):
+    if last <= manifest.version_of(begin):
         return examined
     _refuse_lost(run, begin, last)
 
@@ -136,7 +136,7 @@ def _replay(
 
 def _refuse_lost(run: Path, begin: Path | None, last: int) -> None:
     archived = set(archive.open(run).versions())
-    needed = range(int(begin.name) if begin else 0, last)
+    needed = range(manifest.version_of(begin), last)
     if (missing := next((version for version in needed if version not in archived), None)) is not None:
         raise JournalError(f"{run}: version {missing + 1} cannot be replayed: its batch was not kept")
 
@@ -168,7 +168,3 @@ def _export_checkpoint(run: Path, path: Path, to: Path) -> bool:
         return False
     hf_files.export(policy.tensors, model_path(config, run), to, config.model.dtype)
     return True
-
-
-def _versions(checkpoints: Sequence[Path]) -> list[int]:
-    return [int(path.name) for path in checkpoints]

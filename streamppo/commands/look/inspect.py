@@ -26,15 +26,7 @@ RECORD_NAMES = {"values": "values", "proximal_logprobs": "learner's", "advantage
 def inspect(config: Config, run: Path, update: int | None, count: int) -> int:
     """Print `count` trajectories of the batch that made version `update` (default: the newest version)."""
     batches = archive.open(run)
-    versions = batches.versions()
-    if not versions:
-        raise JournalError(f"{run}: no update was archived yet")
-    version = versions[-1] if update is None else update - 1
-    if version not in versions:
-        raise JournalError(
-            f"{run}: no batch of update {version + 1}: the archive has those of {versions[0] + 1} to {versions[-1] + 1}"
-        )
-    batch, record = batches.batch_and_record(version)
+    batch, record = batches.batch_and_record(batches.version_before(update))
     tokenizer, rows = Tokenizer(model_path(config, run)), RunRows(config, run)
     rewards = [trajectory.reward for trajectory in batch.trajectories]
     echo(

@@ -17,6 +17,7 @@ from streamppo.errors import StreamppoError
 from streamppo.tasks import task as tasks
 from streamppo.tasks.task import Task
 from streamppo.tasks.tokenizer import Tokenizer
+from streamppo.terminal import bounded
 from streamppo.types import Trajectory, ints
 
 SHOWN = 400
@@ -51,7 +52,7 @@ class RunRows:
             if not is_same:
                 return DataRow([], "its row is unknown: the task's data differ from the run's")
         names = sorted(prompt.columns, key=lambda name: name != "answer")
-        return DataRow([(name, _short(prompt.columns[name])) for name in names])
+        return DataRow([(name, bounded(repr(prompt.columns[name]), SHOWN)) for name in names])
 
     @cached_property
     def _task(self) -> tuple[Task | None, Tokenizer | None, str]:
@@ -63,8 +64,3 @@ class RunRows:
                 return tasks.build(self._config.task, self._config.seed, tokenizer), tokenizer, ""
         except StreamppoError as error:
             return None, None, f"rows cannot be read: {error}"
-
-
-def _short(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= SHOWN else f"{text[:SHOWN]}... ({len(text):,} characters)"

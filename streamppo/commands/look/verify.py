@@ -278,7 +278,7 @@ class Records:
         possible = [
             version
             for version, path in starts.items()
-            if version and archived.issuperset(range(int(path.name) if path else 0, version))
+            if version and archived.issuperset(range(manifest.version_of(path), version))
         ]
         if updates and len(possible) < self.newest:
             self.notes.append(f"{self.newest - len(possible)} versions cannot be replayed: their batches are not kept")
@@ -286,7 +286,7 @@ class Records:
         lasts = {starts[version]: version for version in chosen}
         remade: list[int] = []
         for begin, last in lasts.items():
-            start = int(begin.name) if begin else 0
+            start = manifest.version_of(begin)
             log.info("versions %d to %d are replayed", start + 1, last)
             try:
                 digests, reports = replay.remake(self.run, self.past, begin, last)

@@ -29,7 +29,7 @@ from streamppo.config.rollout import EmbeddedEngine
 from streamppo.config.sections import Config, model_path
 from streamppo.driver import inputs
 from streamppo.errors import JournalError, RunError
-from streamppo.learner.checkpoint import distcp
+from streamppo.learner.checkpoint import distcp, manifest
 from streamppo.learner.model import hf_files
 from streamppo.queue.rules.state import queue_settings
 from streamppo.rollout import build, random_numbers
@@ -122,7 +122,7 @@ def _subject(past: versions.Past, config: Config, aside: Path) -> VersionWeights
         return VersionWeights(Weights(0, past.digests[0], tensors, {}), None, 0)
 
     def use(begin: Path | None) -> VersionWeights:
-        number, path = int(begin.name) if begin else 0, begin
+        number, path = manifest.version_of(begin), begin
         if path is None or number != version:
             versions.remake(past, begin, aside / f"{version}")
             path = aside / f"{version}" / f"{version:08d}"

@@ -16,6 +16,7 @@ import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from statistics import fmean
 from typing import NamedTuple, TypedDict
 
 import transformers
@@ -30,6 +31,7 @@ from streamppo.config.model import BUILTIN
 from streamppo.config.sections import Config, model_path
 from streamppo.errors import ConfigError, TaskError
 from streamppo.learner.model import tiny
+from streamppo.queue import pairs
 from streamppo.rollout import build
 from streamppo.rollout.engine import Sampling
 from streamppo.rollout.episode import FAILURES, Player
@@ -235,15 +237,12 @@ def _ks(samples: int) -> list[int]:
 
 
 def _mean(values: Sequence[float]) -> float | None:
-    return sum(values) / len(values) if values else None
+    return fmean(values) if values else None
 
 
 def estimate(values: Sequence[float]) -> MeanEstimate:
     """Return the mean, and its standard error from the unbiased variance. A single value has no error."""
-    if (mean := _mean(values)) is None:
-        return {"mean": None, "error": None}
-    squares = sum((value - mean) ** 2 for value in values)
-    return {"mean": mean, "error": math.sqrt(squares / (len(values) - 1) / len(values)) if len(values) > 1 else None}
+    return {"mean": _mean(values), "error": pairs.standard_error(values)}
 
 
 def _print(result: EvalResult) -> None:

@@ -67,29 +67,22 @@ def ray_session(config: Config, interrupts: Interrupts) -> Generator[None]:
 
     If Ray's shutdown hangs, this process exits after `CLOSING_S`. All of Ray's processes then end too.
     """
-    with orphans.kill_at_end() if config.cluster.address == LOCAL else nullcontext("") as mark:
-        yield from _session(config, interrupts, mark)
-
-
-def _session(config: Config, interrupts: Interrupts, mark: str) -> Generator[None]:
-    # A closed terminal signals the whole process group. Ray's processes inherit SIG_IGN and live until the driver ends
-    # them.
-    signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    with started_ray(config, mark):
-        yield from _in_session(config, interrupts)
-
-
-def _in_session(config: Config, interrupts: Interrupts) -> Generator[None]:
-    # Ray has replaced the handlers.
-    interrupts.catch()
-    try:
-        yield
-    finally:
-        last = Timer(CLOSING_S, _end_without_ray, [sys.exception()])
-        last.daemon = True
-        last.start()
-        _shut_down(is_own=config.cluster.address == LOCAL)
-        last.cancel()
+    is_own = config.cluster.address == LOCAL
+    with orphans.kill_at_end() if is_own else nullcontext("") as mark:
+        # A closed terminal signals the whole process group. Ray's processes inherit SIG_IGN and live until the driver
+        # ends them.
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)
+        with started_ray(config, mark):
+            # Ray has replaced the handlers.
+            interrupts.catch()
+            try:
+                yield
+            finally:
+                last = Timer(CLOSING_S, _end_without_ray, [sys.exception()])
+                last.daemon = True
+                last.start()
+                _shut_down(is_own=is_own)
+                last.cancel()
 
 
 @contextmanager

@@ -147,13 +147,9 @@ def _add_gradients(gradients: list[Tensor], first_N: Tensor, repeated_P: Tensor,
 
 
 @_repeat.register_fake
-def _(tensors: list[Tensor], token_K: Tensor, *_: Tensor) -> list[Tensor]:
-    return [tensor.new_empty(*tensor.shape[:-2], len(token_K), tensor.shape[-1]) for tensor in tensors]
-
-
 @_add_gradients.register_fake
-def _(gradients: list[Tensor], first_N: Tensor, *_: Tensor) -> list[Tensor]:
-    return [gradient.new_empty(*gradient.shape[:-2], len(first_N), gradient.shape[-1]) for gradient in gradients]
+def _(tensors: list[Tensor], tokens: Tensor, *_: Tensor) -> list[Tensor]:
+    return [tensor.new_empty(*tensor.shape[:-2], len(tokens), tensor.shape[-1]) for tensor in tensors]
 
 
 def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:

@@ -208,6 +208,11 @@ def complete(folder: Path) -> list[Path]:
     return sorted(path.parent for path in folder.glob(f"*/{MANIFEST}") if path.parent.name.isdigit())
 
 
+def version_of(checkpoint: Path | str | None) -> int:
+    """The version of a checkpoint's folder; 0, the version of the first model, for None."""
+    return int(Path(checkpoint).name) if checkpoint else 0
+
+
 def seconds_to_write(folder: Path, model: Path) -> float:
     """The time limit for writing a checkpoint: 6 s plus 10 s per GB of the newest checkpoint under `folder`.
 

@@ -91,6 +91,18 @@ class Archive:
         """The versions of the archived batches, in order."""
         return sorted(self.checksums)
 
+    def version_before(self, update: int | None) -> int:
+        """The version of the batch that made version `update` (default: the newest). Raises `JournalError`."""
+        versions = self.versions()
+        if not versions:
+            raise JournalError(f"{self.folder.parent}: no batch is in the archive yet")
+        if update is not None and update - 1 not in versions:
+            first, last = versions[0] + 1, versions[-1] + 1
+            raise JournalError(
+                f"{self.folder.parent}: no batch of update {update}: the archive has those of {first} to {last}"
+            )
+        return versions[-1] if update is None else update - 1
+
     def write(self, batch: Batch, record: TokenRecord | None = None) -> ArchivedBatch:
         """Write `batch` durably under a temporary name; `settle` renames it. Return the journal's record of the file.
 

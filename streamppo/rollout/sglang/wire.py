@@ -4,7 +4,6 @@ Requests and answers contain token ids, never text.
 """
 
 import base64
-import difflib
 import json
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -14,6 +13,7 @@ from typing import Literal, NamedTuple
 import numpy as np
 
 from streamppo import process
+from streamppo.config.hints import nearest
 from streamppo.config.rollout import SGLangEngine
 from streamppo.config.sections import Config
 from streamppo.config.task import AgentEnvironment
@@ -142,8 +142,7 @@ def check_arguments(names: Iterable[str], known: Collection[str]) -> None:
     """Raise `ModelError` for an argument unknown to SGLang, with the most similar known name."""
     for name in names:
         if name not in known:
-            similar = difflib.get_close_matches(name, known, 1)
-            hint = f": did you mean {similar[0]!r}?" if similar else ""
+            hint = nearest(name, known)
             raise ModelError(f"the installed SGLang has no argument {name!r} (rollout.engine.args){hint}")
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from small_decoders import SMALL, disturbed, tensors
+from small_decoders import SMALL, disturbed, reference, tensors
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from streamppo.errors import ModelError, WeightsError
@@ -54,14 +54,6 @@ def engine(model: Any, *, slots: int = 4, eos: int = 1, **options: Any) -> Embed
 def prompts(count: int, seed: int = 0) -> list[np.ndarray]:
     generator = np.random.default_rng(seed)
     return [generator.integers(2, 37, int(generator.integers(1, 12))).astype(np.int32) for _ in range(count)]
-
-
-def reference(model: Any, prompt: np.ndarray, tokens: np.ndarray, temperature: float = 1.0) -> np.ndarray:
-    """Log-probs by a plain transformers forward of one unpadded sequence."""
-    ids = torch.from_numpy(np.concatenate([prompt, tokens])).long()[None]
-    with torch.no_grad():
-        logp = (model(input_ids=ids, use_cache=False).logits[0].float() / temperature).log_softmax(-1)
-    return logp[len(prompt) - 1 : -1].gather(-1, ids[0, len(prompt) :, None]).squeeze(-1).numpy()
 
 
 def completions_of(

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from small_decoders import reference
 
 from streamppo.errors import ModelError, WeightsError
 from streamppo.rollout.embedded import decoder, model_decoder, prefixes, row_attention
@@ -65,14 +66,6 @@ def engine(model: Any, folder: Path, **options: Any) -> EmbeddedEngine:
 def prompts(count: int) -> list[Ints]:
     generator = np.random.default_rng(0)
     return [generator.integers(2, VOCABULARY, int(generator.integers(1, 12))).astype(np.int32) for _ in range(count)]
-
-
-def reference(model: Any, prompt: Ints, tokens: Ints) -> np.ndarray:
-    """Log-probs by a plain forward pass of transformers over one row without padding."""
-    ids = torch.from_numpy(np.concatenate([prompt, tokens])).long()[None]
-    with torch.no_grad():
-        logp = model(input_ids=ids, use_cache=False).logits[0].float().log_softmax(-1)
-    return logp[len(prompt) - 1 : -1].gather(-1, ids[0, len(prompt) :, None]).squeeze(-1).numpy()
 
 
 def check(model: Any, prompt: Ints, done: Completion) -> None:

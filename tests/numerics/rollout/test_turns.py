@@ -6,8 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
-from small_decoders import SMALL, disturbed, tensors
+from small_decoders import SMALL, disturbed, reference, tensors
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from streamppo.rollout.embedded import prefixes
@@ -61,11 +60,7 @@ async def begun(running: EmbeddedEngine, prompt: Ints) -> asyncio.Task[Completio
 
 def check(model: Any, prompt: Ints, done: Completion, atol: float = 3e-5) -> None:
     """The log-probs are those of a transformers forward of the whole sequence."""
-    ids = torch.from_numpy(np.concatenate([prompt, done.tokens])).long()[None]
-    with torch.no_grad():
-        logp = model(input_ids=ids, use_cache=False).logits[0].float().log_softmax(-1)
-    expected = logp[len(prompt) - 1 : -1].gather(-1, ids[0, len(prompt) :, None]).squeeze(-1).numpy()
-    np.testing.assert_allclose(done.logprobs, expected, atol=atol, rtol=0)
+    np.testing.assert_allclose(done.logprobs, reference(model, prompt, done.tokens), atol=atol, rtol=0)
 
 
 def computed(running: EmbeddedEngine) -> int:

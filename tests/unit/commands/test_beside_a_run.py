@@ -3,12 +3,11 @@
 import json
 import shutil
 import subprocess
-import tempfile
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-import learner_case
 import pytest
 import replay_case
 
@@ -18,19 +17,13 @@ from streamppo.learner.checkpoint import manifest
 
 def command(run: Path, *words: str) -> "subprocess.CompletedProcess[str]":
     """As `replay_case.command`; at its first use of a checkpoint the run deletes all but the newest."""
-    with tempfile.TemporaryDirectory() as folder:
-        out, err = Path(folder) / "out", Path(folder) / "err"
-        process = learner_case.processes().Process(target=_main, args=(run, [*words], out, err))
-        process.start()
-        process.join()
-        assert process.exitcode is not None
-        return subprocess.CompletedProcess(words, process.exitcode, out.read_text(), err.read_text())
+    return replay_case.command(*words, main=partial(_main, run))
 
 
 def _main(run: Path, words: list[str], out: Path, err: Path) -> None:
     for module, name in ((replay, "make_ranks"), (versions, "_copy_checkpoint")):
         setattr(module, name, _after_drop(getattr(module, name), run))
-    replay_case._main(words, out, err)
+    replay_case.run_command(words, out, err)
 
 
 def _after_drop(function: Callable[..., Any], run: Path) -> Callable[..., Any]:

@@ -45,7 +45,7 @@ def test_inspect_and_the_page_show_the_answer_and_then_the_other_columns(
     answer = lines.index("  answer      '2'")
     assert lines[answer + 1 : answer + 3] == [
         "  row         level = 3",
-        f"  row         note = '{'x' * (SHOWN - 1)}... ({2 * SHOWN + 2:,} characters)",
+        f"  row         note = '{'x' * (SHOWN - 1)}... ({SHOWN + 2:,} characters more)",
     ]
     found = opened(run)
     assert found["row_missing"] == ""

@@ -91,23 +91,17 @@ def test_nothing_of_a_reward_outlives_its_actor(mark: str, function: str, doing:
 
 
 @pytest.mark.sampled(2)
-@pytest.mark.parametrize("doing", ["busy", "pool", "stopped", "started"])
-def test_nothing_of_a_reward_outlives_its_template(mark: str, doing: str) -> None:
+@pytest.mark.parametrize(
+    ("dead", "doing"),
+    [
+        *(("template", doing) for doing in ("busy", "pool", "stopped", "started")),
+        *(("reaper", doing) for doing in ("busy", "stopped")),
+    ],
+)
+def test_nothing_of_a_reward_outlives_its_template_or_its_reaper(mark: str, dead: str, doing: str) -> None:
     actor, line = begun(mark, "score", doing)
     before = {one.pid for one in alive(mark)} - {actor.pid}
-    line["template"].kill()
-    assert until(lambda: not before & {one.pid for one in alive(mark)})
-    actor.kill()
-    actor.wait()
-    assert until(lambda: not alive(mark))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("doing", ["busy", "stopped"])
-def test_template_and_processes_do_not_outlive_their_reaper(mark: str, doing: str) -> None:
-    actor, line = begun(mark, "score", doing)
-    before = {one.pid for one in alive(mark)} - {actor.pid}
-    line["reaper"].kill()
+    line[dead].kill()
     assert until(lambda: not before & {one.pid for one in alive(mark)})
     actor.kill()
     actor.wait()

@@ -145,10 +145,8 @@ class Trajectories:
 
     def batch(self, update: int | None) -> BatchContent:
         """Return the batch that made version `update` (default: the newest). Raises `JournalError` if there is none."""
-        versions = archive.open(self._folder).versions()
-        if not versions:
-            raise JournalError(f"{self._folder}: no batch is kept in its archive yet")
-        version = versions[-1] if update is None else update - 1
+        batches = archive.open(self._folder)
+        versions, version = batches.versions(), batches.version_before(update)
         batch, _ = self._batch(version)
         return {
             "update": version + 1,
