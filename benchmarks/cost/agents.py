@@ -37,7 +37,8 @@ from streamppo.errors import EnvironmentFailed
 from streamppo.learner.model import tiny
 from streamppo.rollout import build
 from streamppo.rollout.engine import Engine, Sampling
-from streamppo.rollout.episode import Episode, Player
+from streamppo.rollout.episode import Episode
+from streamppo.rollout.player import Player
 from streamppo.tasks.tokenizer import Tokenizer
 from streamppo.types import Prompt, turns
 

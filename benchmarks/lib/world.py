@@ -20,7 +20,7 @@ from streamppo.learner.update import Updater
 from streamppo.rollout.embedded.engine import EmbeddedEngine
 from streamppo.rollout.embedded.requests import EndTokens
 from streamppo.rollout.engine import Sampling
-from streamppo.rollout.episode import Player
+from streamppo.rollout.player import Player
 from streamppo.tasks import task as tasks
 from streamppo.tasks.rewards.scoring import Rewards
 from streamppo.tasks.tokenizer import Tokenizer

@@ -10,7 +10,6 @@ unblocks     nothing: requests in flight at an agent's end are cancelled
 
 import asyncio
 import contextlib
-from typing import Literal, NamedTuple
 
 import msgspec
 import numpy as np
@@ -21,7 +20,8 @@ from streamppo.config.task import AgentEnvironment
 from streamppo.errors import EnvironmentFailed
 from streamppo.rollout.endpoint.server import Endpoint
 from streamppo.rollout.endpoint.session import SampledPolicy, Session
-from streamppo.rollout.engine import Sampling, TokenCandidates
+from streamppo.rollout.engine import Sampling
+from streamppo.rollout.episode import Episode
 from streamppo.tasks import agent
 from streamppo.tasks.environments import Done
 from streamppo.tasks.rewards.outcome import Outcome
@@ -30,7 +30,7 @@ from streamppo.tasks.rewards.processes.forks import Forks
 from streamppo.tasks.rewards.processes.pool import Pool
 from streamppo.tasks.rewards.processes.process import CallLost, Process
 from streamppo.tasks.rewards.signature import Columns, Texts
-from streamppo.types import Flags, Floats, Ints, Message, Prompt, Routes, ScoredText, Template
+from streamppo.types import Prompt, ScoredText, Template
 
 MOST_RUNS = 1024
 """Maximum number of agents that run concurrently, also in an evaluation, which starts all its prompts at once."""
@@ -40,31 +40,6 @@ HIDDEN = "[key]"
 """Replaces the run's key in texts from its agent."""
 MEMORY_MIB = 8192
 """Memory that one process may allocate after it has imported the agent (Linux)."""
-
-
-class AgentRun(NamedTuple):
-    """A run that has ended, with the fields of an `Episode`. Turns that the agent did not receive are masked.
-
-    `observations` are the agent's new messages after each turn except the last.
-    """
-
-    prompt_tokens: Ints
-    tokens: Ints
-    logprobs: Floats
-    versions: Ints
-    mask: Flags
-    finish: Literal["stop", "length"]
-    turn_ends: tuple[int, ...]
-    versions_known: bool
-    turns: tuple[str, ...]
-    turn_rewards: tuple[float, ...]
-    end: Done
-    candidates: TokenCandidates | None
-    routes_SE: Routes | None
-    opening: Prompt
-    observations: tuple[tuple[Message, ...], ...]
-    branches: bytes
-    placed_turns: bytes
 
 
 class Agents:
@@ -104,7 +79,7 @@ class Agents:
             await self._endpoint.stop()
             await self._pool.close()
 
-    async def play(self, prompt: Prompt, sampling: Sampling) -> AgentRun:
+    async def play(self, prompt: Prompt, sampling: Sampling) -> Episode:
         """Play one prompt. Raises `EnvironmentFailed` with the reason."""
         await self.start()
         async with self._places:
@@ -114,7 +89,7 @@ class Agents:
             finally:
                 self._endpoint.close(session)
         try:
-            return self._agent_run(session, outcome, prompt)
+            return self._episode(session, outcome, prompt)
         except EnvironmentFailed as error:
             self.counts["failed"] += 1
             raise EnvironmentFailed(f"{error}{outcome.output}", error.tokens) from error
@@ -149,8 +124,11 @@ class Agents:
         texts = {"reason": outcome.reason, "explanation": outcome.explanation, "output": outcome.output}
         return structs.replace(outcome, **{name: text.replace(session.key, HIDDEN) for name, text in texts.items()})
 
-    def _agent_run(self, session: Session, outcome: agent.AgentOutcome, prompt: Prompt) -> AgentRun:
-        """Make an `AgentRun` from an ended session. Raises `EnvironmentFailed` if the run cannot be trained on."""
+    def _episode(self, session: Session, outcome: agent.AgentOutcome, prompt: Prompt) -> Episode:
+        """Make the episode of an ended session, in which turns that the agent did not receive are masked.
+
+        Raises `EnvironmentFailed` if the run cannot be trained on.
+        """
         if outcome.reason:
             raise EnvironmentFailed(outcome.reason, session.sampled)
         turns = session.received_turns()
@@ -176,7 +154,7 @@ class Agents:
         columns, row = session.row.columns([turn.number for turn in turns]), slice(session.row.prompt, None)
         # The sampled tokens of the turns follow each other in the row, in the order of `turns`.
         ends = np.flatnonzero(columns.mask[row])[np.cumsum([turn.tokens for turn in turns]) - 1]
-        return AgentRun(
+        return Episode(
             columns.tokens[: session.row.prompt],
             columns.tokens[row],
             columns.logprobs[row],

@@ -22,6 +22,7 @@ from streamppo.rollout.embedded import engine as embedded
 from streamppo.rollout.embedded.requests import EndTokens
 from streamppo.rollout.engine import Engine, Sampling
 from streamppo.rollout.machine_weights import MachinePuller
+from streamppo.rollout.player import Player
 from streamppo.rollout.puller import Puller
 from streamppo.rollout.sglang import engine as sglang
 from streamppo.rollout.sglang import in_process, push, server, wire
@@ -54,6 +55,12 @@ def sampling(config: Config) -> Sampling:
 def stop(config: Config, model_path: str, tokenizer: Tokenizer | None) -> Stop:
     """Return the tokens and strings that end a completion. Raises `ModelError` if an eos_token_id is no token."""
     return _stop(config, model_path, read_settings(model_path), tokenizer)
+
+
+def player(config: Config, engine: Engine, model_path: str, tokenizer: Tokenizer) -> Player:
+    """Return the player of the configuration's episodes on `engine`."""
+    ends, scored = stop(config, model_path, tokenizer), bool(config.reward.scorers)
+    return Player(engine, tokenizer, config.environment, ends, scored=scored)
 
 
 def _stop(config: Config, model_path: str, hf_config: "PreTrainedConfig", tokenizer: Tokenizer | None) -> Stop:

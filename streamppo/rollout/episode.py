@@ -1,28 +1,16 @@
-"""Plays a prompt to a finished completion: one turn, or several with an environment.
-
-    turn of the policy -> environment.step -> observation, or done
-            ^                                      |
-            +--------------------------------------+   until max_turns or max_tokens
+"""A finished completion of one or several turns, and the columns from which it is made while it is played.
 
 Sampled tokens stay unchanged; observations are tokenised separately and masked.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from copy import copy
-from functools import partial
-from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol
+from typing import Literal, NamedTuple
 
 import numpy as np
-from msgspec import structs
 
-from streamppo.config.task import AgentEnvironment, AnyEnvironment
-from streamppo.config.task import Environment as EnvironmentConfig
-from streamppo.errors import ModelError, TaskError
-from streamppo.rollout import random_numbers
-from streamppo.rollout.engine import Completion, ContextReuse, Cuts, Sampler, Sampling, TokenCandidates
-from streamppo.tasks import environments
-from streamppo.tasks.environments import Done, EnvSession
-from streamppo.tasks.stalls import EventLoopStalls
+from streamppo.rollout.engine import Completion, TokenCandidates
+from streamppo.tasks.environments import Done
 from streamppo.tasks.stop import Stop
 from streamppo.tasks.tokenizer import Said, Tokenizer
 from streamppo.types import (
@@ -41,11 +29,6 @@ from streamppo.types import (
     utf8_safe,
 )
 
-if TYPE_CHECKING:
-    from streamppo.rollout.agents import Agents
-
-FAILURES = (TaskError, ModelError)
-"""Errors that fail only the trajectory that is being played or scored."""
 NO_STOP = Stop()
 EXPLAINED = 2000
 """Maximum number of characters of a reward's explanation in a trajectory."""
@@ -156,101 +139,6 @@ class Episode(NamedTuple):
         )
 
 
-class Cutter(Protocol):
-    """Hands over an episode's segments while it is played: see `segment_writer.SegmentWriter`."""
-
-    def cuts(self, so_far: Callable[[Completion], Episode], before: Ints) -> Cuts | None:
-        """Return where the engine cuts the next turn."""
-        ...
-
-    def wait(self, episode: Episode) -> None:
-        """Note that a turn has ended: `episode` waits for the environment's answer."""
-        ...
-
-
-class Player:
-    """Plays prompts with one engine. If configured, each prompt gets a new environment, or a new run of the agent.
-
-    `scored` is true if the run has scorers. If it has none, an agent must give a reward.
-    """
-
-    def __init__(
-        self,
-        engine: Sampler,
-        tokenizer: Tokenizer,
-        environment: AnyEnvironment | None,
-        stop: Stop = NO_STOP,
-        *,
-        scored: bool = False,
-    ) -> None:
-        self._engine = engine
-        self.tokenizer, self.stop, self.contexts = tokenizer, stop, ContextReuse()
-        self.agents: Agents | None = None
-        self._stalls: EventLoopStalls | None = None
-        self._environment = environment if isinstance(environment, EnvironmentConfig) else None
-        if isinstance(environment, AgentEnvironment):
-            # This imports a web server, which other runs do not need.
-            from streamppo.rollout import agents
-            from streamppo.rollout.endpoint.session import SampledPolicy
-
-            policy = SampledPolicy(engine, tokenizer, stop, self.contexts)
-            self.agents = agents.Agents(policy, environment, scored=scored)
-        if self._environment:
-            self._make = environments.load(self._environment)
-            self._stalls = EventLoopStalls(self._environment.name, self._environment.timeout_s)
-
-    def stalls(self) -> dict[str, int]:
-        """Return the number of environment steps that blocked the event loop, by file and line."""
-        return dict(self._stalls.counts) if self._stalls else {}
-
-    def prepare(self, prompt: Prompt) -> None:
-        """Tokenize `prompt` once, before its samples are played. Raises `TaskError`, as `play` does."""
-        # Environments and agents write their own prompts, so this prompt is not used.
-        if self._environment is None and self.agents is None:
-            self.tokenizer.encode(prompt)
-
-    async def play(self, prompt: Prompt, sampling: Sampling, cutter: Cutter | None = None) -> Episode:
-        """Play one episode; `cutter` hands over its segments. Raises one of `FAILURES`."""
-        if self.agents is not None:
-            return Episode(**(await self.agents.play(prompt, sampling))._asdict())
-        if self._environment is None or self._stalls is None:
-            tokens = self.tokenizer.encode(prompt)
-            so_far = partial(_one_turn, tokens)
-            cuts = cutter.cuts(so_far, tokens[:0]) if cutter else None
-            return so_far(await self._engine.generate(tokens, sampling, cuts))
-        async with environments.open_session(self._make, self._stalls) as world:
-            return await self._converse(prompt, sampling, self._environment, world, cutter)
-
-    async def _converse(
-        self, prompt: Prompt, sampling: Sampling, limits: EnvironmentConfig, world: EnvSession, cutter: Cutter | None
-    ) -> Episode:
-        opening = _opening(prompt, await world.begin(prompt), limits)
-        columns = Columns(self.tokenizer.encode(opening), opening)
-        for turn in range(1, limits.max_turns + 1):
-            room = limits.max_tokens - columns.length
-            cuts = cutter.cuts(columns.cut, columns.versions()) if cutter else None
-            seed = random_numbers.seed_of_turn(sampling.seed, turn - 1)
-            drawing = sampling._replace(max_tokens=min(sampling.max_tokens, room), seed=seed)
-            completion = await self._engine.generate(columns.context(), drawing, cuts)
-            self.contexts.add(columns.known, completion.cached)
-            text = self.stop.text(completion.tokens, completion.finish, self.tokenizer.completion)
-            columns.add_turn(completion, text)
-            if completion.finish == "length":
-                return columns.episode("length", Done())
-            if cutter:
-                cutter.wait(columns.episode("cut", Done()))
-            answer = await world.step(columns.turns[-1])
-            columns.rewards.append(answer.reward)
-            if isinstance(answer, Done):
-                return columns.episode("stop", answer)
-            observation = answer.said if isinstance(answer.said, str) else tuple(answer.said)
-            observed = self.tokenizer.observation(observation, opening.template, int(completion.tokens[-1]))
-            if turn == limits.max_turns or columns.length + len(observed) >= limits.max_tokens:
-                break
-            columns.add_observation(observed, observation)
-        return columns.episode("length", Done())
-
-
 class Columns:
     """The growing columns of a running episode. `known` counts all tokens, prompt included, to the last turn's end."""
 
@@ -350,7 +238,8 @@ class Columns:
         )
 
 
-def _one_turn(prompt_tokens: Ints, completion: Completion) -> Episode:
+def one_turn(prompt_tokens: Ints, completion: Completion) -> Episode:
+    """Make the episode of a single turn."""
     count = len(completion.tokens)
     return Episode(
         prompt_tokens,
@@ -364,19 +253,6 @@ def _one_turn(prompt_tokens: Ints, completion: Completion) -> Episode:
         candidates=completion.candidates,
         routes_SE=completion.routes_SE,
     )
-
-
-def _opening(prompt: Prompt, opening: Said, environment: EnvironmentConfig) -> Prompt:
-    """Replace the prompt's content by the environment's opening."""
-    template = structs.replace(
-        prompt.template,
-        arguments=prompt.template.arguments | environment.template,
-        control_tokens=environment.control_tokens,
-    )
-    if isinstance(opening, str):
-        return Prompt(text=opening, columns={}, max_tokens=prompt.max_tokens, template=template)
-    text = "\n\n".join(message.text for message in opening)
-    return Prompt(text=text, columns={}, messages=opening, max_tokens=prompt.max_tokens, template=template)
 
 
 def place(reward: Reward, mask: Flags, turn_ends: Sequence[int], prefix: int = 0) -> bytes:

@@ -28,7 +28,8 @@ from streamppo.queue.batch_source import BEAT_S
 from streamppo.queue.shards.shards import Shards
 from streamppo.rollout import adapters, build, random_numbers, teacher
 from streamppo.rollout.engine import Sampling
-from streamppo.rollout.episode import FAILURES, Episode, Player
+from streamppo.rollout.episode import Episode
+from streamppo.rollout.player import FAILURES, Player
 from streamppo.rollout.segment_cuts import cut_for, most_under_way
 from streamppo.rollout.segment_writer import SegmentWriter
 from streamppo.rollout.teacher import TeacherClient
@@ -108,8 +109,7 @@ async def start(
     source = await asyncio.to_thread(adapters.source, config, model_path)
     tensors, _ = await source.materialize(replica)
     engine = await build.engine(config, name, model_path, push.version, tensors, tokenizer, place=place)
-    stop, scored = build.stop(config, model_path, tokenizer), bool(config.reward.scorers)
-    player = Player(engine, tokenizer, config.environment, stop, scored=scored)
+    player = build.player(config, engine, model_path, tokenizer)
     if player.agents is not None:
         await player.agents.start()
     follower = WeightSync(puller, engine, source)

@@ -16,7 +16,7 @@ import pytest
 from transformers.utils import logging
 
 from streamppo.learner.model import hf_files
-from streamppo.rollout import episode
+from streamppo.rollout import player
 from streamppo.tasks.tokenizer import Tokenizer
 
 USUAL = draws.Draw(
@@ -164,10 +164,10 @@ def test_the_campaign_sees_a_token_that_an_observation_lacks(tmp_path: Path, mon
 
 
 def test_the_campaign_sees_log_probs_of_another_distribution(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    one_turn = episode._one_turn
+    one_turn = player.one_turn
     monkeypatch.setattr(
-        episode,
-        "_one_turn",
+        player,
+        "one_turn",
         lambda prompt, done: one_turn(prompt, done._replace(logprobs=done.logprobs - np.float32(0.01))),
     )
     found = folder_play.play(replace(USUAL, turns=1), tmp_path)

@@ -34,7 +34,8 @@ from streamppo.learner.batch.padded import pad
 from streamppo.learner.model import policy
 from streamppo.rollout import build
 from streamppo.rollout.engine import Completion, Cuts, Sampling
-from streamppo.rollout.episode import FAILURES, Episode, Player
+from streamppo.rollout.episode import Episode
+from streamppo.rollout.player import FAILURES, Player
 from streamppo.tasks import task as tasks
 from streamppo.tasks.rewards.scoring import Rewards
 from streamppo.tasks.tokenizer import Tokenizer

@@ -19,7 +19,7 @@ from streamppo.commands.models import weights
 from streamppo.config.sections import Config
 from streamppo.learner.model import tiny
 from streamppo.rollout import build
-from streamppo.rollout.episode import Player
+from streamppo.rollout.player import Player
 from streamppo.tasks import task as tasks
 from streamppo.tasks.rewards.scoring import Rewards
 from streamppo.tasks.tokenizer import Tokenizer

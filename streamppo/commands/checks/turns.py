@@ -15,7 +15,8 @@ from streamppo.config.sections import Config
 from streamppo.config.task import AgentEnvironment, Environment
 from streamppo.errors import EnvironmentFailed, TaskError
 from streamppo.rollout.engine import Completion, Cuts, Engine, Sampling
-from streamppo.rollout.episode import Episode, Player
+from streamppo.rollout.episode import Episode
+from streamppo.rollout.player import Player
 from streamppo.tasks import agent
 from streamppo.tasks.task import Task
 from streamppo.tasks.tokenizer import Tokenizer

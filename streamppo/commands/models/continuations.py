@@ -35,7 +35,8 @@ from streamppo.queue.rules.state import queue_settings
 from streamppo.rollout import build, random_numbers
 from streamppo.rollout.continuation import Continuation
 from streamppo.rollout.engine import Engine, Sampling
-from streamppo.rollout.episode import FAILURES, Episode, Player
+from streamppo.rollout.episode import Episode
+from streamppo.rollout.player import FAILURES, Player
 from streamppo.tasks import plugins, stop
 from streamppo.tasks import task as tasks
 from streamppo.tasks.rewards.scoring import Rewards

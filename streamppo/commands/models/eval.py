@@ -34,7 +34,7 @@ from streamppo.learner.model import tiny
 from streamppo.queue import pairs
 from streamppo.rollout import build
 from streamppo.rollout.engine import Sampling
-from streamppo.rollout.episode import FAILURES, Player
+from streamppo.rollout.player import FAILURES, Player
 from streamppo.tasks import plugins, stop
 from streamppo.tasks import task as tasks
 from streamppo.tasks.rewards.scoring import Rewards
@@ -155,8 +155,7 @@ async def _answers(config: Config, subject: Subject, rewards: Rewards, samples: 
     await rewards.start(task.sources())
     try:
         async with standalone.engine(config, "eval", subject.path, subject.version, subject.tensors) as engine:
-            stop = build.stop(config, subject.path, tokenizer)
-            player = Player(engine, tokenizer, config.environment, stop, scored=bool(config.reward.scorers))
+            player = build.player(config, engine, subject.path, tokenizer)
             queue = _AnswerQueue(config, player, rewards, len(prompts) * (1 + samples))
             greedy = build.sampling(config)._replace(temperature=0.0, top_p=1.0, top_k=0)
             kinds = [greedy, *[build.sampling(config)] * samples]

@@ -21,7 +21,7 @@ from streamppo.config.task import DataTask, Source
 from streamppo.errors import TaskError
 from streamppo.learner.model import tiny
 from streamppo.rollout import build
-from streamppo.rollout.episode import FAILURES, Player
+from streamppo.rollout.player import FAILURES, Player
 from streamppo.tasks import columns, data, dataset_files, plugins, stop
 from streamppo.tasks import task as tasks
 from streamppo.tasks.rewards.scoring import Rewards
@@ -81,8 +81,7 @@ async def _try(
         async with standalone.engine(
             config, "reward-test", path, 0, weights.model_weights(path, config.model.dtype)
         ) as engine:
-            stop, scored = build.stop(config, path, tokenizer), bool(config.reward.scorers)
-            player = Player(engine, tokenizer, config.environment, stop, scored=scored)
+            player = build.player(config, engine, path, tokenizer)
             sampled = await _play(config, player, rewards, [task.prompt(n) for n in range(count)])
             counts = dict(player.agents.counts) if player.agents else {}
         return sampled, rewards.report(), counts

@@ -20,29 +20,21 @@ from streamppo.rollout.sglang import checks, processes, wire
 from streamppo.rollout.sglang.link import HEALTH_S, Answer
 from streamppo.rollout.sglang.processes import EngineThread, ProcessOutput
 
-
-class Handler(NamedTuple):
-    """An endpoint's request class, and the method of SGLang's tokenizer manager that takes it."""
-
-    request: str
-    method: str
-
-
-HANDLERS = {
-    "pause_generation": Handler("PauseGenerationReqInput", "pause_generation"),
-    "continue_generation": Handler("ContinueGenerationReqInput", "continue_generation"),
-    "begin_weight_update": Handler("BeginWeightUpdateReqInput", "begin_weight_update"),
-    "end_weight_update": Handler("EndWeightUpdateReqInput", "end_weight_update"),
-    "update_weights_from_tensor": Handler("UpdateWeightsFromTensorReqInput", "update_weights_from_tensor"),
-    "update_weights_from_disk": Handler("UpdateWeightFromDiskReqInput", "update_weights_from_disk"),
-    "update_weights_from_distributed": Handler(
-        "UpdateWeightsFromDistributedReqInput", "update_weights_from_distributed"
-    ),
-    "init_weights_update_group": Handler("InitWeightsUpdateGroupReqInput", "init_weights_update_group"),
-    "get_weights_by_name": Handler("GetWeightsByNameReqInput", "get_weights_by_name"),
-    "weights_checker": Handler("CheckWeightsReqInput", "check_weights"),
+REQUESTS = {
+    "pause_generation": "PauseGenerationReqInput",
+    "continue_generation": "ContinueGenerationReqInput",
+    "begin_weight_update": "BeginWeightUpdateReqInput",
+    "end_weight_update": "EndWeightUpdateReqInput",
+    "update_weights_from_tensor": "UpdateWeightsFromTensorReqInput",
+    "update_weights_from_disk": "UpdateWeightFromDiskReqInput",
+    "update_weights_from_distributed": "UpdateWeightsFromDistributedReqInput",
+    "init_weights_update_group": "InitWeightsUpdateGroupReqInput",
+    "get_weights_by_name": "GetWeightsByNameReqInput",
+    "weights_checker": "CheckWeightsReqInput",
 }
-"""The handler of each endpoint of SGLang, by the endpoint's name."""
+"""The request class of each endpoint of SGLang. The method of its tokenizer manager has the endpoint's name."""
+METHODS = {"weights_checker": "check_weights"}
+"""A method whose name differs from its endpoint's."""
 
 
 class ProcessWatchdog(Protocol):
@@ -54,7 +46,7 @@ class ProcessWatchdog(Protocol):
 
 
 class TokenizerManager(Protocol):
-    """The methods of SGLang's tokenizer manager that this module calls directly; `HANDLERS` has the others."""
+    """The methods of SGLang's tokenizer manager that this module calls directly; `REQUESTS` has the others."""
 
     _subprocess_watchdog: ProcessWatchdog
 
@@ -158,11 +150,10 @@ class ProcessLink:
             except HTTPException as refused:
                 # For example, SGLang lacks memory. A server would answer with this error.
                 raise ValueError(refused.detail) from refused
-        handler = HANDLERS[name]
-        method: Callable[[object], Awaitable[Answer]] | None = getattr(manager, handler.method, None)
+        method: Callable[[object], Awaitable[Answer]] | None = getattr(manager, METHODS.get(name, name), None)
         if method is None:
             raise NotImplementedError(name)
-        answer = await method(getattr(io_struct, handler.request)(**fields))
+        answer = await method(getattr(io_struct, REQUESTS[name])(**fields))
         if not isinstance(answer, tuple):
             return answer
         success, message, *details = answer

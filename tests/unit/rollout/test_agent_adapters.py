@@ -23,7 +23,8 @@ from streamppo.config import file as configfile
 from streamppo.config.sections import Config
 from streamppo.errors import EnvironmentFailed, TaskError
 from streamppo.rollout.engine import Sampling
-from streamppo.rollout.episode import Episode, Player
+from streamppo.rollout.episode import Episode
+from streamppo.rollout.player import Player
 from streamppo.tasks import plugins, task
 from streamppo.tasks.scorers import bubblewrap
 from streamppo.tasks.tokenizer import Tokenizer

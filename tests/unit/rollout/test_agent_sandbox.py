@@ -21,7 +21,8 @@ from streamppo.config.sections import Config
 from streamppo.config.task import AgentEnvironment, AnySandbox, BubblewrapSandbox, CustomSandbox
 from streamppo.errors import EnvironmentFailed, TaskError
 from streamppo.rollout.engine import Sampling
-from streamppo.rollout.episode import Episode, Player
+from streamppo.rollout.episode import Episode
+from streamppo.rollout.player import Player
 from streamppo.tasks import agent_sandbox
 from streamppo.tasks.agent_sandbox import AgentBubblewrap, AgentProgram
 from streamppo.tasks.scorers import bubblewrap
@@ -161,7 +162,7 @@ import agent_case
 from pathlib import Path
 from streamppo.config.task import AgentEnvironment, BubblewrapSandbox
 from streamppo.rollout.engine import Sampling
-from streamppo.rollout.episode import Player
+from streamppo.rollout.player import Player
 from streamppo.types import Prompt
 
 async def main():

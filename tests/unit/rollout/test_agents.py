@@ -17,7 +17,8 @@ from conftest import SUPPORT
 from streamppo.config.task import AgentEnvironment
 from streamppo.errors import EnvironmentFailed, TaskError
 from streamppo.rollout.engine import Sampling
-from streamppo.rollout.episode import Episode, Player
+from streamppo.rollout.episode import Episode
+from streamppo.rollout.player import Player
 from streamppo.tasks.tokenizer import Tokenizer
 from streamppo.types import Identity, Message, Prompt, Reward, floats
 
@@ -331,7 +332,7 @@ import agent_case
 from pathlib import Path
 from streamppo.config.task import AgentEnvironment
 from streamppo.rollout.engine import Sampling
-from streamppo.rollout.episode import Player
+from streamppo.rollout.player import Player
 from streamppo.types import Prompt
 
 async def main():

@@ -13,7 +13,8 @@ from streamppo.errors import RunError
 from streamppo.rollout import random_numbers
 from streamppo.rollout.continuation import Continuation, RecordedCompletion
 from streamppo.rollout.engine import Completion, Cuts, Sampling
-from streamppo.rollout.episode import NO_STOP, Episode, Player
+from streamppo.rollout.episode import NO_STOP, Episode
+from streamppo.rollout.player import Player
 from streamppo.tasks.environments import Done, Observation
 from streamppo.tasks.stop import Stop
 from streamppo.tasks.tokenizer import Tokenizer, character_tokenizer

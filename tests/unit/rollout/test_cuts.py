@@ -9,7 +9,7 @@ import pytest
 
 from streamppo.config.sections import Config
 from streamppo.rollout.engine import Completion, Cuts, TokenCandidates
-from streamppo.rollout.episode import Columns, _one_turn
+from streamppo.rollout.episode import Columns, one_turn
 from streamppo.rollout.segment_cuts import cut_for, due, most_under_way, segments_to_cut
 from streamppo.rollout.segment_writer import SegmentWriter
 from streamppo.tasks.environments import Done
@@ -156,6 +156,6 @@ def test_an_engine_is_behind_the_oldest_that_it_keeps() -> None:
 def test_without_segments_nothing_is_cut(math_config: Callable[..., Config]) -> None:
     handing = SegmentWriter(TICKET, "a", math_config(), list[Trajectory]().append, share=2.0)
     assert handing.cuts(lambda sampled: pytest.fail("cut"), np.zeros(0, np.int32)) is None
-    handing.wait(_one_turn(np.zeros(1, np.int32), completion(4)))
+    handing.wait(one_turn(np.zeros(1, np.int32), completion(4)))
     assert handing.cut_waiting(99) is None
     assert (handing.identity, handing.prefix) == (TICKET.identity, 0)

@@ -16,7 +16,8 @@ from streamppo.commands.checks import turns
 from streamppo.config.sections import Config
 from streamppo.config.task import AgentEnvironment
 from streamppo.rollout.engine import Sampling
-from streamppo.rollout.episode import Episode, Player
+from streamppo.rollout.episode import Episode
+from streamppo.rollout.player import Player
 from streamppo.tasks import task as tasks
 from streamppo.types import Prompt
 

@@ -21,7 +21,7 @@ from streamppo.config.task import AgentEnvironment
 from streamppo.errors import EnvironmentFailed
 from streamppo.rollout.endpoint import server
 from streamppo.rollout.engine import Sampling
-from streamppo.rollout.episode import Player
+from streamppo.rollout.player import Player
 from streamppo.tasks.tokenizer import Tokenizer
 from streamppo.types import Prompt
 

@@ -18,7 +18,7 @@ from streamppo.rollout.endpoint import session
 from streamppo.rollout.endpoint.server import Endpoint
 from streamppo.rollout.endpoint.session import SampledPolicy, Session
 from streamppo.rollout.engine import ContextReuse
-from streamppo.rollout.episode import Player
+from streamppo.rollout.player import Player
 from streamppo.tasks.tokenizer import Tokenizer
 from streamppo.types import Prompt
 

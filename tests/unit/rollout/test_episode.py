@@ -14,7 +14,8 @@ from scripted import TEMPLATE, Scripted
 from streamppo.config.task import Environment, VerifiersTask
 from streamppo.errors import EnvironmentFailed, TaskError
 from streamppo.rollout.engine import Sampling
-from streamppo.rollout.episode import Columns, Episode, Player, place
+from streamppo.rollout.episode import Columns, Episode, place
+from streamppo.rollout.player import Player
 from streamppo.tasks import task
 from streamppo.tasks.environments import Done, Observation
 from streamppo.tasks.stop import Stop
@@ -387,7 +388,7 @@ class Asks(Echo):
         return Done(1.0) if text == "bye" else [Message(role="user", content=f"{text}{text}<eos>")]
 
 
-def test_without_an_environment_there_is_one_turn(tokenizer: Tokenizer) -> None:
+def test_without_an_environment_there_isone_turn(tokenizer: Tokenizer) -> None:
     engine = Scripted(tokenizer, "ab")
     prompt = Prompt(text="hi", columns={})
     episode = asyncio.run(Player(engine, tokenizer, None).play(prompt, Sampling(16)))

@@ -11,7 +11,7 @@ from scripted import TEMPLATE, Scripted
 from streamppo.config.task import Environment
 from streamppo.errors import EnvironmentFailed
 from streamppo.rollout.engine import Sampling
-from streamppo.rollout.episode import Player
+from streamppo.rollout.player import Player
 from streamppo.tasks import stalls
 from streamppo.tasks.environments import Done
 from streamppo.tasks.tokenizer import Tokenizer, character_tokenizer

@@ -18,7 +18,8 @@ from streamppo.config.teacher import Teacher as Config
 from streamppo.errors import ModelError, TaskError, TeacherFailed
 from streamppo.rollout import teacher
 from streamppo.rollout.engine import Sampling
-from streamppo.rollout.episode import Episode, Player
+from streamppo.rollout.episode import Episode
+from streamppo.rollout.player import Player
 from streamppo.tasks.environments import Done, Observation
 from streamppo.tasks.tokenizer import Tokenizer, character_tokenizer
 from streamppo.types import Identity, Prompt, Reward, ScorerReport, Trajectory, branches, flags, floats, ints

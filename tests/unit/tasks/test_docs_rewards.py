@@ -19,7 +19,7 @@ from streamppo.config import file as configfile
 from streamppo.config.sections import Config
 from streamppo.errors import RewardFailed
 from streamppo.rollout.engine import Sampling
-from streamppo.rollout.episode import Player
+from streamppo.rollout.player import Player
 from streamppo.tasks import plugins
 from streamppo.tasks.rewards import reward_model as model
 from streamppo.tasks.rewards.scoring import Rewards
