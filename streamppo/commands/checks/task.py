@@ -20,7 +20,7 @@ from streamppo.tasks import agent, dataset_files, environments, stop, warmup_dat
 from streamppo.tasks import task as tasks
 from streamppo.tasks.data import Measure
 from streamppo.tasks.rewards.scoring import Rewards, describe, detect
-from streamppo.tasks.rewards.signature import VERL
+from streamppo.tasks.rewards.styles import VERL
 from streamppo.tasks.scorers.code import CodeTests
 from streamppo.tasks.task import Task
 from streamppo.types import Prompt
@@ -123,7 +123,8 @@ def _scorer(subject: str, scorer: Scorer, prompts: list[Prompt]) -> Finding:
                 signature.columns(prompt.columns)
             text = describe(scorer, signature, in_actor=in_actor)
             if hidden := sorted(
-                signature.style_parameters & {name for prompt in prompts for name in prompt.columns} - VERL
+                signature.style_parameters
+                & {name for prompt in prompts for name in prompt.columns} - VERL.parameters.keys()
             ):
                 text = f"{text}; it does not get the columns {', '.join(hidden)}, whose names are its parameters"
             if scorer.function == CODE:

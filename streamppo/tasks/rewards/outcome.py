@@ -57,21 +57,29 @@ def check_batch(values: object, texts: tuple[ScoredText, ...]) -> tuple[Outcome,
     if len(items) != len(texts):
         values, completions = counted(len(items), "value"), counted(len(texts), "completion")
         return (Outcome(reason=f"returned {values} for {completions}"),) * len(texts)
-    return tuple(Outcome() if value is None else check(value, text) for value, text in zip(items, texts, strict=True))
+    return tuple(
+        Outcome() if value is None else check_scored(value, text) for value, text in zip(items, texts, strict=True)
+    )
 
 
-def check_verl(value: object, text: ScoredText) -> Outcome:
-    """Convert a number, or a dict with `score` whose other numbers become components, to an outcome."""
+def check_scored(value: object, text: ScoredText) -> Outcome:
+    """Convert a number, a `Reward`, or a dict with `score`, or `rewards` as in OpenRLHF, to an outcome.
+
+    Other numbers of the dict, and those in OpenRLHF's `extra_logs`, become components.
+    """
     if not isinstance(value, Mapping):
         return check(value, text)
-    if "score" not in value:
+    scored = next((name for name in ("score", "rewards") if name in value), None)
+    if scored is None:
         return _refusal(value, "a dict without `score`")
-    extras = {utf8_safe(name): _number_or_none(extra) for name, extra in value.items() if name != "score"}
+    logs = value.get("extra_logs")
+    named = [*value.items(), *(logs.items() if isinstance(logs, Mapping) else ())]
+    extras = {utf8_safe(name): _number_or_none(extra) for name, extra in named if name != scored}
     components = {name: extra for name, extra in extras.items() if extra is not None}
     try:
-        return Outcome(reward=Reward(score=number(value["score"]), components=components))
+        return Outcome(reward=Reward(score=number(value[scored]), components=components))
     except ValueError as error:
-        return _refusal(value, f"whose score is {error}")
+        return _refusal(value, f"whose {scored} is {error}")
 
 
 def _check_reward(reward: Reward, text: ScoredText) -> Outcome:

@@ -181,7 +181,7 @@ class Rewards:
         """Load a function; return (its call, trajectories per call, concurrent calls)."""
         reward_signature, in_actor = detect(scorer)
         log.info("%s is %s", name, describe(scorer, reward_signature, in_actor=in_actor))
-        size = scorer.batch_size if reward_signature.style == "batched" else 1
+        size = scorer.batch_size if reward_signature.style.is_batched else 1
         if in_actor:
             reward = signature.load(scorer.function, scorer.arguments)
             call = _in_time(partial(signature.call_async, reward), scorer.timeout_s)
@@ -203,7 +203,7 @@ def detect(scorer: choices.FunctionScorer) -> tuple[signature.Signature, bool]:
 
 def describe(scorer: choices.FunctionScorer, reward_signature: signature.Signature, *, in_actor: bool) -> str:
     """Describe the result of `detect` for the log."""
-    kind = f"{'async' if reward_signature.is_async else 'sync'}, {reward_signature.style} signature"
+    kind = f"{'async' if reward_signature.is_async else 'sync'}, {reward_signature.style.name} signature"
     return f"{scorer.function} ({kind}), in {'the actor' if in_actor else 'processes of its own'}"
 
 

@@ -8,7 +8,7 @@ from streamppo.config.reward import JudgeScorer, ServiceScorer
 from streamppo.errors import TaskError
 from streamppo.tasks.dataset_files import Row
 from streamppo.tasks.rewards.client import Client
-from streamppo.tasks.rewards.outcome import QUOTED, Outcome, check, check_verl, failure_of
+from streamppo.tasks.rewards.outcome import QUOTED, Outcome, check, check_scored, failure_of
 from streamppo.tasks.rewards.signature import Columns, Texts
 from streamppo.types import Reward, ScoredText
 
@@ -25,7 +25,7 @@ class Service:
         try:
             match self._config:
                 case ServiceScorer(url=url):
-                    return (check_verl(await self._post(url, _question(texts[0], columns[0])), texts[0]),)
+                    return (check_scored(await self._post(url, _question(texts[0], columns[0])), texts[0]),)
                 case JudgeScorer() as judge:
                     return (await self._judge(judge, texts[0], columns[0]),)
         # A foreign server's answer may have any form, so reading it may raise any exception.

@@ -178,7 +178,7 @@ def by_length(completion_ids: list[list[int]], **kwargs: Any) -> list[float]:
 @pytest.mark.parametrize(("reward", "score"), [(by_length, 2.0), (SoftOverlong(3), 1.0), (SoftOverlong(1), 0.0)])
 def test_a_reward_of_token_ids_alone_is_trls(reward: Any, score: float) -> None:
     found = detect_signature(reward, "mine", {})
-    assert found.style == "batched"
+    assert found.style.name == "batched"
     said = text("ab", tokens=b"\x01\0\0\0\x02\0\0\0")
     (outcome,) = call(LoadedReward(found, reward), (said,), ({"answer": "3"},))
     assert outcome.reward is not None and outcome.reward.total == score

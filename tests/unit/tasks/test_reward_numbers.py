@@ -15,7 +15,7 @@ from reward_case import one_function, processes, started, text, total
 from streamppo.config.reward import FunctionScorer, Reward
 from streamppo.errors import EnvironmentFailed, RewardFailed
 from streamppo.tasks.environments import Done, EnvSession
-from streamppo.tasks.rewards.outcome import LARGEST, Outcome, check, check_batch, check_verl
+from streamppo.tasks.rewards.outcome import LARGEST, Outcome, check, check_batch, check_scored
 from streamppo.tasks.stalls import EnvironmentCalls, EventLoopStalls
 from streamppo.types import Prompt
 from streamppo.types import Reward as Given
@@ -44,7 +44,7 @@ def test_a_number_of_any_library_is_a_score(value: Any) -> None:
         score=1.0, components={"part": 1.0}
     )
     assert check_batch([value], (one,))[0].reward == Given(score=1.0)
-    assert check_verl({"score": value, "part": value}, one).reward == Given(score=1.0, components={"part": 1.0})
+    assert check_scored({"score": value, "part": value}, one).reward == Given(score=1.0, components={"part": 1.0})
 
 
 @pytest.mark.parametrize("array", [np.array, torch.tensor], ids=["numpy", "torch"])
@@ -87,7 +87,7 @@ def test_what_is_no_finite_number_is_refused(value: Any) -> None:
 def test_a_reward_whose_square_float32_does_not_hold_fails_with_its_reason(value: Any) -> None:
     one = text("3")
     parts = [Given(score=value), Given(tokens=(value,)), Given(turns=(value,)), Given(components={"a": value})]
-    for outcome in (check(value, one), check_verl({"score": value}, one), *(check(part, one) for part in parts)):
+    for outcome in (check(value, one), check_scored({"score": value}, one), *(check(part, one) for part in parts)):
         assert outcome.reward is None
         assert "beyond 1e+16, and the learner squares rewards in float32: scale it down" in outcome.reason
 

@@ -22,7 +22,7 @@ from streamppo.errors import Retryable, RewardFailed, TaskError
 from streamppo.tasks import plugins
 from streamppo.tasks.dataset_files import Row
 from streamppo.tasks.rewards import guard as guards
-from streamppo.tasks.rewards.outcome import Outcome, check, check_batch, check_verl, failure_of
+from streamppo.tasks.rewards.outcome import Outcome, check, check_batch, check_scored, failure_of
 from streamppo.tasks.rewards.scoring import Rewards
 from streamppo.tasks.rewards.signature import LoadedReward, call, detect_signature
 from streamppo.types import Prompt, ScoredText, decode, encode
@@ -500,15 +500,17 @@ class AlwaysOne:
 
 def test_an_object_that_can_be_called_is_a_reward_and_so_is_its_class() -> None:
     for found in (AlwaysOne(), AlwaysOne):
-        assert detect_signature(found, "mine", {}).style == "trajectory"
+        assert detect_signature(found, "mine", {}).style.name == "trajectory"
     with pytest.raises(TaskError, match="is neither a function nor a class but a object"):
         detect_signature(object(), "mine", {})
 
 
-@pytest.mark.parametrize("found", [max, dict])
+@pytest.mark.parametrize("found", [max, min])
 def test_a_compiled_reward_without_a_signature_is_refused_in_a_sentence(found: object) -> None:
     with pytest.raises(TaskError, match=r"^reward\.function 'mine' has no signature to read: call it in a function"):
         detect_signature(found, "mine", {})
+    with pytest.raises(TaskError, match="'mine' is a class without `__call__`"):
+        detect_signature(dict, "mine", {})
     with pytest.raises(TaskError, match="is neither a function nor a class but a classmethod"):
         detect_signature(classmethod(max), "mine", {})
 
@@ -549,7 +551,7 @@ def test_an_import_of_what_is_nowhere_gets_no_advice(tmp_path: Path) -> None:
 
 def test_the_three_signatures_are_told_apart() -> None:
     found = {f: detect_signature(f, f.__name__, {}) for f in (one, annotated, trl, compute_score)}
-    assert [s.style for s in found.values()] == ["trajectory", "trajectory", "batched", "verl"]
+    assert [s.style.name for s in found.values()] == ["trajectory", "trajectory", "batched", "verl"]
     assert [s.is_async for s in found.values()] == [False, True, False, False]
     assert (found[one].named_columns, found[one].required_columns) == ({"answer", "level"}, {"answer"})
     assert found[trl].required_columns == {"answer"}
@@ -582,15 +584,15 @@ def test_a_batch_needs_one_value_for_each_and_none_is_no_opinion() -> None:
 
 
 def test_verls_dict_has_a_score_and_components() -> None:
-    outcome = check_verl({"score": 0.5, "acc": True, "pred": "7"}, text("3"))
+    outcome = check_scored({"score": 0.5, "acc": True, "pred": "7"}, text("3"))
     assert outcome.reward == Given(score=0.5, components={"acc": 1.0})
-    assert "without `score`" in check_verl({"acc": 1}, text("3")).reason
-    assert "not a finite number" in check_verl({"score": None}, text("3")).reason
+    assert "without `score`" in check_scored({"acc": 1}, text("3")).reason
+    assert "not a finite number" in check_scored({"score": None}, text("3")).reason
 
 
 def test_a_name_with_half_a_pair_of_surrogates_crosses_a_process() -> None:
     """A service's JSON may have it, which no msgspec message holds."""
-    outcome = check_verl(json.loads('{"score": 1, "\\ud83d": 2}'), text("3"))
+    outcome = check_scored(json.loads('{"score": 1, "\\ud83d": 2}'), text("3"))
     assert decode(encode(outcome), Outcome).reward == Given(score=1.0, components={"?": 2.0})
 
 

@@ -1,0 +1,148 @@
+"""The signatures of rewards: the parameters that each defines, and the values that these get.
+
+trajectory   score(trajectory: ScoredText, **columns)
+batched      TRL's: f(prompts, completions, completion_ids, **columns), for several trajectories
+verl         compute_score(data_source, solution_str, ground_truth, extra_info)
+verl_batch   compute_score(data_sources, solution_strs, ground_truths, extra_infos), for several trajectories
+openrlhf     reward_func(queries, prompts, labels), which OpenRLHF calls with lists of one
+areal        reward_fn(prompt, completions, prompt_ids, completion_ids, **columns), whose `completions` is one text
+verifiers    f(prompt, completion, **columns)
+"""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import NamedTuple, TypeAlias
+
+from streamppo.tasks.dataset_files import Row
+from streamppo.types import Message, ScoredText
+
+Value: TypeAlias = Callable[[ScoredText, Row], object]
+"""Returns the value of a parameter for a trajectory with the columns of its row."""
+
+
+class Style(NamedTuple):
+    """A signature. A reward has it if it has all parameters of one of `marks`.
+
+    Parameters that `parameters` lacks get columns; `**kwargs` gets none unless `takes_columns` is True. If `is_batched`
+    is True, each parameter gets a list with one value per trajectory. `answer` is the parameter that gets the row's
+    answer, "" if it gets that as a column.
+    """
+
+    name: str
+    parameters: Mapping[str, Value]
+    marks: tuple[frozenset[str], ...] = ()
+    is_batched: bool = False
+    takes_columns: bool = False
+    answer: str = ""
+
+    def arguments(self, names: Iterable[str], texts: Sequence[ScoredText], rows: Sequence[Row]) -> dict[str, object]:
+        """Return the values of the parameters `names`."""
+        values = {name: [self.parameters[name](*pair) for pair in zip(texts, rows, strict=True)] for name in names}
+        return {name: value if self.is_batched else value[0] for name, value in values.items()}
+
+
+def chat(messages: Iterable[Message]) -> list[dict[str, object]]:
+    """Return messages as dicts."""
+    return [message.plain() for message in messages]
+
+
+def _prompt(text: ScoredText, row: Row) -> object:
+    """Return the prompt; for a chat its messages. A final assistant message is left out: it begins the completion."""
+    return chat(text.prompt_messages) if text.messages else text.prompt
+
+
+def _completion(text: ScoredText, row: Row) -> object:
+    """Return the completion; for a chat its messages."""
+    return chat(text.completion_messages) if text.messages else text.completion
+
+
+def _answer(text: ScoredText, row: Row) -> object:
+    return row.get("answer")
+
+
+def _extra_info(text: ScoredText, row: Row) -> object:
+    """Return the row's `extra_info` with the two entries that verl's reward managers add.
+
+    `num_turns` counts the prompt, the policy's turns and the observations between them.
+    """
+    turns = 1 + max(1, len(text.turns)) + len(text.observations)
+    return {**(row.get("extra_info") or {}), "num_turns": turns, "rollout_reward_scores": {}}
+
+
+TRAJECTORY = Style("trajectory", {}, takes_columns=True)
+TRL = Style(
+    "batched",
+    {
+        "prompts": _prompt,
+        "completions": _completion,
+        "completion_ids": lambda text, row: text.token_ids,
+    },
+    # `prompts` is no mark, because a column may have that name.
+    marks=(frozenset({"completions"}), frozenset({"completion_ids"})),
+    is_batched=True,
+    takes_columns=True,
+)
+VERL = Style(
+    "verl",
+    {
+        "data_source": lambda text, row: text.source,
+        "solution_str": lambda text, row: text.completion,
+        "ground_truth": _answer,
+        "extra_info": _extra_info,
+    },
+    marks=(frozenset({"solution_str", "ground_truth"}),),
+    answer="ground_truth",
+)
+VERL_BATCH = Style(
+    "verl_batch",
+    {f"{name}s": value for name, value in VERL.parameters.items()},
+    marks=(frozenset({"solution_strs", "ground_truths"}),),
+    is_batched=True,
+    answer="ground_truths",
+)
+OPENRLHF = Style(
+    "openrlhf",
+    {
+        "queries": lambda text, row: [text.prompt + text.completion],
+        "prompts": lambda text, row: [text.prompt],
+        "labels": lambda text, row: [row.get("answer")],
+    },
+    marks=(frozenset({"queries", "prompts"}), frozenset({"queries", "labels"})),
+    answer="labels",
+)
+AREAL = Style(
+    "areal",
+    {
+        "prompt": lambda text, row: text.prompt,
+        "prompts": lambda text, row: text.prompt,
+        "completions": lambda text, row: text.completion,
+        # A reward that uses them fails: a trajectory has no ids of its prompt.
+        "prompt_ids": lambda text, row: None,
+        "completion_ids": lambda text, row: text.token_ids,
+    },
+    marks=(frozenset({"completions", "prompt_ids"}),),
+    takes_columns=True,
+)
+VERIFIERS = Style(
+    "verifiers",
+    {"prompt": _prompt, "completion": _completion},
+    marks=(frozenset({"completion"}),),
+    takes_columns=True,
+)
+STYLES = (VERL, VERL_BATCH, OPENRLHF, AREAL, TRL, VERIFIERS)
+"""The styles of other trainers, in the order in which their marks are looked for."""
+FOREIGN = {
+    "trainer_state": "TRL's trainer gives {}, and there is no Trainer here: give it a default",
+    "log_extra": "TRL's trainer gives {}: return a Reward with its numbers as components, and give it a default",
+    "log_metric": "TRL's trainer gives {}: return a Reward with its numbers as components, and give it a default",
+    "environments": ("TRL's trainer gives {}, and an environment is the table [environment], and gives rewards itself"),
+    **dict.fromkeys(
+        ("state", "parser", "judge"),
+        'verifiers gives {}: run the whole environment with task.kind = "verifiers", or give it a default',
+    ),
+    **dict.fromkeys(
+        ("reward_router_address", "reward_model_tokenizer"),
+        "verl gives {} for a reward model, which is a scorer of the kind model or judge: give it a default",
+    ),
+    "sample": "slime gives {}: sample.response is `trajectory.completion`, sample.label the column `answer`",
+}
+"""What to use instead of arguments that only another trainer gives."""
