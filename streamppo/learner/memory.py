@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch.overrides import TorchFunctionMode
-from transformers import AutoModelForCausalLM, PretrainedConfig
+from transformers import PretrainedConfig
 
 from streamppo.algorithms.chunked_head import PIECE
 from streamppo.config.model import JOINED, Model
@@ -22,6 +22,7 @@ from streamppo.learner.model.load_policy import SHARD_LAYERS_ABOVE, is_whole
 from streamppo.learner.model.policy import HEAD_CHUNK
 from streamppo.learner.parallel import tensor_parallel
 from streamppo.learner.parallel.routing import experts_of
+from streamppo.weights.models import classes
 
 MASTER, GRADIENT, MOMENTS = 4, 4, 8
 """Bytes for one trained parameter, its gradient and AdamW's two moments: float32, sharded over the ranks."""
@@ -113,7 +114,7 @@ def _sizes(hf_config: PretrainedConfig, model: Model) -> ModelSizes:
     dtype, text = getattr(torch, model.dtype), hf_config.get_text_config()
     with torch.device("meta"):
         attends = "sdpa" if attention.has_sdpa(text) else "eager"
-        lm: Any = AutoModelForCausalLM.from_config(hf_config, dtype=dtype, attn_implementation=attends)
+        lm = classes.make(hf_config, dtype=dtype, attn_implementation=attends)
         if model.lora is not None:
             adapters.add(lm, model.lora, model.dtype)
     body, name = parent_of_layers(lm.base_model)

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from streamppo.errors import ModelError, PromptRefused, WeightsError
 from streamppo.types import Ints
+from streamppo.weights.models import classes
 from streamppo.weights.models.headers import file_header
 from streamppo.weights.models.settings import naming
 
@@ -25,10 +26,8 @@ class Architecture:
     """
 
     def __init__(self, config: "PreTrainedConfig") -> None:
-        from transformers import AutoModelForCausalLM
-
         with naming(config.name_or_path or config.model_type), torch.device("meta"):
-            self._model = AutoModelForCausalLM.from_config(config)
+            self._model = classes.make(config)
 
     @property
     def shapes(self) -> dict[str, torch.Size]:

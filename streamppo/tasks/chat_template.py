@@ -74,6 +74,8 @@ class ChatTemplate:
         self._control = control
         self._complete_shapes = set[tuple[object, ...]]()
         """Shapes (`_message_shape`) of messages that the template was found to write completely."""
+        self._lists_parts = dict[tuple[str, str], bool]()
+        """Results of `_needs_parts` by role and by the argument that replaces the chat template ("": none does)."""
         self._clock = _directives(datetime.fromisoformat(clock)) if clock else {}
 
     def render(self, messages: Sequence[Message], template: Template) -> str:
@@ -205,6 +207,9 @@ class ChatTemplate:
             raise TaskError(f"{min(reserved)!r} is not an argument that the configuration may give to a chat template")
         self._refuse_choice(template)
         chat: Any = [message.plain() for message in messages]
+        for message in chat:
+            if self._needs_parts(str(message["role"]), template):
+                message["content"] = parts(message["content"])
         # Templates would treat an empty list as tools.
         tools = list(template.tools) or None
         arguments = {**self._timed(template, tools), **flags}
@@ -225,6 +230,25 @@ class ChatTemplate:
                 'stay text: remove it from the row, or choose control_tokens = "parse"'
             )
         return private
+
+    def _needs_parts(self, role: str, template: Template) -> bool:
+        """Return True if the chat template writes a content of `role` only as a list of parts, as multimodal ones may.
+
+        A role whose message the template writes in neither form, because it stands alone, is like the user's.
+        """
+        key = role, str(template.arguments.get("chat_template", ""))
+        if key not in self._lists_parts:
+            arguments = self._timed(template, None)
+
+            def writes(content: object) -> bool:
+                with suppress(*FAULTS):
+                    return WORDS in self._apply_template([{"role": role, "content": content}], None, arguments)
+                return False
+
+            is_text, is_parts = writes(WORDS), writes(parts(WORDS))
+            is_unknown = role != "user" and not is_text and not is_parts
+            self._lists_parts[key] = self._needs_parts("user", template) if is_unknown else is_parts and not is_text
+        return self._lists_parts[key]
 
     def _timed(self, template: Template, tools: list[dict[str, Any]] | None) -> dict[str, Any]:
         """Return the arguments of `template`, and if the chat template calls `NOW`, those by which it writes `clock`.
@@ -291,6 +315,11 @@ def _text_arguments(chat: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
         {**message, "tool_calls": list(map(with_text, message["tool_calls"]))} if "tool_calls" in message else message
         for message in chat
     ]
+
+
+def parts(content: object) -> object:
+    """Return a text as a list of one part. Example: [{"type": "text", "text": "1+2"}]."""
+    return [{"type": "text", "text": content}] if isinstance(content, str) else content
 
 
 def _with_sentinel(call: Mapping[str, Any]) -> dict[str, Any]:

@@ -22,10 +22,9 @@ from operator import index
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, SupportsIndex, TypeAlias, cast
 
-from jinja2 import TemplateError
-
 from streamppo.errors import ModelError, TaskError
 from streamppo.tasks import plugins
+from streamppo.tasks.chat_template import FAULTS, parts
 from streamppo.types import Identity, Ints, Prompt
 from streamppo.weights.models import generation
 from streamppo.weights.models.settings import REFUSALS
@@ -114,21 +113,28 @@ def end_of_turn(tokenizer: "PreTrainedTokenizerFast") -> int | None:
     """Return the token that the chat template writes after an assistant's message; None if it writes none."""
     if not getattr(tokenizer, "chat_template", None):
         return None
-    turn = [{"role": "user", "content": "?"}, {"role": "assistant", "content": SENTINEL}]
-    try:
-        text = tokenizer.apply_chat_template(turn, add_generation_prompt=False, tokenize=False)
-    except (TemplateError, ValueError, TypeError, KeyError) as error:
-        # This is no error, because the template may still render the task's prompts.
-        log.debug("the chat template writes no plain turn: %s", error)
-        return None
-    _, sentinel, suffix = str(text).rpartition(SENTINEL)
-    if not sentinel:
-        log.debug("the chat template leaves out an assistant's words")
-        return None
+    turn: list[dict[str, object]] = [{"role": "user", "content": "?"}, {"role": "assistant", "content": SENTINEL}]
+    turn_of_parts = [{**message, "content": parts(message["content"])} for message in turn]
+    suffix = _suffix(tokenizer, turn) or _suffix(tokenizer, turn_of_parts)
     # Of two names at the same position the longer one counts. Added tokens that are only white space do not end a turn.
     named = [(name, token) for name, token in tokenizer.get_added_vocab().items() if name.strip(" \n\t\u2581")]
     places = [(at, -len(name), token) for name, token in named if (at := suffix.find(name)) >= 0]
     return min(places)[2] if places else None
+
+
+def _suffix(tokenizer: "PreTrainedTokenizerFast", turn: list[dict[str, object]]) -> str:
+    """Return the text that the chat template writes after the assistant's words; "" if it does not write them."""
+    try:
+        text = str(
+            tokenizer.apply_chat_template(
+                cast("list[dict[str, str]]", turn), add_generation_prompt=False, tokenize=False
+            )
+        )
+    except FAULTS as error:
+        # This is no error, because the template may still render the task's prompts.
+        log.debug("the chat template writes no plain turn: %s", error)
+        return ""
+    return text.rpartition(SENTINEL)[2] if SENTINEL in text else ""
 
 
 def _eos(

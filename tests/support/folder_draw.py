@@ -157,6 +157,9 @@ def _with_fault(made: Draw, chance: random.Random) -> Draw:
     changes |= {"rows": "text" if made.template is None else "messages", "words": "", "reward": "trajectory"}
     changes |= {"turns": 1 if made.template is None else made.turns}
     kind = chance.random()
+    if made.family in model_folders.MULTIMODAL:
+        # The faults change settings of text models.
+        changes |= {"family": "qwen3"}
     if kind < 0.7:
         changes["fault"] = chance.choice(sorted(folder_faults.FAULTS))
         changes["tied"] = made.tied and changes["fault"] != "missing_head"

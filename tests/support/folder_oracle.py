@@ -25,7 +25,8 @@ class Loaded(NamedTuple):
 
 def load(folder: Path) -> Loaded:
     """Load a folder; `missing` lists tensors that are missing, unexpected or of the wrong shape."""
-    lm, report = transformers.AutoModelForCausalLM.from_pretrained(
+    (name,) = transformers.AutoConfig.from_pretrained(folder).architectures or ()
+    lm, report = getattr(transformers, name).from_pretrained(
         folder, dtype=torch.float32, output_loading_info=True, attn_implementation="eager"
     )
     wrong = [f"{kind} {name}" for kind, names in report.items() for name in names]
@@ -74,7 +75,8 @@ def stops(folder: Path, tokenizer: Any, template: str | None) -> set[int]:
     """All tokens that end a turn: of generation config, model config, tokenizer and template."""
     found: set[int] = set()
     config = transformers.AutoConfig.from_pretrained(folder)
-    sources = [config.eos_token_id, tokenizer.eos_token_id]
+    sources = [getattr(one, "eos_token_id", None) for one in (config, config.get_text_config())]
+    sources.append(tokenizer.eos_token_id)
     if (folder / "generation_config.json").is_file():
         sources.append(transformers.GenerationConfig.from_pretrained(folder).eos_token_id)
     # GLM's template writes no end of a turn: the next turn begins.

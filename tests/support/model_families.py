@@ -70,19 +70,79 @@ FAMILIES: dict[str, dict[str, Any]] = {
 }
 
 
-NAMES = tuple(FAMILIES)
+PICTURES = {
+    **{"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "head_dim": 8},
+    **{
+        "depth": 1,
+        "num_heads": 2,
+        "out_hidden_size": 32,
+        "num_position_embeddings": 16,
+        "deepstack_visual_indexes": [0],
+    },
+    **{"image_size": 28, "patch_size": 14, "num_key_value_heads": 2},
+}
+"""Settings of an encoder of pictures, by the names that families give them."""
+AXES = {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [1, 1, 2]}}
+"""Positions in time, height and width."""
+STATES = {name: value for name, value in FAMILIES["Qwen3Next"].items() if name not in MOE}
+MULTIMODAL: dict[str, dict[str, Any]] = {
+    "Gemma3": {"head_dim": 8},
+    "Gemma4": {**SHARED, "global_head_dim": 8, "layer_types": ["full_attention", "sliding_attention"]},
+    "Glm4v": {"head_dim": 8, **AXES},
+    "InternVL": {"model_type": "qwen2"},
+    "Lfm2Vl": {"model_type": "lfm2", "layer_types": ["conv", "full_attention"]},
+    "Llava": {"model_type": "llama"},
+    "Mistral3": {"model_type": "ministral3", "head_dim": 8},
+    "Qwen2_5_VL": AXES,
+    "Qwen3VL": {"head_dim": 8, **AXES},
+    "Qwen3VLMoe": {"head_dim": 8, **AXES, **MOE},
+    "Qwen3_5": {**STATES, **AXES},
+    "Qwen3_5Moe": {**STATES, **AXES, **MOE},
+}
+"""Settings of the text models of families that also read pictures."""
+
+
+NAMES = (*FAMILIES, *MULTIMODAL)
 
 
 def make(family: str, folder: Path, *, layers: int = 2, **saving: object) -> None:
     """Write a model with random weights and biases."""
     torch.manual_seed(5)
-    shape: dict[str, Any] = {**case.SMALL, "num_hidden_layers": layers, **FAMILIES[family]}
+    shape: dict[str, Any] = {
+        **case.SMALL,
+        "initializer_range": 0.3,
+        "num_hidden_layers": layers,
+        **(FAMILIES | MULTIMODAL)[family],
+    }
     if "n_layer" in shape:
         shape["n_layer"] = layers
     if "layer_types" in shape:
         shape["layer_types"] = (shape["layer_types"] * layers)[:layers]
-    config = getattr(transformers, f"{family}Config")(initializer_range=0.3, **shape)
-    lm = transformers.AutoModelForCausalLM.from_config(config)
+    config = multimodal(family, shape) if family in MULTIMODAL else getattr(transformers, f"{family}Config")(**shape)
+    lm = new(config)
     if (bias := getattr(lm.get_output_embeddings(), "bias", None)) is not None:
         torch.nn.init.normal_(bias)
     lm.save_pretrained(folder, **saving)
+
+
+def multimodal(family: str, text: dict[str, Any], **named: object) -> Any:
+    """The configuration of a model with the settings `text` of its text model, and a small encoder of pictures."""
+    config_class: Any = getattr(transformers, f"{family}Config")
+    encoder = config_class().vision_config
+    pictures = {**PICTURES, "model_type": "gemma4_vision" if encoder is None else encoder.model_type}
+    pictures["out_hidden_size"] = text["hidden_size"]
+    return config_class(text_config=text, vision_config=pictures, **named)
+
+
+def new(config: Any) -> Any:
+    """A whole model with random weights."""
+    mapping = transformers.AutoModelForMultimodalLM._model_mapping
+    if config.get_text_config() is not config:
+        return mapping[type(config)](config)
+    return transformers.AutoModelForCausalLM.from_config(config)
+
+
+def read(folder: Path, **options: object) -> Any:
+    """Load the whole model in `folder` with the class that its config.json names."""
+    (name,) = transformers.AutoConfig.from_pretrained(folder).architectures or ()
+    return getattr(transformers, name).from_pretrained(folder, **options).eval()

@@ -5,6 +5,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import model_families
 import tokenizer_kinds
 import torch
 import transformers
@@ -63,8 +64,15 @@ _FAMILIES = {
     "olmo2": Family("Olmo2", {}, "no_pad", None, False),
     "smollm3": Family("SmolLM3", {"rope_parameters": YARN}, "adds_eos", "llama3", True),
     "glm4": Family("Glm4", {"head_dim": 8}, "added", "glm", False),
+    "gemma3_pictures": Family("Gemma3", model_families.MULTIMODAL["Gemma3"], "spm_bpe", "gemma3", True),
+    "mistral3": Family("Mistral3", model_families.MULTIMODAL["Mistral3"], "spm_bpe", "mistral", False),
+    "qwen2_5_vl": Family("Qwen2_5_VL", model_families.MULTIMODAL["Qwen2_5_VL"], "added", "qwen2.5", False),
+    "qwen3_vl": Family("Qwen3VL", model_families.MULTIMODAL["Qwen3VL"], "added", "qwen3", True),
 }
 FAMILIES = tuple(_FAMILIES)
+MULTIMODAL = ("gemma3_pictures", "mistral3", "qwen2_5_vl", "qwen3_vl")
+"""Families that also read pictures: their folders have an encoder, and the settings of a processor."""
+PROCESSOR = "preprocessor_config.json"
 TOKENIZERS = tuple(tokenizer_kinds.KINDS)
 TEMPLATES = tuple(tokenizer_kinds.CONTROLS)
 """Names of chat templates, and None for a model without one."""
@@ -120,7 +128,7 @@ def make(  # noqa: PLR0913  The draws of a folder.
     controls = tokenizer_kinds.CONTROLS[template]
     config = config_of(family, made, tied=tied, spare=spare, settings=settings or {})
     torch.manual_seed(seed)
-    lm = transformers.AutoModelForCausalLM.from_config(config)
+    lm = model_families.new(config)
     if stop_chance:
         _teach_stop(lm, made.convert_tokens_to_ids(controls.turn_end), stop_chance)
     lm.to(getattr(torch, dtype))
@@ -130,6 +138,8 @@ def make(  # noqa: PLR0913  The draws of a folder.
     lm.save_pretrained(folder, max_shard_size="20KB" if layout == "sharded" else "5GB")
     made.save_pretrained(folder)
     _write_generation(folder, made, generation)
+    if family in MULTIMODAL:
+        (folder / PROCESSOR).write_text('{"image_processor_type": "Qwen2VLImageProcessor", "patch_size": 14}')
     _ARRANGE.get(layout, lambda folder, lm: None)(folder, lm)
     return folder
 
@@ -140,20 +150,21 @@ def config_of(
     """The configuration of a family's tiny model for that tokenizer."""
     chosen = usual(family)
     sizes = {} if family == "gpt2" else SIZES
-    return getattr(transformers, f"{chosen.prefix}Config")(
-        **{
-            **sizes,
-            # transformers adds <|endoftext|> to a Qwen2 model's tokenizer if it is missing.
-            "vocab_size": len(tokenizer) + spare + (family == "qwen2" and "<|endoftext|>" not in tokenizer.get_vocab()),
-            "initializer_range": 0.1,
-            "tie_word_embeddings": tied,
-            "bos_token_id": tokenizer.bos_token_id,
-            "eos_token_id": tokenizer.eos_token_id,
-            "pad_token_id": tokenizer.pad_token_id,
-            **chosen.settings,
-            **settings,
-        }
-    )
+    text: dict[str, Any] = {
+        **sizes,
+        # transformers adds <|endoftext|> to a Qwen2 model's tokenizer if it is missing.
+        "vocab_size": len(tokenizer) + spare + (family == "qwen2" and "<|endoftext|>" not in tokenizer.get_vocab()),
+        "initializer_range": 0.1,
+        "tie_word_embeddings": tied,
+        "bos_token_id": tokenizer.bos_token_id,
+        "eos_token_id": tokenizer.eos_token_id,
+        "pad_token_id": tokenizer.pad_token_id,
+        **chosen.settings,
+        **settings,
+    }
+    if family in MULTIMODAL:
+        return model_families.multimodal(chosen.prefix, text, tie_word_embeddings=tied)
+    return getattr(transformers, f"{chosen.prefix}Config")(**text)
 
 
 @torch.no_grad()
@@ -212,7 +223,8 @@ def _as_pickle(folder: Path, lm: "PreTrainedModel") -> None:
 def _with_head(folder: Path, lm: "PreTrainedModel") -> None:
     path = folder / "model.safetensors"
     held = load_file(path)
-    held.setdefault("lm_head.weight", lm.get_output_embeddings().weight.detach().clone())
+    inner = "language_model." if any(name.startswith("language_model.") for name in held) else ""
+    held.setdefault(f"{inner}lm_head.weight", lm.get_output_embeddings().weight.detach().clone())
     save_file(held, path, metadata={"format": "pt"})
 
 

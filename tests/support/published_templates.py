@@ -10,7 +10,7 @@ from streamppo.tasks.tokenizer import Tokenizer, character_tokenizer
 
 CONTROL = re.compile(
     r"<\|[A-Za-z_0-9]+\|>|<\|[a-z_]+>|<[a-z_]+\|>|<｜[^｜'\"\s]+｜>|\[/?[A-Z_]+\]"  # noqa: RUF001
-    r"|</?(?:start|end)_of_turn>|</?(?:think|tool_call|tool_response|eos|s)>"
+    r"|</?(?:start|end)_of_turn>|</?(?:think|tool_call|tool_response|eos|s|end_of_utterance)>"
 )
 """Names that templates write as single tokens."""
 MARKERS = re.compile("think|tool_")

@@ -168,12 +168,14 @@ def _name(stored: str) -> str:
 
 def _first_model(config: Config, state: CheckpointState, start: str, *, adapter: bool) -> dict[str, Tensor]:
     """Return the weights of the run's initial model that the update needs besides the checkpoint."""
-    lora, kl = config.model.lora, config.algorithm.kl
-    if adapter or (state.version and lora is None and (not kl.on or state.reference_moved)):
+    if adapter:
         return {}
+    lora, kl, unchanged = config.model.lora, config.algorithm.kl, weights.untrained_weights(start, config.model.dtype)
+    if state.version and lora is None and (not kl.on or state.reference_moved):
+        return unchanged
     # Frozen weights have the configured type. Weights of a reference that moves are float32.
     moves = lora is None and (not state.version or kl.follow_every)
-    return weights.model_weights(start, "float32" if moves else config.model.dtype)
+    return unchanged | weights.model_weights(start, "float32" if moves else config.model.dtype)
 
 
 def _files(start: str) -> dict[str, Tensor]:

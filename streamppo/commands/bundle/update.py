@@ -33,7 +33,7 @@ from streamppo.learner.model import adapters, hf_files, policy
 from streamppo.tasks import plugins
 from streamppo.types import Batch, ints
 from streamppo.weights import buckets
-from streamppo.weights.models import fit, settings, tokenizer
+from streamppo.weights.models import fit, loading, settings, tokenizer
 from streamppo.weights.models import folder as model_folder
 
 COUNTS = re.compile(r"layer|expert|block|depth")
@@ -142,7 +142,7 @@ def digest_of(learner: Learner) -> str:
 
 def _model(bundle: Bundle, config: Config, folder: Path, changes: Sequence[str]) -> str:
     """Write the model's folder, and return its path. With adapters alone, return the path of --set model.path."""
-    files, weights = bundle.part("files"), bundle.part("model") or bundle.part("policy.lm")
+    files, weights = bundle.part("files"), bundle.part("policy.lm") | bundle.part("model")
     folders = [change.partition("=")[2] for change in changes if change.startswith("model.path=")]
     if config.model.lora is not None and not bundle.part("model"):
         if not folders:
@@ -172,7 +172,7 @@ def _write_weights(folder: Path, weights: Mapping[str, Tensor], tensors: int) ->
     pairs = [pair for pair in settings.pairs(described) if weights.keys() >= set(pair)]
     untied = any(not torch.equal(weights[head], weights[embedding]) for head, embedding in pairs)
     with torch.device("meta"):
-        lm = hf_files.read(folder, "eager", weights=False, untied=untied)
+        lm = loading.empty(folder, attention="eager", untied=untied, whole=True)
     for name, parameter in lm.named_parameters():
         if name not in weights or weights[name].shape != parameter.shape:
             shape = list(weights[name].shape) if name in weights else "missing"

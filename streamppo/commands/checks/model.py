@@ -22,7 +22,7 @@ from streamppo.tasks.tokenizer import SPECIALS, Tokenizer
 from streamppo.tasks.warmup_data import Lesson
 from streamppo.types import Message
 from streamppo.weights.models import fit, headers
-from streamppo.weights.models.fit import Kind
+from streamppo.weights.models.classes import Kind
 from streamppo.weights.models.settings import settings
 
 SHOWN = 3

@@ -19,6 +19,7 @@ from streamppo.learner.model import adapters, hf_files
 from streamppo.weights import buckets
 from streamppo.weights.adapters import merge_adapters
 from streamppo.weights.buckets import Shard
+from streamppo.weights.models import loading
 
 
 class Weights(NamedTuple):
@@ -105,6 +106,28 @@ def model_weights(path: str, dtype: str) -> dict[str, Tensor]:
     return {name: tensor.detach().to(getattr(torch, dtype)) for name, tensor in lm.named_parameters()}
 
 
+def untrained_weights(path: str, dtype: str) -> dict[str, Tensor]:
+    """Return the tensors that training leaves unchanged of the whole model at `path`, by name, in `dtype`.
+
+    These are parameters that transformers freezes, stored buffers, and the parts of a multimodal model besides its text
+    model. The model is read only if it has any. Raises `ModelError`.
+    """
+    with torch.device("meta"):
+        text_model = loading.empty(path, attention="eager")
+        names = loading.empty(path, attention="eager", whole=True).state_dict().keys()
+    named = text_model.named_parameters(remove_duplicate=False)
+    untrained = names - {name for name, parameter in named if parameter.requires_grad}
+    if not untrained:
+        return {}
+    tensors: dict[str, Tensor] = loading.load(path, whole=True).model.state_dict()
+    target = getattr(torch, dtype)
+    return {
+        name: tensor.to(target) if tensor.is_floating_point() else tensor
+        for name, tensor in tensors.items()
+        if name in untrained
+    }
+
+
 def _run_history(config: Config, run: Path) -> History | None:
     """Return the run's history from the journal. If the journal cannot be read, prints a note and returns None."""
     try:
@@ -135,15 +158,18 @@ def _checkpoint(run: Path, version: int | None, past: History | None) -> Path:
 
 
 def _read(path: Path, start: str, model: Model) -> dict[str, Tensor]:
-    """Return the policy's trained parameters in the model's `dtype`. Any number of ranks may have saved the checkpoint.
+    """Return the policy's pushed parameters in the model's `dtype`. Any number of ranks may have saved the checkpoint.
 
-    Names and order are those of a push. Tied weights appear once, under their name in `named_parameters`.
+    A checkpoint has only the trained ones. Those that transformers freezes are in each push, unless adapters are
+    trained, and are read from `start`. Names and order are those of a push. Tied weights appear once, under their name
+    in `named_parameters`.
     """
     with torch.device("meta"):
         lm = hf_files.read(start, "eager", weights=False)
         if model.lora is not None:
             adapters.add(lm, model.lora, model.dtype)
-    names = [(name, tuple(parameter.shape)) for name, parameter in lm.named_parameters() if parameter.requires_grad]
+    parameters = dict(lm.named_parameters())
+    names = [(name, tuple(parameter.shape)) for name, parameter in parameters.items() if parameter.requires_grad]
     # The optimizer's state and the critic's weights are not read.
     state: dict[str, dict[str, Tensor]] = {"policy": {f"lm.{name}": torch.empty(shape) for name, shape in names}}
     try:
@@ -151,4 +177,8 @@ def _read(path: Path, start: str, model: Model) -> dict[str, Tensor]:
     except CheckpointError as error:
         raise CheckpointError(f"{path}: does not fit the model {start}: {error}") from error
     dtype = getattr(torch, model.dtype)
-    return {adapters.published_name(name): state["policy"][f"lm.{name}"].to(dtype) for name, _ in names}
+    trained = {adapters.published_name(name): state["policy"][f"lm.{name}"].to(dtype) for name, _ in names}
+    if model.lora is not None or len(trained) == len(parameters):
+        return trained
+    frozen = model_weights(start, model.dtype)
+    return {name: trained.get(name, frozen[name]) for name in parameters}

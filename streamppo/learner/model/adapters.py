@@ -57,18 +57,18 @@ def add(lm: Any, lora: Lora, dtype: str) -> None:
 
 
 def linear_layers(lm: Any) -> list[str]:
-    """The names of all linear layers except the head, routers of experts, and modules that peft refuses.
+    """The names of the transformer's linear layers, except routers of experts and modules that peft refuses.
 
     In a mixture of experts, layers named like an expert's layer are left out, because peft would match the experts.
     """
     has_experts = any(name.endswith(".experts") for name, _ in lm.named_modules())
     excluded = {*ROUTERS, *(EXPERTS if has_experts else ()), *REFUSED.get(lm.config.model_type, ())}
+    # Not the head, and not the projector of a multimodal model.
+    inside = set(lm.base_model.modules())
     return [
         name
         for name, module in lm.named_modules()
-        if isinstance(module, nn.Linear)
-        and module is not lm.get_output_embeddings()
-        and name.rpartition(".")[2] not in excluded
+        if isinstance(module, nn.Linear) and module in inside and name.rpartition(".")[2] not in excluded
     ]
 
 

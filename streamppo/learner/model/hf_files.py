@@ -15,7 +15,7 @@ from streamppo.errors import ModelError
 from streamppo.weights.models import generation
 from streamppo.weights.models import loading as models
 from streamppo.weights.models import tokenizer as tokenizers
-from streamppo.weights.models.fit import Kind
+from streamppo.weights.models.classes import Kind
 from streamppo.weights.models.settings import naming, settings
 
 if TYPE_CHECKING:
@@ -58,8 +58,8 @@ def write(
 
     A defect in other files does not prevent writing the weights. A generation_config.json that transformers refuses to
     write is left out. A tokenizer that transformers would change is copied from the model at `start`, and so are the
-    tokenizer's files if `tokenizer` is None. The result has a sentence about each of these cases. Raises `ModelError`
-    if the disk refuses.
+    tokenizer's files if `tokenizer` is None. The result has a sentence about each of these cases. The settings of a
+    multimodal model's processor are copied. Raises `ModelError` if the disk refuses.
     """
     aside = durable.aside(folder)
     with durable.naming(folder, ModelError):
@@ -69,6 +69,8 @@ def write(
             notes += [tokenizers.write(tokenizer, start, aside)]
         elif start is not None:
             notes += [tokenizers.copy(start, aside, "transformers does not read them")]
+        if start is not None:
+            tokenizers.copy_processor(start, aside)
         for path in aside.rglob("*"):
             durable.flush(path)
         shutil.rmtree(folder, ignore_errors=True)
@@ -100,13 +102,13 @@ def export(weights: Mapping[str, Tensor], start: str, folder: Path, dtype: str) 
     Returns a sentence about each setting or file, other than weights, that differs from `start`. Raises `ModelError`
     unless the names in `weights` are the model's; names of parameters that transformers does not train may be missing.
     """
-    lm = models.load(start, dtype=getattr(torch, dtype)).model
+    lm = models.load(start, dtype=getattr(torch, dtype), whole=True).model
     parameters: dict[str, Tensor] = dict(lm.named_parameters())
     missing = parameters.keys() - weights.keys()
     if missing:
         with torch.device("meta"):
             modules = dict(read(start, "eager", weights=False).named_parameters())
-        missing = {name for name in missing if modules[name].requires_grad}
+        missing = {name for name in missing if name in modules and modules[name].requires_grad}
     if differing := sorted(missing | (weights.keys() - parameters.keys())):
         raise ModelError(f"the weights do not fit the model {start!r}: {differing[0]!r} is in only one of them")
     with torch.no_grad():

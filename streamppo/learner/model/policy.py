@@ -183,7 +183,7 @@ class Policy(nn.Module):
             attention.has_full_attention(transformer.config, context_parallel.KNOWN)
             for transformer in self.transformers
         )
-        return self.lm.config.hidden_size if all(masked) and all(full) else None
+        return self.lm.base_model.config.hidden_size if all(masked) and all(full) else None
 
     def sizes(self, host: Host) -> tree.RowSizes:
         """The number of tokens of each row in a pass, for micro-batches."""
@@ -226,7 +226,9 @@ class Policy(nn.Module):
         if self.layout is attention.joined:
             row_layout = attention.joined(inputs_BL, width_B, device, step=self.step)
         elif self.share_prompts:
-            row_layout = prefix_sharing.lay_out(inputs_BL, start_B, width_B, self.lm.config.hidden_size, device)
+            row_layout = prefix_sharing.lay_out(
+                inputs_BL, start_B, width_B, self.lm.base_model.config.hidden_size, device
+            )
         else:
             row_layout = self.layout(inputs_BL, width_B, device)
         return context_parallel.slice_row_layout(row_layout, self.slices)

@@ -21,7 +21,7 @@ from streamppo.errors import ModelError
 from streamppo.learner.attention import layers
 from streamppo.learner.device import from_first_rank, gather
 from streamppo.learner.model import hf_files
-from streamppo.weights.models import fit, headers
+from streamppo.weights.models import classes, fit, headers
 from streamppo.weights.models.loading import fetch
 from streamppo.weights.models.settings import settings
 
@@ -108,7 +108,8 @@ def plan(path: str, critic: str, *, adapted: bool) -> LoadPlan | None:
     if not from_first_rank(is_readable):
         _log_progress(path)
         return None
-    return LoadPlan(files, available, model.base_model_prefix, first_layers)
+    prefix = next(name for name, module in model.named_modules() if module is model.base_model)
+    return LoadPlan(files, available, prefix, first_layers)
 
 
 def _digest(files: TensorFiles) -> str:
@@ -180,10 +181,8 @@ def _of_first_layers(config: Any, model: Any) -> Any:
 
 def _load_first_layers(config: Any, files: TensorFiles, sources: Mapping[str, ParameterSource]) -> Any:
     """Load the model of `config` with transformers, from its tensors in `files`; no other tensor is read."""
-    from transformers import AutoModelForCausalLM
-
     with torch.device("meta"):
-        model: Any = AutoModelForCausalLM.from_config(config)
+        model = classes.make(config)
     rows = [row for name, _ in model.named_parameters() for row in sources[name].rows]
     tensors = {name: files.tensor(name)[:] for row in rows for name in row}
     options = {"dtype": torch.float32, "attn_implementation": "eager"}

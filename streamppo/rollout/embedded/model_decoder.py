@@ -20,8 +20,8 @@ from streamppo.rollout.embedded.row_attention import AttentionPass, RowCache
 from streamppo.rollout.embedded.spans import LEAST_ROWS, Span, width
 from streamppo.rollout.weight_checks import cache_error, check_fit
 from streamppo.weights.content import compare, hash_tensor, write
-from streamppo.weights.models import fit
-from streamppo.weights.models.settings import causal_class, naming
+from streamppo.weights.models import classes, fit
+from streamppo.weights.models.settings import naming
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -224,7 +224,7 @@ class ModelDecoder:
 
 def refusal(config: "PreTrainedConfig") -> str:
     """Return the part of a model of `config` that this decoder does not compute; "" if there is none."""
-    model, text = causal_class(config), config.get_text_config()
+    model, text = classes.causal_class(config), config.get_text_config()
     kind = f"model_type {text.model_type!r}"
     if model is None:
         return f"{kind}, which is no causal language model"
@@ -239,10 +239,9 @@ def refusal(config: "PreTrainedConfig") -> str:
 
 def _without_weights(config: "PreTrainedConfig", dtype: torch.dtype, device: torch.device) -> Any:
     """Make the model's modules with this file's attention; their parameters have memory, but no values."""
-    from transformers import AutoModelForCausalLM
     from transformers.initialization import no_init_weights
 
     with fit.quiet(), naming(config.name_or_path or config.model_type), no_init_weights():
-        model: Any = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=row_attention.register())
+        model = classes.make(config, dtype=dtype, attn_implementation=row_attention.register())
     model.tie_weights()
     return model.eval().requires_grad_(False).to(device)

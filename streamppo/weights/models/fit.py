@@ -9,29 +9,24 @@ import re
 from collections.abc import Collection, Generator, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, cast
 
 import torch
 from torch import Tensor
 
 from streamppo.errors import ModelError
-from streamppo.weights.models import folder, headers
+from streamppo.weights.models import classes, folder, headers
+from streamppo.weights.models.classes import TEXT_ALONE, Kind
 from streamppo.weights.models.settings import is_tied, naming, pairs
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
 
-Kind: TypeAlias = Literal["AutoModel", "AutoModelForCausalLM", "AutoModelForSequenceClassification"]
-"""The transformers class that loads a model."""
 Shape: TypeAlias = tuple[int, ...]
 MOST_SHOWN = 3
 """The maximum number of tensors named in a message."""
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 """Dtypes of weights by their names in safetensors. Other dtypes belong to buffers, and count as float32 here."""
-TEXT_ALONE = (
-    "it also reads pictures or sounds, and streamppo trains only the text model: save the text model, with its "
-    "tokenizer, as a separate folder"
-)
 NUMBERED = re.compile(r"\.(?:layers|h|blocks)\.(\d+)\.")
 """Finds the number of a layer in a tensor's name."""
 
@@ -73,10 +68,9 @@ def check(path: Path, config: "PretrainedConfig", kind: Kind = "AutoModelForCaus
             # Head and embedding have equal values. transformers would compare them, which takes memory.
             tensors.pop(head)
     with naming(path), quiet():
-        model_class = _class(config, kind)
-        if model_class.config_class is type(text := config.get_text_config()):
-            # Of a multimodal configuration, transformers makes the text model.
-            config = text
+        # The parts that are not trained are compared too, because an export writes them.
+        model_class = classes.model_class(config, kind, whole=True)
+        config = classes.fitting(model_class, config)
         reported = _report(model_class, config, tensors)
     reported = reported.of_body(model_class.base_model_prefix, kind, body=body)
     if reported:
@@ -157,16 +151,6 @@ def _shapes(model_folder: Path) -> dict[str, Tensor]:
         name: torch.empty(header.shape, dtype=DTYPES.get(header.dtype, torch.float32), device="meta")
         for name, header in stored.items()
     }
-
-
-def _class(config: "PretrainedConfig", kind: Kind) -> "type[PreTrainedModel]":
-    import transformers
-
-    mapping: Mapping[type, type[PreTrainedModel]] = getattr(transformers, kind)._model_mapping
-    if type(config) not in mapping:
-        remedy = f": {TEXT_ALONE}" if config.get_text_config() is not config else ""
-        raise ValueError(f"transformers has no {kind} of model_type {config.model_type!r}{remedy}")
-    return mapping[type(config)]
 
 
 def _report(model_class: "type[PreTrainedModel]", config: "PretrainedConfig", tensors: dict[str, Tensor]) -> Report:

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 import torch
 
 from streamppo.errors import ModelError
-from streamppo.weights.models import fit, generation, headers
-from streamppo.weights.models.fit import Kind
+from streamppo.weights.models import classes, fit, generation, headers
+from streamppo.weights.models.classes import Kind
 from streamppo.weights.models.settings import is_tied, naming, pairs, settings
 
 if TYPE_CHECKING:
@@ -29,28 +29,32 @@ def load(
     dtype: torch.dtype = torch.float32,
     attention: str | None = None,
     body: bool = False,
+    whole: bool = False,
 ) -> LoadedModel:
     """Load the model at `path`, a folder or a hub name, in `dtype`, with transformers' `attention` implementation.
 
-    With `body`, only the transformer must be in the files. Raises `ModelError` for a tensor that is missing,
-    unexpected, misshaped or not finite, and for everything that transformers refuses.
+    With `body`, only the transformer must be in the files. With `whole`, parts besides the text model are loaded too.
+    Raises `ModelError` for a tensor that is missing, unexpected, misshaped or not finite, and for everything that
+    transformers refuses.
     """
-    import transformers
-
     folder, config = fetch(path), settings(path)
     fit.check(folder, config, kind, body=body)
     options: dict[str, object] = {} if attention is None else {"attn_implementation": attention}
     with naming(path), fit.quiet():
-        model, info = getattr(transformers, kind).from_pretrained(
+        made: Any = classes.model_class(config, kind, whole=whole)
+        model, info = made.from_pretrained(
             str(path),
-            config=config,
+            config=classes.fitting(made, config),
             dtype=dtype,
             output_loading_info=True,
-            trust_remote_code=False,
             generation_config=generation.read_settings(path).config,
             **options,
         )
+    classes.prepare(model)
     reported = fit.report(info)
+    if not whole and classes.is_multimodal(config):
+        # `fit.check` has compared the parts that are in the files and not in the text model.
+        reported = reported._replace(unexpected=())
     if inside := reported.of_body(model.base_model_prefix, kind, body=body):
         fit.refuse(folder, config, inside, ())
     if kind == "AutoModelForCausalLM":
@@ -60,18 +64,24 @@ def load(
     return LoadedModel(model, reported.missing)
 
 
-def empty(path: str | Path, kind: Kind, *, attention: str, untied: bool = False) -> Any:
+def empty(
+    path: str | Path,
+    kind: Kind = "AutoModelForCausalLM",
+    *,
+    attention: str,
+    untied: bool = False,
+    whole: bool = False,
+) -> Any:
     """Make the modules of the model at `path` with random weights, reading only its config.json.
 
-    With `untied`, the head is a separate weight, whatever config.json says. Raises `ModelError`.
+    With `untied`, the head is a separate weight, whatever config.json says. `whole` is as in `load`. Raises
+    `ModelError`.
     """
-    import transformers
-
     config = settings(path, untied=untied)
     # transformers would warn that flash-attn needs 16-bit weights; the learner's passes compute in 16 bits.
     with naming(path), fit.quiet():
-        options = {"dtype": torch.float32, "attn_implementation": attention, "trust_remote_code": False}
-        return getattr(transformers, kind).from_config(config, **options).eval()
+        options = {"dtype": torch.float32, "attn_implementation": attention}
+        return classes.make(config, kind, whole=whole, **options).eval()
 
 
 def not_finite(path: str | Path, name: str) -> str:

@@ -12,7 +12,7 @@ reads only the configuration, and so has the same model.
 """
 
 import re
-from collections.abc import Generator, Iterable, Iterator, Mapping
+from collections.abc import Collection, Generator, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -24,10 +24,11 @@ from safetensors import SafetensorError
 from streamppo import durable
 from streamppo.errors import ModelError
 from streamppo.weights.models import folder, headers
+from streamppo.weights.models.classes import causal_class
 from streamppo.weights.models.headers import Header
 
 if TYPE_CHECKING:
-    from transformers import PretrainedConfig, PreTrainedModel
+    from transformers import PretrainedConfig
 
 REFUSALS = (
     *(OSError, ValueError, TypeError, LookupError, ArithmeticError, AttributeError),
@@ -141,17 +142,20 @@ def heads_differ(path: str | Path, config: "PretrainedConfig") -> bool:
         return False
     if stored is None:
         return _pickles_differ(local, config, prefix)
-    header_pairs = [
-        (_named(head, stored, prefix), _named(embedding, stored, prefix)) for head, embedding in pairs(config)
-    ]
     differ = {
-        not are_equal(of_head, of_embedding)
-        for of_head, of_embedding in header_pairs
-        if of_head is not None and of_embedding is not None
+        not are_equal(stored[head], stored[embedding]) for head, embedding in _pairs_in_files(config, stored, prefix)
     }
     if len(differ) > 1:
         raise ModelError(f"the model {str(path)!r} has several heads, and only some of them equal its embedding")
     return True in differ
+
+
+def _pairs_in_files(config: "PretrainedConfig", file_names: Collection[str], prefix: str) -> Iterator[tuple[str, str]]:
+    """Yield the names in the files (head, embedding) of each pair of which both are in the files."""
+    for head, embedding in pairs(config):
+        of_head, of_embedding = (_in_files(name, file_names, prefix) for name in (head, embedding))
+        if of_head is not None and of_embedding is not None:
+            yield of_head, of_embedding
 
 
 def local_folder(path: str | Path) -> Path | None:
@@ -166,18 +170,19 @@ def local_folder(path: str | Path) -> Path | None:
         return None
 
 
-def causal_class(config: "PretrainedConfig") -> "type[PreTrainedModel] | None":
-    """Return the class of transformers for the causal LM of `config`, or None if transformers has no such class."""
-    from transformers import AutoModelForCausalLM
+def _in_files(name: str, file_names: Collection[str], prefix: str) -> str | None:
+    """Return a parameter's name in the files of a causal LM; None if it is in no file.
 
-    mapping: Mapping[type, type[PreTrainedModel]] = AutoModelForCausalLM._model_mapping  # pyright: ignore
-    # `_model_mapping` is lazy: it imports a class when the class is accessed.
-    return mapping[type(config)] if type(config) in mapping else None  # noqa: SIM401
-
-
-def _named(name: str, stored: Mapping[str, Header], prefix: str) -> Header | None:
-    """Return a parameter's header in the files of a causal LM, which may omit the prefix of the transformer."""
-    return stored.get(name) or stored.get(name.removeprefix(f"{prefix}."))
+    Files may omit the prefix of the transformer, and those of multimodal models have prefixes of their own.
+    Example: the parameter `model.language_model.embed_tokens.weight` is `language_model.model.embed_tokens.weight` in
+    the files of a Gemma 3.
+    """
+    for exact in (name, name.removeprefix(f"{prefix}.")):
+        if exact in file_names:
+            return exact
+    end = "." + ".".join(name.split(".")[-2:])
+    similar = [stored for stored in file_names if stored.endswith(end)]
+    return similar[0] if len(similar) == 1 else None
 
 
 def are_equal(first_header: Header, second_header: Header) -> bool:
@@ -200,10 +205,6 @@ def are_equal(first_header: Header, second_header: Header) -> bool:
 
 def _pickles_differ(model_folder: Path, config: "PretrainedConfig", prefix: str) -> bool:
     tensors = headers.pickle_tensors(model_folder)
-    for head, embedding in pairs(config):
-        of_head, of_embedding = (
-            tensors.get(name, tensors.get(name.removeprefix(f"{prefix}."))) for name in (head, embedding)
-        )
-        if of_head is not None and of_embedding is not None and not of_head.equal(of_embedding):
-            return True
-    return False
+    return not all(
+        tensors[head].equal(tensors[embedding]) for head, embedding in _pairs_in_files(config, tensors, prefix)
+    )

@@ -5,7 +5,7 @@ import json
 import shutil
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from streamppo import durable
 from streamppo.weights.models.settings import REFUSALS, local_folder, naming
@@ -18,6 +18,9 @@ FILES = (
     *("special_tokens_map.json", "added_tokens.json", "chat_template*", "additional_chat_templates"),
 )
 """Name patterns of a tokenizer's files."""
+PROCESSOR_TEMPLATE = "chat_template.json"
+PROCESSOR = ("*processor_config.json", PROCESSOR_TEMPLATE)
+"""Name patterns of the files by which a multimodal model reads pictures and sounds."""
 PIECES, FAST, TEKKEN = "tokenizer.model", "tokenizer.json", "tekken.json"
 ASCII = (*b"\t\n", *range(32, 127))
 """Bytes each of which is a character and, in tekken.json, a token."""
@@ -44,7 +47,23 @@ def read(path: str | Path) -> "PreTrainedTokenizerBase":
     except Exception as error:
         raise ValueError(_reason(Path(path), error)) from error
     _compare_tekken(tokenizer, Path(path))
+    if tokenizer.chat_template is None:
+        tokenizer.chat_template = _processor_template(path)
     return tokenizer
+
+
+def _processor_template(path: str | Path) -> str | None:
+    """Return the chat template in the file of a multimodal model's processor, which AutoTokenizer does not read."""
+    from transformers.utils import cached_file
+
+    lenient = ("_raise_exceptions_for_missing_entries", "_raise_exceptions_for_connection_errors")
+    file = cached_file(str(path), PROCESSOR_TEMPLATE, **dict.fromkeys(lenient, False))
+    if file is None:
+        return None
+    try:
+        return str(json.loads(durable.read(Path(file)))["chat_template"])
+    except (OSError, ValueError, LookupError, TypeError) as error:
+        raise ValueError(f"{PROCESSOR_TEMPLATE} is damaged: {type(error).__name__}: {error}") from error
 
 
 def _reason(folder: Path, error: Exception) -> str:
@@ -64,7 +83,7 @@ def _compare_tekken(tokenizer: "PreTrainedTokenizerBase", folder: Path) -> None:
     if not (folder / TEKKEN).is_file() or (folder / FAST).is_file() or (folder / PIECES).is_file():
         return
     try:
-        content: Any = json.loads(durable.read(folder / TEKKEN))
+        content = json.loads(durable.read(folder / TEKKEN))
         special = int(content["config"]["default_num_special_tokens"])
         ranks = {base64.b64decode(entry["token_bytes"]): int(entry["rank"]) for entry in content["vocab"]}
         expected = {chr(byte): special + ranks[bytes([byte])] for byte in ASCII}
@@ -114,6 +133,14 @@ def copy(start: str | Path, folder: Path, why: str) -> str:
             take = shutil.copytree if path.is_dir() else shutil.copyfile
             take(path, folder / path.name)
     return f"the tokenizer's files are copied as they are: {why}"
+
+
+def copy_processor(start: str | Path, folder: Path) -> None:
+    """Copy the processor's files of the model at `start` to `folder`. Raises `OSError` if the disk refuses."""
+    source = local_folder(start)
+    for pattern in PROCESSOR:
+        for path in source.glob(pattern) if source else ():
+            shutil.copyfile(path, folder / path.name)
 
 
 def _difference(tokenizer: "PreTrainedTokenizerBase", folder: Path) -> str:

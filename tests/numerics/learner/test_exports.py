@@ -23,7 +23,7 @@ from streamppo.types import flags, ints
 from streamppo.weights.models import generation
 from streamppo.weights.models import loading as models
 
-FAMILIES = ("gemma2", "gpt2", "llama3", "mistral", "qwen3", "qwen3_moe")
+FAMILIES = ("gemma2", "gpt2", "llama3", "mistral", "mistral3", "qwen3", "qwen3_moe", "qwen3_vl")
 """One for each kind of names, ties, numbers of tokens and templates."""
 
 
@@ -70,8 +70,8 @@ def test_what_is_exported_is_read_by_transformers_and_scores_as_the_learner(
         for one in held.lm.parameters():
             one.add_(0.01)
     hf_files.export(policy.gather_weights(held, dtype), str(path), tmp_path / "final", dtype)
-    own: Any = AutoModelForCausalLM.from_pretrained(tmp_path / "final", dtype="auto").eval()
-    assert own.dtype == getattr(torch, dtype) == AutoModelForCausalLM.from_pretrained(tmp_path / "final").dtype
+    own = model_families.read(tmp_path / "final")
+    assert own.dtype == getattr(torch, dtype) == model_families.read(tmp_path / "final", dtype="auto").dtype
     assert_scores_as(tmp_path / "final", held, 1e-5 if dtype == "float32" else 0.03)
     before, after = (AutoTokenizer.from_pretrained(one) for one in (path, tmp_path / "final"))
     assert (
@@ -81,6 +81,9 @@ def test_what_is_exported_is_read_by_transformers_and_scores_as_the_learner(
     (file,) = (tmp_path / "final").glob("*.safetensors")
     with safe_open(file, "pt") as opened:
         assert opened.metadata()["format"] == "pt"
+    for processor in path.glob("preprocessor_config.json"):
+        assert (tmp_path / "final" / processor.name).read_text() == processor.read_text()
+    assert (tmp_path / "final" / "preprocessor_config.json").exists() == (family in model_folders.MULTIMODAL)
     # It can be exported again.
     hf_files.export(trained(tmp_path / "final", dtype), str(tmp_path / "final"), tmp_path / "again", dtype)
 

@@ -256,7 +256,9 @@ def test_targets_are_chosen_by_the_ends_of_their_names_and_unknown_ones_refused(
 
 @pytest.mark.sampled(2)
 @pytest.mark.usefixtures("alone")
-@pytest.mark.parametrize("family", ["Ernie4_5_Moe", "FalconH1", "Gemma3Text", "Mixtral", "Qwen3Moe", "Qwen3Next"])
+@pytest.mark.parametrize(
+    "family", ["Ernie4_5_Moe", "FalconH1", "Gemma3Text", "Llava", "Mixtral", "Qwen3Moe", "Qwen3Next", "Qwen3_5"]
+)
 def test_without_targets_the_linear_layers_have_adapters_and_every_model_is_merged(tmp_path: Path, family: str) -> None:
     model_families.make(family, tmp_path / "model")
     policy = loaded(case.config_of(LORA), str(tmp_path / "model"))

@@ -11,7 +11,6 @@ import model_families as families
 import numpy as np
 import pytest
 import torch
-import transformers
 from small_decoders import reference
 
 from streamppo.errors import ModelError, WeightsError
@@ -20,13 +19,17 @@ from streamppo.rollout.embedded.engine import EmbeddedEngine
 from streamppo.rollout.embedded.model_decoder import ModelDecoder
 from streamppo.rollout.embedded.requests import EndTokens
 from streamppo.rollout.engine import Completion, Sampling
+from streamppo.rollout.weight_checks import Architecture
 from streamppo.types import Ints
 from streamppo.weights import content
 from streamppo.weights.models.settings import settings
 
 REFUSED = {
     "FalconH1": "a state besides keys and values",
+    "Lfm2Vl": "layers of kind conv",
     "Qwen3Next": "a state besides keys and values",
+    "Qwen3_5": "a state besides keys and values",
+    "Qwen3_5Moe": "a state besides keys and values",
     "StableLm": "does not let others replace",
 }
 RELEASE = ("Nemotron",)
@@ -41,7 +44,7 @@ WINDOW = 8
 
 def load(folder: Path) -> Any:
     """The model as transformers computes it by eager attention."""
-    return transformers.AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager").eval()
+    return families.read(folder, attn_implementation="eager")
 
 
 def make(family: str, folder: Path, window: int | None = None) -> Any:
@@ -55,7 +58,9 @@ def make(family: str, folder: Path, window: int | None = None) -> Any:
 
 
 def tensors(model: Any) -> dict[str, torch.Tensor]:
-    return {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    """The tensors of a push, which has no encoder of pictures."""
+    pushed = Architecture(model.config).shapes
+    return {name: parameter.detach().clone() for name, parameter in model.named_parameters() if name in pushed}
 
 
 def engine(model: Any, folder: Path, **options: Any) -> EmbeddedEngine:

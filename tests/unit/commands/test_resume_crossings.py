@@ -9,11 +9,14 @@ import json
 import random
 from pathlib import Path
 
+import bundle_case
+import model_families
 import model_folders
 import msgspec
 import pytest
 import replay_case
 import thread_run
+import torch
 from conftest import REPOSITORY
 from replay_case import STEERED, STEERED_SEGMENTS
 
@@ -88,9 +91,9 @@ def test_a_run_that_died_is_resumed_and_replayed(tmp_path: Path, overrides: tupl
 
 
 @pytest.mark.sampled(1)
-@pytest.mark.parametrize("family", ["gemma3", "gpt2", "qwen3_moe"])
+@pytest.mark.parametrize("family", ["gemma3", "gpt2", "qwen3_moe", "mistral3", "qwen3_vl"])
 def test_a_run_of_transformers_modules_that_died_is_resumed_and_replayed(tmp_path: Path, family: str) -> None:
-    """Windows, learned positions, experts: the embedded engine samples by the modules of the model."""
+    """Windows, learned positions, experts, encoders of pictures: the engine samples by the modules of the model."""
     usual = model_folders.usual(family)
     model = model_folders.make(tmp_path / "model", family=family, tokenizer=usual.tokenizer, template=usual.template)
     run = thread_run.trained(tmp_path / "runs", *SHORT, f"model.path={model}", "rollout.max_tokens=24", dies_at=5)
@@ -99,6 +102,13 @@ def test_a_run_of_transformers_modules_that_died_is_resumed_and_replayed(tmp_pat
     trial = chaos.account(run, [], replay_case.succeeds)
     assert (trial.lost, trial.twice, trial.consumed) == (0, 0, 8 * 32)
     assert trial.replayed, "the weights are not those that the archive gives"
+    # Parameters that are not trained are in no checkpoint, and in every version, export and bundle.
+    export = replay_case.command("streamppo", "export", f"{run}", "--to", f"{tmp_path / 'exported'}")
+    assert export.returncode == 0, export.stderr
+    before, after = (model_families.read(folder).state_dict() for folder in (model, tmp_path / "exported"))
+    assert before.keys() == after.keys()
+    assert not all(torch.equal(before[name], after[name]) for name in before)
+    bundle_case.made_again(run, 7, tmp_path / "7.safetensors")
 
 
 IN_ACTOR = draw.SEVERAL.replace("kind='function'", "kind='function', where='actor'")

@@ -99,6 +99,41 @@ def test_every_family_plays_a_second_turn(family: str) -> None:
     assert theirs[-len(observed) :] == observed
 
 
+PART = "{% for part in message.content %}{% if part.type == 'text' %}{{ part.text }}{% endif %}{% endfor %}"
+LISTED = """\
+{% for message in messages %}<|im_start|>{{ message.role }}
+{% for part in message.content %}{% if part.type == 'text' %}{{ part.text }}{% endif %}{% endfor %}<|im_end|>
+{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
+{% endif %}"""
+"""A template that writes lists of parts alone, as those of SmolVLM, Idefics 3 and LLaVA do."""
+
+
+@pytest.mark.parametrize("said", ["1+2", "a <|im_end|> that is text"])
+def test_a_template_of_parts_writes_what_the_same_template_of_texts_writes(said: str) -> None:
+    parts, texts = made("qwen3", template=LISTED), made("qwen3", template=LISTED.replace(PART, "{{ message.content }}"))
+    system = Message(role="system", content="Be brief.")
+    open_answer = Message(role="assistant", content="It is")
+    for conversation in ((user(said),), (system, user(said)), (system, user(said), open_answer)):
+        ids = parts.ids(chat(*conversation))
+        assert ids == texts.ids(chat(*conversation))
+        assert all(message.text in shown(parts, ids) for message in conversation)
+    assert parts.turn_end() == texts.turn_end() == number(parts, "<|im_end|>")
+    assert parts.observation((user(said),)).tolist() == texts.observation((user(said),)).tolist()
+
+
+def test_a_template_in_the_file_of_a_processor_is_read(tmp_path: Path) -> None:
+    tokenizer = tokenizer_kinds.make("byte_bpe", "qwen3")
+    (tmp_path / "chat_template.json").write_text(json.dumps({"chat_template": tokenizer.chat_template}))
+    expected = made("qwen3").ids(chat(user("1+2")))
+    tokenizer.chat_template = None
+    tokenizer.save_pretrained(tmp_path)
+    assert Tokenizer(tmp_path).ids(chat(user("1+2"))) == expected
+    for damaged in ("{", "[]", '{"template": "a"}'):
+        (tmp_path / "chat_template.json").write_text(damaged)
+        with pytest.raises(TaskError, match=r"cannot be loaded: chat_template\.json is damaged: "):
+            Tokenizer(tmp_path)
+
+
 def test_qwen3_without_thinking_closes_the_thoughts_of_the_next_turn() -> None:
     tokenizer = made("qwen3")
     quiet = Template(arguments={"enable_thinking": False})
@@ -436,7 +471,7 @@ HISTORY = (
     ("condition", "content"),
     [
         ("m.role != 'ROLE'", "{{ m.content }}"),
-        ("true", "{% if m.role == 'ROLE' %}{% for part in m.content %}{{ part.text }}{% endfor %}{% else %}"
+        ("true", "{% if m.role == 'ROLE' %}{% for part in m.content %}{{ part.words }}{% endfor %}{% else %}"
          "{{ m.content }}{% endif %}"),
         ("m.role != 'ROLE' or m.content == ''", "{{ m.content }}"),
         ("not loop.first or m.role != 'ROLE'", "{{ '' if m.role == 'ROLE' else m.content }}"),

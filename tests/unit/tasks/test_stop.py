@@ -81,7 +81,7 @@ def test_a_chat_model_ends_its_turn_whatever_its_generation_config_has(tmp_path:
 
 
 @pytest.mark.parametrize(
-    "writes", ["{{ m.role }}", "{% for part in m.content %}{{ part.text }}{% endfor %}", "{{ m.content | upper }}"]
+    "writes", ["{{ m.role }}", "{% for part in m.content %}{{ part.words }}{% endfor %}", "{{ m.content | upper }}"]
 )
 def test_a_template_that_does_not_write_the_assistants_words_tells_no_end_of_its_turn(writes: str) -> None:
     tokenizer = tokenizer_of(CHATML.replace("{{ m.content }}", writes))

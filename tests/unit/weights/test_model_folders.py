@@ -17,10 +17,10 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import (
     AutoModelForCausalLM,
+    Florence2Config,
     Llama4ForCausalLM,
     Llama4TextConfig,
     LlamaConfig,
-    Mistral3Config,
     MistralConfig,
     Qwen2Config,
     Qwen2ForSequenceClassification,
@@ -304,13 +304,11 @@ def test_a_model_whose_head_cannot_be_told_from_its_transformer_is_refused_befor
         fit.check(tmp_path, settings(tmp_path))
 
 
-def test_a_model_of_pictures_too_is_refused_with_what_to_do(tmp_path: Path) -> None:
-    text, vision = {"model_type": "mistral", **BODY, **HEADS}, {"model_type": "pixtral", **BODY, **HEADS}
-    del vision["vocab_size"], vision["num_key_value_heads"]
-    Mistral3Config(text_config=text, vision_config=vision).save_pretrained(tmp_path)
+def test_a_model_whose_text_model_cannot_be_told_apart_is_refused_with_what_to_do(tmp_path: Path) -> None:
+    Florence2Config().save_pretrained(tmp_path)
     save_file({"lm_head.weight": torch.zeros(300, 32)}, tmp_path / "model.safetensors", {"format": "pt"})
     with pytest.raises(
-        ModelError, match=r"no AutoModelForCausalLM of model_type 'mistral3': it also reads pictures .*: save"
+        ModelError, match=r"no AutoModelForCausalLM of model_type 'florence2': it also reads pictures .*: save"
     ):
         fit.check(tmp_path, settings(tmp_path))
 
