@@ -266,13 +266,7 @@ def updates(folder: Path) -> list[UpdateLine]:
 
 def recorded_versions(lines: Iterable[Line]) -> set[int]:
     """Return the versions of all updates that have a line, original or remade."""
-    versions: set[int] = set()
-    for line in lines:
-        if "update" in line:
-            versions.add(line["update"])
-        elif "remade" in line:
-            versions.add(line["remade"])
-    return versions
+    return {version_of(line) for line in lines if "update" in line or "remade" in line}
 
 
 def drop_truncated_line(folder: Path) -> None:

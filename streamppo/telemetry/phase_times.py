@@ -35,7 +35,7 @@ def per_update(lines: Sequence[Line]) -> dict[str, dict[str, PerUpdate]]:
         first = next(line for line in timed if line["phases"] == process and abs(_began(line) - _began(last)) < 1)
         since, before = (_began(last), {}) if first is last else (first["wall_s"], first["spent"])
         if updates := sum(since <= at <= last["wall_s"] for at in made_at):
-            by_process[process] = _divided(last["spent"], before, updates)
+            by_process[process] = _divided(between(before, last["spent"]), updates)
     return by_process
 
 
@@ -44,11 +44,19 @@ def _began(line: PhasesLine) -> float:
     return line["wall_s"] - line["spent"].get(WHOLE, NOTHING)[1]
 
 
-def _divided(spent: Mapping[str, Spending], before: Mapping[str, Spending], updates: int) -> dict[str, PerUpdate]:
-    by_phase: dict[str, PerUpdate] = {}
-    for name, (calls, wall_s, cpu_s) in spent.items():
-        calls_before, wall_before_s, cpu_before_s = before.get(name, NOTHING)
-        wall_ms, cpu_ms = 1e3 * (wall_s - wall_before_s) / updates, 1e3 * (cpu_s - cpu_before_s) / updates
-        by_phase[name] = PerUpdate((calls - calls_before) / updates, wall_ms, cpu_ms)
+def between(before: Mapping[str, Spending], after: Mapping[str, Spending]) -> dict[str, Spending]:
+    """Return what was spent between two lines of a process."""
+    return {
+        name: (calls - then[0], wall_s - then[1], cpu_s - then[2])
+        for name, (calls, wall_s, cpu_s) in after.items()
+        for then in [before.get(name, NOTHING)]
+    }
+
+
+def _divided(spent: Mapping[str, Spending], updates: int) -> dict[str, PerUpdate]:
+    by_phase = {
+        name: PerUpdate(calls / updates, 1e3 * wall_s / updates, 1e3 * cpu_s / updates)
+        for name, (calls, wall_s, cpu_s) in spent.items()
+    }
     phases_ms = sum(phase.cpu_ms for name, phase in by_phase.items() if name != WHOLE)
     return {**by_phase, ELSEWHERE: PerUpdate(0.0, 0.0, by_phase[WHOLE].cpu_ms - phases_ms)}

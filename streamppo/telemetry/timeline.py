@@ -13,16 +13,29 @@ class EngineInterval(NamedTuple):
     line: EngineLine
 
     @property
+    def tokens(self) -> int:
+        """The number of tokens sampled."""
+        return self.line["tokens"] - self.before["tokens"]
+
+    @property
     def tokens_per_s(self) -> float:
         """The number of tokens sampled per second."""
-        lasts_s = max(self.line["wall_s"] - self.before["wall_s"], 1e-9)
-        return (self.line["tokens"] - self.before["tokens"]) / lasts_s
+        return self.tokens / max(self.line["wall_s"] - self.before["wall_s"], 1e-9)
+
+    @property
+    def idle_s(self) -> float:
+        """The seconds in which the engine had nothing to decode."""
+        return self.line["idle_s"] - self.before["idle_s"]
+
+    @property
+    def lived_s(self) -> float:
+        """The seconds that the engine was idle or busy."""
+        return self.idle_s + self.line["busy_s"] - self.before["busy_s"]
 
     @property
     def idle(self) -> float:
         """The share of the interval in which the engine had nothing to decode."""
-        idle_s = self.line["idle_s"] - self.before["idle_s"]
-        return idle_s / max(idle_s + self.line["busy_s"] - self.before["busy_s"], 1e-9)
+        return self.idle_s / max(self.lived_s, 1e-9)
 
 
 def engine_intervals(lines: Sequence[Line]) -> Iterator[EngineInterval]:
@@ -32,17 +45,16 @@ def engine_intervals(lines: Sequence[Line]) -> Iterator[EngineInterval]:
         if "part" in line:
             engines = {}
         if "engine" in line:
-            before = engines.get(line["engine"])
+            yield engine_interval(engines.get(line["engine"]), line)
             engines[line["engine"]] = line
-            if before is None or before["tokens"] > line["tokens"]:
-                before = _start(line)
-            yield EngineInterval(before, line)
 
 
-def _start(line: EngineLine) -> EngineLine:
-    """Return a line with counters of 0 at the time of the actor's start, given the actor's first line."""
+def engine_interval(before: EngineLine | None, line: EngineLine) -> EngineInterval:
+    """Return the interval up to `line`. Without a line `before` in the actor's life, it begins with the actor."""
+    if before is not None and before["tokens"] <= line["tokens"]:
+        return EngineInterval(before, line)
     began_s = max(0.0, line["wall_s"] - line["busy_s"] - line["idle_s"])
-    return {**line, "wall_s": began_s, "tokens": 0, "busy_s": 0.0, "idle_s": 0.0}
+    return EngineInterval({**line, "wall_s": began_s, "tokens": 0, "busy_s": 0.0, "idle_s": 0.0}, line)
 
 
 def requested_s(line: UpdateLine) -> float:

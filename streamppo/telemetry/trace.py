@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import TypeAlias
 
 from streamppo.process import WHOLE
-from streamppo.telemetry import timeline
+from streamppo.telemetry import phase_times, timeline
 from streamppo.telemetry.metrics_file import Line, PhasesLine, UpdateLine
 
 Event: TypeAlias = Mapping[str, object]
@@ -101,11 +101,8 @@ def _counters(lines: Sequence[Line]) -> Iterator[Event]:
 def _spent(line: PhasesLine, before: PhasesLine) -> Iterator[Event]:
     """Yield each phase's seconds per second since the process's previous line; nothing if the process restarted."""
     lasts = max(line["wall_s"] - before["wall_s"], 1e-9)
-    shares = {
-        name: (wall_s - before["spent"].get(name, (0, 0.0, 0.0))[1]) / lasts
-        for name, (_, wall_s, _) in line["spent"].items()
-        if name != WHOLE
-    }
+    spent = phase_times.between(before["spent"], line["spent"])
+    shares = {name: wall_s / lasts for name, (_, wall_s, _) in spent.items() if name != WHOLE}
     if shares and min(shares.values()) >= 0:
         yield _counter(f"{line['phases']}: seconds a second", before["wall_s"], shares)
 

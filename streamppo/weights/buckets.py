@@ -4,7 +4,7 @@ A bucket is a one-dimensional uint8 array of consecutive pieces. Each piece is a
 only on names, shapes and sizes.
 """
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 from weakref import finalize
 
@@ -57,7 +57,9 @@ class Shard(NamedTuple):
         return int(np.prod(self.shape[1:], dtype=np.int64)) * self.dtype.itemsize
 
 
-class _Place(NamedTuple):
+class Place(NamedTuple):
+    """The bucket of a piece, and the piece's first byte in the bucket."""
+
     bucket: int
     start: int
 
@@ -80,7 +82,7 @@ class Buckets:
     def __init__(self, shards: Mapping[str, Shard], bucket_bytes: int, *, pinned: bool = False) -> None:
         self._shards, self._bucket_bytes = dict(shards), bucket_bytes
         sizes = {name: shard.nbytes for name, shard in shards.items()}
-        self._places, totals = _plan(list(sizes.values()), bucket_bytes)
+        self._places, totals = plan(sizes.values(), bucket_bytes)
         self.arrays = [_memory(total, pinned=pinned) for total in totals]
         self.tensors = {
             name: torch.from_numpy(raw).view(shard.dtype).view(shard.local_shape)
@@ -140,11 +142,11 @@ class Buckets:
         pays = [2 * nbytes <= array.nbytes for nbytes, array in zip(stored_bytes, self.arrays, strict=True)]
         return [encoded if pays[place.bucket] else None for encoded, place in zip(deltas, self._places, strict=True)]
 
-    def _pack_changed(self, stored: Sequence[Bytes], repacked: Collection[int]) -> tuple[list[_Place], list[Bytes]]:
+    def _pack_changed(self, stored: Sequence[Bytes], repacked: Collection[int]) -> tuple[list[Place], list[Bytes]]:
         """Keep all buckets except `repacked`; pack the `stored` bytes of the shards in `repacked` into new buckets."""
         unchanged = [number for number in range(len(self.arrays)) if number not in repacked]
         moved = [number for number, place in enumerate(self._places) if place.bucket in repacked]
-        places, totals = _plan([stored[number].nbytes for number in moved], self._bucket_bytes)
+        places, totals = plan([stored[number].nbytes for number in moved], self._bucket_bytes)
         arrays = [np.zeros(total, dtype=np.uint8) for total in totals]
         for number, place in zip(moved, places, strict=True):
             _bytes_at(arrays, place, stored[number].nbytes)[:] = stored[number]
@@ -196,19 +198,19 @@ def _pin(memory: Bytes) -> None:
     finalize(memory, cudart.cudaHostUnregister, address).atexit = False
 
 
-def _plan(sizes: Sequence[int], bucket_bytes: int) -> tuple[list[_Place], list[int]]:
+def plan(sizes: Iterable[int], bucket_bytes: int) -> tuple[list[Place], list[int]]:
     """Place pieces of these `sizes` in buckets. Returns the places, and the bytes of each bucket."""
-    places: list[_Place] = []
+    places: list[Place] = []
     totals: list[int] = []
     for nbytes in sizes:
         start = -(-totals[-1] // ALIGNMENT) * ALIGNMENT if totals else 0
         if not totals or start + nbytes > bucket_bytes:
             totals.append(0)
             start = 0
-        places.append(_Place(len(totals) - 1, start))
+        places.append(Place(len(totals) - 1, start))
         totals[-1] = start + nbytes
     return places, totals
 
 
-def _bytes_at(arrays: Sequence[Bytes], place: _Place, nbytes: int) -> Bytes:
+def _bytes_at(arrays: Sequence[Bytes], place: Place, nbytes: int) -> Bytes:
     return arrays[place.bucket][place.start : place.start + nbytes]

@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from streamppo.errors import WeightsError
-from streamppo.weights.buckets import ALIGNMENT
+from streamppo.weights import buckets
+from streamppo.weights.buckets import ALIGNMENT, Place
 
 SHARED = Path("/dev/shm")
 
@@ -26,7 +27,7 @@ class NoRoom(WeightsError):
 class Blocks(NamedTuple):
     """The block and the first byte of each tensor, and the number of bytes of each block."""
 
-    places: list[tuple[int, int]]
+    places: list[Place]
     totals: list[int]
 
 
@@ -43,15 +44,9 @@ class SharedTensors(NamedTuple):
 
 def plan(sizes: Iterable[int], block_bytes: int) -> Blocks:
     """Plan blocks for tensors of these sizes in bytes, in order."""
-    places: list[tuple[int, int]] = []
-    totals: list[int] = []
-    for size in sizes:
-        if not totals or totals[-1] + size > block_bytes:
-            totals.append(0)
-        places.append((len(totals) - 1, totals[-1]))
-        totals[-1] += -(-size // ALIGNMENT) * ALIGNMENT
+    places, totals = buckets.plan(sizes, block_bytes)
     # Memory of 0 bytes would have no descriptor.
-    return Blocks(places, [max(ALIGNMENT, total) for total in totals])
+    return Blocks(places, [max(ALIGNMENT, -(-total // ALIGNMENT) * ALIGNMENT) for total in totals])
 
 
 def allocate(totals: Sequence[int]) -> list[Tensor]:
@@ -102,6 +97,6 @@ def _block(storage: torch.UntypedStorage) -> Tensor:
     return torch.empty(0, dtype=torch.uint8).set_(storage)
 
 
-def _parts(blocks: list[Tensor], places: Sequence[tuple[int, int]], sizes: Sequence[int]) -> SharedTensors:
+def _parts(blocks: list[Tensor], places: Sequence[Place], sizes: Sequence[int]) -> SharedTensors:
     parts = [blocks[block][start : start + size] for (block, start), size in zip(places, sizes, strict=True)]
     return SharedTensors(blocks, parts)

@@ -23,7 +23,7 @@ from streamppo.errors import ConfigError
 from streamppo.queue.store import archive
 from streamppo.queue.store.archive import Archive
 from streamppo.tasks import plugins
-from streamppo.telemetry import metrics_file
+from streamppo.telemetry import metrics_file, progress
 from streamppo.types import Batch
 
 
@@ -91,8 +91,8 @@ def _examine_records(run: Path, question: Question, test: UserTest | None) -> An
 
 def _values(run: Path, lines: Mapping[int, Metrics], metric: str) -> dict[int, float]:
     if metric == "accuracy":
-        accuracies = {line["evaluation"]: line["accuracy"] for line in metrics_file.read(run) if "evaluation" in line}
-        return {version: value for version, value in accuracies.items() if value is not None}
+        evaluations = [line for line in metrics_file.read(run) if "evaluation" in line]
+        return {scored.version: scored.accuracy for scored in progress.evaluations_with_score(evaluations)}
     values = {version: line[metric] for version, line in lines.items() if metric in line}
     if not values:
         known = sorted({name for line in lines.values() for name in line} | {"accuracy"})

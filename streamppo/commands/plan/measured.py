@@ -16,14 +16,14 @@ from streamppo.config import file as configfile
 from streamppo.config.sections import Config
 from streamppo.errors import RunError
 from streamppo.queue.store import archive
-from streamppo.telemetry import metrics_file
+from streamppo.telemetry import metrics_file, phase_times
 from streamppo.telemetry.metrics_file import Line, PhasesLine
+from streamppo.telemetry.phase_times import NOTHING, Spending
 
 PASSES = ("forward", "loss", "backward", "optimizer", "targets", "metrics", "snapshot")
 """Phases of an update, which do not overlap."""
 ENGINE = ("decode", "prefill", "swap", "unpack")
 """Phases of an engine's thread."""
-UNSPENT = (0, 0.0, 0.0)
 BATCHES = 8
 """Number of last batches of a run whose lengths are read."""
 
@@ -33,15 +33,15 @@ class Interval(NamedTuple):
 
     begin_s: float
     end_s: float
-    spent: Mapping[str, tuple[int, float, float]]
+    spent: Mapping[str, Spending]
 
     def calls(self, phase: str) -> int:
         """The calls of a phase."""
-        return self.spent.get(phase, UNSPENT)[0]
+        return self.spent.get(phase, NOTHING)[0]
 
     def cpu_s(self, *phases: str) -> float:
         """The sum of the CPU seconds of `phases`."""
-        return sum(self.spent.get(phase, UNSPENT)[2] for phase in phases)
+        return sum(self.spent.get(phase, NOTHING)[2] for phase in phases)
 
 
 class MeasuredRun(NamedTuple):
@@ -180,12 +180,7 @@ def _intervals(lines: Iterable[Line], first_s: float) -> dict[str, list[Interval
 
 
 def _interval(before: PhasesLine, after: PhasesLine) -> Interval:
-    spent = {
-        name: (calls - then[0], wall_s - then[1], cpu_s - then[2])
-        for name, (calls, wall_s, cpu_s) in after["spent"].items()
-        for then in [before["spent"].get(name, UNSPENT)]
-    }
-    return Interval(before["wall_s"], after["wall_s"], spent)
+    return Interval(before["wall_s"], after["wall_s"], phase_times.between(before["spent"], after["spent"]))
 
 
 def _fit(points: Iterable[tuple[tuple[float, ...], float]]) -> tuple[float, ...]:

@@ -115,7 +115,7 @@ def _speed(state: RunState, width: int) -> list[Text]:
         row.append(f"{trained:,.0f}", "bold").append(" trained  ")
     if update_s is not None:
         row = _if_it_fits(row, f"{update_s:.2g} s an update", width)
-    contexts = context_reuse.mean_shares([engine.newest for engine in state.engines.values()]).contexts
+    contexts = context_reuse.mean_shares([engine.line for engine in state.engines.values()]).contexts
     return [row if contexts is None else _if_it_fits(row, f"  contexts {contexts:.0%} reused", width)]
 
 

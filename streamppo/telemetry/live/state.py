@@ -6,10 +6,12 @@ The same state can be built from the file of a finished run. A resumed run start
 from collections import Counter, deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
+from streamppo.telemetry import timeline
 from streamppo.telemetry.diagnosis import Diagnosis
 from streamppo.telemetry.metrics_file import EngineLine, EvaluationLine, Line, SampleLine, UpdateLine, numbers
+from streamppo.telemetry.timeline import EngineInterval
 
 WINDOW = 20
 """The number of newest updates that speeds and shares cover."""
@@ -24,13 +26,6 @@ class Pace(NamedTuple):
     update_s: float
     wait_s: float
     tokens_trained: float
-
-
-class EngineLines(NamedTuple):
-    """The newest line of a rollout actor, and the line before it."""
-
-    newest: EngineLine
-    before: EngineLine | None
 
 
 @dataclass(slots=True)
@@ -56,7 +51,7 @@ class RunState:
     newest: Mapping[str, float] = field(default_factory=dict)
     ready: int = 0
     in_flight: int = 0
-    engines: dict[str, EngineLines] = field(default_factory=dict)
+    engines: dict[str, EngineInterval] = field(default_factory=dict)
     sampled: SampleLine | None = None
     restarts: int = 0
     warning: str = ""
@@ -122,18 +117,13 @@ class RunState:
     @property
     def engines_idle(self) -> float | None:
         """The share of time that engines had nothing to decode, between the two newest lines of each."""
-        idle_s = sum(_since(engine, "idle_s") for engine in self.engines.values())
-        lived_s = idle_s + sum(_since(engine, "busy_s") for engine in self.engines.values())
-        return idle_s / lived_s if lived_s > 0 else None
+        lived_s = sum(engine.lived_s for engine in self.engines.values())
+        return sum(engine.idle_s for engine in self.engines.values()) / lived_s if lived_s > 0 else None
 
     @property
     def sampled_per_s(self) -> float | None:
         """Tokens per second sampled by all engines together."""
-        totals = [
-            (_since(engine, "tokens"), _since(engine, "idle_s") + _since(engine, "busy_s"))
-            for engine in self.engines.values()
-        ]
-        rates = [tokens / lived_s for tokens, lived_s in totals if lived_s > 0]
+        rates = [engine.tokens / engine.lived_s for engine in self.engines.values() if engine.lived_s > 0]
         return sum(rates) if rates else None
 
     @property
@@ -176,7 +166,7 @@ class RunState:
 
     def _add_engine(self, line: EngineLine) -> None:
         previous = self.engines.get(line["engine"])
-        self.engines[line["engine"]] = EngineLines(line, previous.newest if previous else None)
+        self.engines[line["engine"]] = timeline.engine_interval(previous and previous.line, line)
         self.sampled = line["sampled"] or self.sampled
 
     def _begin_part(self) -> None:
@@ -185,8 +175,3 @@ class RunState:
         self.paces.clear()
         self.ready = self.in_flight = 0
         self.ended = ""
-
-
-def _since(engine: EngineLines, name: Literal["tokens", "busy_s", "idle_s"]) -> float:
-    """Return the increase from the previous line to the newest line, or from 0 if there is no previous line."""
-    return engine.newest[name] - (engine.before[name] if engine.before else 0)

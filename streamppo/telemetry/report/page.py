@@ -7,7 +7,8 @@ from typing import NamedTuple
 from jinja2 import Environment, FileSystemLoader
 from markupsafe import Markup
 
-from streamppo.telemetry import catalogue, summary
+from streamppo.telemetry import catalogue, progress, summary
+from streamppo.telemetry.metrics_file import version_of
 from streamppo.telemetry.report import plot, view
 from streamppo.telemetry.report.plot import Bar, Curve, Point
 from streamppo.telemetry.report.view import RunsTable, View
@@ -142,8 +143,22 @@ def render(
 
     Each element of `differences` and of `predicted` is a table and the sentence above it.
     """
-    environment = Environment(loader=FileSystemLoader(Path(__file__).parent), autoescape=True)
-    environment.globals |= {
+    return (
+        environment()
+        .get_template("page.html")
+        .render(
+            views=views,
+            runs=[run_view for run_view in views if not run_view.is_replay],
+            differences=differences,
+            predicted=predicted,
+        )
+    )
+
+
+def environment(*folders: Path) -> Environment:
+    """Return the jinja environment with the page's templates, and those in `folders`."""
+    jinja = Environment(loader=FileSystemLoader([*folders, Path(__file__).parent]), autoescape=True)
+    jinja.globals |= {
         "headline": view.headline,
         "beside": view.compare_headlines,
         "ledger": view.ledger,
@@ -151,21 +166,15 @@ def render(
         "attempts": view.attempts,
         "reuse": view.reuse,
         "agents": view.agents,
-    }
-    environment.globals |= {"timeline": lambda run_view: plot.timeline(view.events(run_view)), "lags": lags}
-    environment.globals |= {
+        "timeline": lambda run_view: plot.timeline(view.events(run_view)),
+        "lags": lags,
         "charts": charts,
         "section": view.section,
         "condition_class": view.condition_class,
+        "condition_word": view.condition_word,
         "signs": view.signs,
     }
-    template = environment.get_template("page.html")
-    return template.render(
-        views=views,
-        runs=[run_view for run_view in views if not run_view.is_replay],
-        differences=differences,
-        predicted=predicted,
-    )
+    return jinja
 
 
 def curves(run_view: View) -> str:
@@ -204,16 +213,13 @@ def _chart(panel: Panel, views: Sequence[View], lines: Sequence[Sequence[Mapping
 
 def _by_version(run_view: View) -> list[Mapping[str, object]]:
     """Return one line for each update, original or remade, with its version under the name `update`."""
-    return [
-        {"update": line["remade"], **line} if "remade" in line else line
-        for line in summary.updates_in_order(run_view.lines)
-    ]
+    return [{"update": version_of(line), **line} for line in summary.updates_in_order(run_view.lines)]
 
 
 def _points(metric: str, run_view: View, run: Sequence[Mapping[str, object]]) -> list[Point]:
     if metric == "accuracy":
-        answered = {line["evaluation"]: line["accuracy"] for line in run_view.lines if "evaluation" in line}
-        return [(float(version), value) for version, value in sorted(answered.items()) if value is not None]
+        scored = progress.evaluations_with_score(view.evaluations(run_view))
+        return [(float(evaluation.version), evaluation.accuracy) for evaluation in scored]
     if metric == "wait_share":
         pairs = ((line, line.get("wait_s"), line.get("update_s")) for line in run)
         return [

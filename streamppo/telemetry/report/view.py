@@ -14,7 +14,7 @@ from streamppo.telemetry import context_reuse, progress, timeline
 from streamppo.telemetry import summary as summaries
 from streamppo.telemetry.attempts import AttemptTable
 from streamppo.telemetry.diagnosis import Sign
-from streamppo.telemetry.metrics_file import FINISHED, EvaluationLine, Line, RemadeLine, UpdateLine
+from streamppo.telemetry.metrics_file import FINISHED, EvaluationLine, Line, RemadeLine, UpdateLine, version_of
 from streamppo.telemetry.progress import WORSE
 from streamppo.telemetry.report.plot import MOST_POINTS, Event, abbreviate
 from streamppo.telemetry.summary import LineTotals, Summary
@@ -194,7 +194,7 @@ def ledger(view: View) -> tuple[list[NamedNumber], str]:
     if view.queue is None:
         return [], ""
     tokens, version = view.queue.tokens, view.queue.version
-    updates = [line for line in summaries.updates_in_order(view.lines) if _version(line) <= version]
+    updates = [line for line in summaries.updates_in_order(view.lines) if version_of(line) <= version]
     missing, in_batches = version - len(updates), _in_batches(updates)
     trained, masked, all_tokens = in_batches["tokens_trained"], in_batches["tokens_too_old"], in_batches["tokens"]
     unknown = tokens["consumed"] - all_tokens if missing else 0
@@ -224,10 +224,6 @@ def _sum(delivered: int, total: int, version: int, missing: int) -> str:
         lines = "line of 1 update is" if missing == 1 else f"lines of {missing:,} updates are"
         return f"{text}exactly the sum. The {lines} missing, so the queue's count is used for their tokens."
     return f"{text}exactly the sum of the learner's and the queue's counts."
-
-
-def _version(line: UpdateLine | RemadeLine) -> int:
-    return line["update"] if "update" in line else line["remade"]
 
 
 def _in_batches(updates: Sequence[UpdateLine | RemadeLine]) -> dict[str, int]:

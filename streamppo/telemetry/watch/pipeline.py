@@ -37,7 +37,7 @@ class Actor(NamedTuple):
 
 def stages(state: RunState) -> list[StageView]:
     """Return the four stages in the order of the data: rollout, queue, learner, weights."""
-    versions = sorted({engine.newest["version"] for engine in state.engines.values()})
+    versions = sorted({engine.line["version"] for engine in state.engines.values()})
     count, idle = len(state.engines), or_dash(state.engines_idle, "{:.0%}")
     lag = or_dash(state.newest.get("lag_mean"), "{:.2f}")
     spread = f"{versions[0]} to {versions[-1]}" if len(versions) > 1 else "".join(map(str, versions))

@@ -5,7 +5,7 @@ from functools import cache
 from pathlib import Path
 from typing import NamedTuple, Protocol, cast
 
-from jinja2 import Environment, FileSystemLoader
+from jinja2 import Environment
 from markupsafe import Markup
 
 from streamppo.telemetry.live.state import RunState
@@ -51,22 +51,13 @@ class _Macros(Protocol):
 
 def environment() -> Environment:
     """Return the jinja environment with the templates of the page, and the report's templates that it uses."""
-    jinja = Environment(loader=FileSystemLoader([FOLDER, Path(page.__file__).parent]), autoescape=True)
+    jinja = page.environment(FOLDER)
     jinja.globals |= {
         "actors": pipeline.actors,
         "stages": pipeline.stages,
         "waits": pipeline.waits,
         "pipeline_charts": pipeline.charts,
         "newest_updates": pipeline.newest_updates,
-        "timeline": lambda run_view: plot.timeline(view.events(run_view)),
-        "lags": page.lags,
-        "ledger": view.ledger,
-        "lengths": view.lengths,
-        "reuse": view.reuse,
-        "agents": view.agents,
-        "condition_class": view.condition_class,
-        "condition_word": view.condition_word,
-        "signs": view.signs,
     }
     return jinja
 
