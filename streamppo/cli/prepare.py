@@ -31,6 +31,9 @@ def init(
     gpu: Annotated[Count, Parameter(help="The number of GPUs for SGLang and ranks (default: 0).")] = 0,
     prompt: Annotated[str, Parameter(help="The column of the prompt, if its name is unusual.")] = "",
     answer: Annotated[str, Parameter(help="The column of the answer, if its name is unusual.")] = "",
+    column: Annotated[
+        Sequence[str], Parameter(help="NAME=COLUMN: what the reward gets as NAME. May be repeated.")
+    ] = (),
 ) -> int:
     """Write a project that is ready to run on a CPU, or a configuration for your model, data and reward.
 
@@ -40,12 +43,15 @@ def init(
 
     required = {"--model": model, "--data": data, "--reward": reward}
     missing = [option for option, value in required.items() if not value]
-    if len(missing) == len(required) and not (gpu or prompt or answer):
+    if len(missing) == len(required) and not (gpu or prompt or answer or column):
         return command.init(name)
     if missing:
         verb = "is" if len(missing) == 1 else "are"
         raise ConfigError(f"--model, --data and --reward go together: {' and '.join(missing)} {verb} missing")
-    return command.write_configuration(name, command.UserInputs(model, data, reward, prompt, answer, gpu))
+    columns = dict(pair.split("=", 1) for pair in column if "=" in pair)
+    if len(columns) < len(column) or not all((*columns, *columns.values())):
+        raise ConfigError(f"--column is NAME=COLUMN with different names, not {' '.join(column)}")
+    return command.write_configuration(name, command.UserInputs(model, data, reward, prompt, answer, columns, gpu))
 
 
 @app.command

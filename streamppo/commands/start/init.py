@@ -6,10 +6,11 @@ project/     templates of the project, in which NAME is replaced, and the writer
 import json
 import re
 import shlex
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from importlib import resources
 from itertools import product
 from pathlib import Path
+from types import MappingProxyType
 from typing import NamedTuple
 
 import numpy as np
@@ -81,13 +82,17 @@ def _write(path: Path, problems: Sequence[dict[str, str]]) -> None:
 
 
 class UserInputs(NamedTuple):
-    """A user's model, data and reward, and the columns of prompt and answer. "" lets `init` choose the column."""
+    """A user's model, data and reward, and the columns of prompt and answer. "" lets `init` choose the column.
+
+    `columns` are further columns for the reward: what it gets as a name is the column of the value.
+    """
 
     model: str
     data: str
     reward: str
     prompt: str = ""
     answer: str = ""
+    columns: Mapping[str, str] = MappingProxyType({})
     gpus: int = 0
 
 
@@ -106,7 +111,7 @@ def write_configuration(file: Path, inputs: UserInputs) -> int:
     model = policy.read(inputs.model)
     scorer = FunctionScorer(function=inputs.reward)
     with process.naming_prints():
-        rows_read = rows.read(inputs.data, scorer, (inputs.prompt, inputs.answer), model.view())
+        rows_read = rows.read(inputs.data, scorer, (inputs.prompt, inputs.answer), model.view(), inputs.columns)
     choices = text.ProjectChoices(
         name=file.stem,
         model=_path_in(file, inputs.model),

@@ -52,6 +52,8 @@ class Signature(NamedTuple):
                 more += f"; its `{self.style.answer}` is the row's answer: name that column as task.answer"
             if self.style is not TRAJECTORY and min(missing) in FOREIGN:
                 more += f"; {FOREIGN[min(missing)].format(min(missing))}"
+            if not more and "answer" not in missing:
+                more = f'; a column is given another name by task.columns = {{ {min(missing)} = "COLUMN" }}'
             names = ", ".join(sorted(row)) or "none"
             raise TaskError(f"the reward asks for the column {min(missing)!r}; columns are {names}{more}")
         if self.takes_all:

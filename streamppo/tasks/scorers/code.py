@@ -90,7 +90,7 @@ class CodeTests:
 
     A test is Python code that calls the program's definitions (a failed `assert` fails it), or an object {"input",
     "output"}: standard input and the expected standard output, compared without white space at line ends. `tests` is a
-    list of tests, or its JSON.
+    list of tests, an object {"inputs", "outputs"} of two lists (APPS, TACO), or the JSON of these.
 
     The program can never read or change a test: test code runs in another sandbox, and only calls and plain values pass
     between them (isolated_tests.py). A test that compares objects of the program's classes fails. A test that passes a
@@ -234,14 +234,22 @@ def _sandbox(name: str) -> Sandbox:
 
 
 def read_tests(tests: object) -> list[Test]:
-    """Return a row's `tests`: a list or its JSON. Raises `TaskError` for anything except a nonempty list of tests."""
+    """Return a row's `tests`: a list, the lists of inputs and outputs as in APPS and TACO, or the JSON of these.
+
+    Raises `TaskError` if there are no usable tests.
+    """
     if isinstance(tests, str):
         try:
             return read_tests(json.loads(tests) or None)
         except (ValueError, RecursionError) as error:
             raise TaskError(f"`tests` is a text that is not JSON: {error}") from error
-    if not isinstance(tests, list) or not tests:
-        raise TaskError(f"`tests` must be a list that is not empty, not {tests!r}")
+    match tests:
+        case {"inputs": list(inputs), "outputs": list(outputs)} | {"input": list(inputs), "output": list(outputs)}:
+            return read_tests(_paired(cast("Mapping[str, object]", tests), inputs, outputs))
+        case list() if tests:
+            pass
+        case _:
+            raise TaskError(f"`tests` must be a list that is not empty, not {tests!r}")
     for test in tests:
         match test:
             case str() | {"input": str(), "output": str()}:
@@ -249,6 +257,20 @@ def read_tests(tests: object) -> list[Test]:
             case _:
                 raise TaskError(f"a test is code, or has the texts `input` and `output`; this is {test!r}")
     return tests
+
+
+def _paired(tests: Mapping[str, object], inputs: list[object], outputs: list[object]) -> list[dict[str, object]]:
+    """Return a test for each input and its output; a list of lines is joined."""
+    if name := tests.get("fn_name"):
+        raise TaskError(f"`tests` call the function {name!r} (fn_name): write them as code, such as `assert f(1) == 2`")
+    if len(inputs) != len(outputs):
+        raise TaskError(f"`tests` have {len(inputs)} inputs and {len(outputs)} outputs")
+    return [{"input": _joined(given), "output": _joined(wanted)} for given, wanted in zip(inputs, outputs, strict=True)]
+
+
+def _joined(value: object) -> object:
+    is_lines = isinstance(value, list) and all(isinstance(line, str) for line in cast("list[object]", value))
+    return "\n".join(cast("list[str]", value)) if is_lines else value
 
 
 def _failure_of(ran: Ran, limits: RunLimits) -> str:

@@ -94,6 +94,7 @@ def test_columns_are_found_by_the_names_that_data_sets_have(
     assert source(config).chat == isinstance(row[prompt], str), "a text becomes a user's message; messages are some"
 
 
+TESTS = "streamppo.tasks.scorers.code:CodeTests"
 DONE = [{"role": "user", "content": "x"}, {"role": "assistant", "content": "y"}]
 
 
@@ -116,6 +117,18 @@ DONE = [{"role": "user", "content": "x"}, {"role": "assistant", "content": "y"}]
         ),
         ({"prompt": "x", "gold_text": "z"}, {}, "asks for the column 'answer', and row 1 of "),
         ({"prompt": "x", "gold_text": "z"}, {}, "name the column of the answer with --answer"),
+        ({"prompt": "x", "gold_text": "z"}, {"reward": f"{TESTS}"}, "'tests', and row 1 of "),
+        (
+            {"prompt": "x", "gold_text": "z"},
+            {"reward": f"{TESTS}"},
+            "has prompt, gold_text; name it with --column tests=",
+        ),
+        (
+            {"prompt": "x", "answer": "z"},
+            {"column": "tests:answer"},
+            "--column is NAME=COLUMN with different names, not",
+        ),
+        ({"prompt": "x", "answer": "z"}, {"column": "tests=a.b"}, "row 1: no column 'a.b'; columns are prompt, answer"),
         ({"prompt": "x", "answer": "z"}, {"prompt": "promt"}, "--prompt promt: a prompt is a text or a list"),
         ({"prompt": "x", "answer": "z"}, {"answer": "anser"}, "--answer anser: not every row of "),
         ({"prompt": "x", "answer": "z"}, {"model": "./nowhere"}, "--model: './nowhere' is not a folder here"),
@@ -131,6 +144,18 @@ def test_what_cannot_be_told_or_used_is_refused_with_the_remedy(
     assert main(case.bring(tmp_path, **{"data": str(data), **options})) == MISTAKE
     assert said in capsys.readouterr().err
     assert not Path("mine.toml").exists()
+
+
+@pytest.mark.parametrize("column", ["input_output", "meta.tests"])
+def test_a_column_is_given_the_name_that_the_reward_uses(
+    column: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tests = json.dumps({"inputs": ["1\n"], "outputs": ["2\n"]})
+    content = [{"question": f"{n}?", "input_output": tests, "meta": {"tests": tests}} for n in range(40)]
+    data = case.rows(tmp_path / "its.jsonl", content)
+    config, _ = begun(capsys, case.bring(tmp_path, data=str(data), reward=TESTS, column=f"tests={column}"))
+    assert source(config).columns == {"tests": column}
+    assert main(["check", "mine.toml", "--no-score"]) == 0
 
 
 def test_a_verl_reward_without_a_column_of_the_answer_is_refused(

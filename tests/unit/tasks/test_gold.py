@@ -2,6 +2,7 @@
 
 import asyncio
 import inspect
+import json
 import math
 from collections.abc import Callable
 from decimal import Decimal
@@ -82,6 +83,36 @@ def test_a_number_of_too_many_digits_is_refused() -> None:
 
 def test_a_sum_given_as_a_number_is_its_text() -> None:
     assert [called(arithmetic.score, given, answer=46) for given in ("46", "47")] == [1.0, 0.0]
+
+
+PAIRS = [{"input": "1\n2", "output": "3\n"}, {"input": "4", "output": "5"}]
+PUBLISHED: dict[str, Any] = {
+    "APPS, TACO and PRIME": {"inputs": ["1\n2", "4"], "outputs": ["3\n", "5"]},
+    "TACO, by lines": {"inputs": [["1", "2"], ["4"]], "outputs": [["3", ""], "5"]},
+    "code_contests": {"input": ["1\n2", "4"], "output": ["3\n", "5"], "fn_name": None},
+    "LiveCodeBench": [{**pair, "testtype": "stdin"} for pair in PAIRS],
+}
+
+
+@pytest.mark.parametrize("form", [lambda tests: tests, json.dumps], ids=["values", "json"])
+@pytest.mark.parametrize("published", PUBLISHED)
+def test_tests_are_read_as_data_sets_publish_them(published: str, form: Callable[[Any], Any]) -> None:
+    read = code.read_tests(form(PUBLISHED[published]))
+    assert [{"input": test["input"], "output": test["output"]} for test in read if isinstance(test, dict)] == PAIRS
+
+
+@pytest.mark.parametrize(
+    ("tests", "why"),
+    [
+        ({"inputs": [[1]], "outputs": [2], "fn_name": "f"}, "call the function 'f' .*: write them as code, such as"),
+        ({"inputs": ["1"], "outputs": []}, "`tests` have 1 inputs and 0 outputs"),
+        ({"inputs": [[1]], "outputs": ["1"]}, "has the texts `input` and `output`; this is"),
+        ({"inputs": [], "outputs": []}, "must be a list that is not empty"),
+    ],
+)
+def test_pairs_that_are_no_texts_are_refused(tests: Any, why: str) -> None:
+    with pytest.raises(TaskError, match=why):
+        code.read_tests(tests)
 
 
 @pytest.mark.parametrize("tests", [None, "", "[]", "null", "not json", "{}", [], [1], [{"input": "1"}], '["x", 1]', 7])

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence, Set
 from itertools import islice
+from types import MappingProxyType
 from typing import NamedTuple, cast
 
 from streamppo.config.reward import FunctionScorer
@@ -24,6 +25,7 @@ ANSWERS = (
     *("reference", "gold", "label", "response", "completion", "output", "chosen"),
 )
 """Usual names of an answer's column in lower case, with the most certain first."""
+NONE: Mapping[str, str] = MappingProxyType({})
 EXAMINED = 64
 """Number of rows by which the columns are chosen."""
 QUOTED = 60
@@ -47,7 +49,8 @@ class DataRows(NamedTuple):
     """The `total` rows of the data set `data`. Prompts are lists of messages if `messages` is True, else texts.
 
     `prompts` and `answers` are the numbers of tokens of each prompt, and of each answer that is a text or number, in
-    the first `MEASURED` rows. `templated` is True if the texts are already written in a chat template.
+    the first `MEASURED` rows. `templated` is True if the texts are already written in a chat template. `columns` are
+    further columns for the reward, by the name that it uses.
     """
 
     data: str
@@ -58,6 +61,7 @@ class DataRows(NamedTuple):
     prompts: Sequence[int]
     answers: Sequence[int]
     templated: bool = False
+    columns: Mapping[str, str] = NONE
 
     @property
     def longest_prompt(self) -> int:
@@ -70,10 +74,13 @@ class DataRows(NamedTuple):
         return max(self.answers, default=0)
 
 
-def read(data: str, reward: FunctionScorer, columns: tuple[str, str], view: PromptView) -> DataRows:
+def read(
+    data: str, reward: FunctionScorer, columns: tuple[str, str], view: PromptView, more: Mapping[str, str] = NONE
+) -> DataRows:
     """Read the rows of `data` with prompt and answer in `columns`. For the name "", a usual name is tried.
 
-    Raises `ConfigError` if no column is the prompt, or if a column that `reward` needs is missing.
+    `more` are further columns for the reward, by the name that it uses. Raises `ConfigError` if no column is the
+    prompt, or if a column that `reward` needs is missing.
     """
     try:
         rows = [row for _, row in islice(dataset_files.rows(data, "train"), MEASURED)]
@@ -86,13 +93,14 @@ def read(data: str, reward: FunctionScorer, columns: tuple[str, str], view: Prom
     first = rows[:EXAMINED]
     prompt = _prompt_column(data, first, columns[0])
     answer = _answer_column(data, first, columns[1], prompt)
-    _refuse_gaps(data, rows, reward, signature.required_columns - {"answer"} if answer else signature.required_columns)
+    _refuse_gaps(data, rows, reward, signature.required_columns - more.keys() - ({"answer"} if answer else set()))
     messages = isinstance(_at(rows[0], prompt), list)
     templated = not messages and all(view.spells(Prompt(text=str(_at(row, prompt)), columns={})) for row in rows)
     source = Source(
         data=data,
         prompt=prompt,
         answer=answer,
+        columns=dict(more),
         chat=view.chat and not templated,
         control_tokens="parse" if templated else "text",
     )
@@ -103,7 +111,7 @@ def read(data: str, reward: FunctionScorer, columns: tuple[str, str], view: Prom
         answers = [view.measure(Prompt(text=text, columns={})) for text in texts]
     except TaskError as error:
         raise ConfigError(str(error)) from error
-    return DataRows(data, total, prompt, answer, messages, lengths, answers, templated)
+    return DataRows(data, total, prompt, answer, messages, lengths, answers, templated, more)
 
 
 def _refuse_gaps(data: str, rows: Sequence[Row], reward: FunctionScorer, required_columns: Set[str]) -> None:
@@ -112,9 +120,10 @@ def _refuse_gaps(data: str, rows: Sequence[Row], reward: FunctionScorer, require
         missing = {name for name in required_columns if name not in row or (name == "answer" and row[name] is None)}
         if missing:
             has = ", ".join(name for name, value in row.items() if value is not None)
+            name = "answer" if "answer" in missing else min(missing)
+            option = "the column of the answer with --answer" if name == "answer" else f"it with --column {name}=COLUMN"
             raise ConfigError(
-                f"{reward.function} asks for the column {min(missing)!r}, and row {place} of {data} has {has}"
-                + ("; name the column of the answer with --answer" if "answer" in missing else "")
+                f"{reward.function} asks for the column {name!r}, and row {place} of {data} has {has}; name {option}"
             )
 
 

@@ -85,6 +85,9 @@ def _task(choices: ProjectChoices) -> Iterator[Line]:
     yield Line("data", _text(choices.data), f"{rows.total:,} rows; the reward gets their other columns too")
     yield Line("prompt", _text(rows.prompt), "the column of the prompt")
     yield Line("answer", _text(rows.answer), "the column that the reward gets as `answer`" if rows.answer else "none")
+    if rows.columns:
+        pairs = ", ".join(f"{json.dumps(name)} = {_text(column)}" for name, column in rows.columns.items())
+        yield Line("columns", f"{{ {pairs} }}", "what the reward gets by other names than those of the columns")
     if rows.templated:
         yield Line(
             "control_tokens", '"parse"', "prompts spell control tokens: they are written in a chat template already"
