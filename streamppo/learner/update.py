@@ -113,6 +113,7 @@ class Updater:
             if isinstance(model, Policy) and config.model.compile:
                 model.step = -(-config.learner.micro_batch_tokens // STEPS)
         self.bad_steps = self.critic_bad_steps = 0
+        self._empty_batches = 0
 
     @property
     def state(self) -> UpdaterState:
@@ -316,13 +317,15 @@ class Updater:
         return bool(tokens.item())
 
     def _warn_empty_steps(self, version: int, minibatches: Sequence[Minibatch]) -> None:
-        if self.rank == 0 and (empty := sum(minibatch.is_empty for minibatch in minibatches)):
+        """Warn of a batch with skipped steps, if the number of such batches is a power of 2."""
+        empty = sum(minibatch.is_empty for minibatch in minibatches)
+        self._empty_batches += empty > 0
+        if self.rank == 0 and empty and self._empty_batches.bit_count() == 1:
+            before = f", as in {self._empty_batches - 1} batches before" if self._empty_batches > 1 else ""
             log.warning(
-                "batch %d: %d of %d optimizer steps were skipped: none of their tokens was left in the loss "
-                "(tokens_too_old, equal_groups, filtered_* and rejected_* in metrics.jsonl show why)",
-                version,
-                empty,
-                len(minibatches),
+                f"batch {version}: {empty} of {len(minibatches)} optimizer steps were skipped{before}: none of their "
+                "tokens was left in the loss (tokens_too_old, equal_groups, filtered_* and rejected_* in metrics.jsonl "
+                "show why)"
             )
 
     def _kl_from_proximal(self, sums: Sums) -> float:

@@ -331,8 +331,6 @@ class Worker:
         prompts = self._task.held_out(self._config.evaluation.prompts)[first::step]
         answers = await asyncio.gather(*(self._answer(prompt) for prompt in prompts))
         reasons = [answer.reason for answer in answers if answer.correct is None]
-        if reasons:
-            log.info("%d of %d held-out prompts failed, the first of them: %s", len(reasons), len(answers), reasons[0])
         return EvaluationReport(
             actor=self._name,
             correct=sum(answer.correct is True for answer in answers),
@@ -340,6 +338,7 @@ class Worker:
             failed=len(reasons),
             min_version=min((answer.oldest for answer in answers), default=min_version),
             max_version=max((answer.newest for answer in answers), default=min_version),
+            reason=reasons[0] if reasons else "",
         )
 
     async def _answer(self, prompt: Prompt) -> GreedyAnswer:

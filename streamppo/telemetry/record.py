@@ -22,7 +22,7 @@ import msgspec
 from streamppo import durable
 from streamppo.errors import UNREADABLE, RunError
 from streamppo.telemetry import context_reuse, metrics_file, summary
-from streamppo.telemetry.attempts import AttemptTable
+from streamppo.telemetry.attempts import AttemptTable, first_line
 from streamppo.telemetry.diagnosis import Diagnosis
 from streamppo.telemetry.live.display import Display, PlainLines
 from streamppo.telemetry.metrics_file import FINISHED, Line
@@ -160,11 +160,12 @@ class RunRecord:
         self._write("evaluation", version, answers)
         self.evaluated.add(version)
         begin = f"[{self.wall_s:6.1f}s] version {version:4d}:"
+        first = next((f", the first of them: {first_line(part.reason)}" for part in parts if part.failed), "")
         if accuracy is None:
-            why = f"all {failed} held-out prompts failed" if failed else "the task has no held-out prompts"
+            why = f"all {failed} held-out prompts failed{first}" if failed else "the task has no held-out prompts"
             log.info(f"{begin} no accuracy: {why}")
             return
-        without = f", {failed} without a score" if failed else ""
+        without = f", {failed} without a score{first}" if failed else ""
         log.info(f"{begin} accuracy {accuracy:.3f} on {count} held-out{without}")
 
     def restart(self, stage: str, reason: str) -> None:

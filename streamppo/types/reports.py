@@ -92,7 +92,10 @@ class EngineReport(WireStruct, frozen=True):
 
 
 class EvaluationReport(WireStruct, frozen=True):
-    """One actor's greedy answers to held-out prompts. `count` is the number of scored answers."""
+    """One actor's greedy answers to held-out prompts.
+
+    `count` is the number of scored answers, and `reason` is why the first of the `failed` ones failed.
+    """
 
     actor: str
     correct: int
@@ -100,6 +103,7 @@ class EvaluationReport(WireStruct, frozen=True):
     failed: int
     min_version: int
     max_version: int
+    reason: str = ""
 
 
 class UpdateReport(WireStruct, frozen=True):

@@ -5,6 +5,7 @@ In the table policy, tokens have the probabilities BEFORE until the first step, 
 
 import logging
 import math
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -246,7 +247,19 @@ def test_an_update_of_which_nothing_is_left_makes_no_step_and_says_so(
     assert (found["steps"], found["empty_steps"], found["grad_norm"]) == (0, minibatches, 0)
     assert all(math.isfinite(number) for number in found.values())
     told = [line.getMessage() for line in logged.records if line.levelno == logging.WARNING]
-    assert [text for text in told if f"batch 4: {minibatches} of {minibatches} optimizer steps were skipped" in text]
+    assert [text for text in told if f"batch 4: {minibatches} of {minibatches} optimizer steps were skipped:" in text]
+
+
+@pytest.mark.usefixtures("group")
+def test_many_batches_with_skipped_steps_are_a_few_lines(folder: Path, logged: pytest.LogCaptureFixture) -> None:
+    """A model that has learned its task has equal groups in most batches, which is no news after the first."""
+    overrides, batch = NOTHING["equal groups"]
+    updater = case.updater(case.config_of("learner.minibatches=1", *overrides), folder)
+    for _ in range(9):
+        updater.update(batch)
+    told = [text for text in logged.messages if "optimizer steps were skipped" in text]
+    before = [int(found[1]) if (found := re.search(r"as in (\d+) batches before", text)) else 0 for text in told]
+    assert before == [0, 1, 3, 7]
 
 
 @pytest.mark.usefixtures("group")

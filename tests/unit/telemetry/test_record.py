@@ -375,19 +375,38 @@ def test_accuracies_go_by_version_and_not_by_the_order_in_which_they_ended(tmp_p
 
 
 @pytest.mark.parametrize(
-    ("failed", "why"), [(0, "the task has no held-out prompts"), (10, "all 10 held-out prompts failed")]
+    ("failed", "why"),
+    [
+        (0, "the task has no held-out prompts"),
+        (10, "all 10 held-out prompts failed, the first of them: reward: oops\n"),
+    ],
 )
 def test_an_evaluation_without_a_score_says_why(
     tmp_path: Path, logged: pytest.LogCaptureFixture, failed: int, why: str
 ) -> None:
     record = part(tmp_path)
     none = EvaluationReport(actor="rollout-0", correct=0, count=0, failed=failed, min_version=0, max_version=0)
-    record.evaluation(0, [none])
+    record.evaluation(0, [structs.replace(none, reason="reward: oops\nat line 2") if failed else none])
     updates(record, 1, 2)
     assert f"version    0: no accuracy: {why}" in logged.text
     line = final_line(record.close(FINISHED, None, []))
     assert "nan" not in line + logged.text + (tmp_path / lines.METRICS).read_text() + (tmp_path / SUMMARY).read_text()
     assert ": no held-out prompt has a score, lag of" in line
+
+
+def test_an_evaluation_with_failures_in_many_parts_is_one_line_with_the_first_reason(
+    tmp_path: Path, logged: pytest.LogCaptureFixture
+) -> None:
+    record = part(tmp_path)
+    (whole,) = answers(4)
+    failed = structs.replace(whole, correct=0, count=0, failed=3, reason="reward: oops")
+    record.evaluation(7, [whole, failed, structs.replace(failed, reason="another"), whole])
+    record.close(FINISHED, None, [])
+    lines = [line for line in logged.messages if "held-out, " in line]
+    assert len(lines) == 1
+    assert lines[0].endswith(
+        "version    7: accuracy 0.400 on 20 held-out, 6 without a score, the first of them: reward: oops"
+    )
 
 
 def test_tokens_beyond_the_bound_are_sampled_and_not_trained(tmp_path: Path) -> None:
