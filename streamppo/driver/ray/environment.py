@@ -5,6 +5,7 @@ a cluster      actors get the driver's `carried_variables`; other variables come
 """
 
 import os
+import secrets
 import sys
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager, suppress
@@ -45,6 +46,8 @@ FORKED = {
 LOOPBACK = "127.0.0.1"
 RAY_TOKEN = ".ray/auth_token"
 """The file in the user's home with the token that authenticates all Rays of the user."""
+RAY_TOKEN_VARIABLE = "RAY_AUTH_TOKEN"
+"""The variable with a token that takes precedence over the file."""
 CARRIED = ("PYTHONPATH", "PYTHONHASHSEED", "OMP_NUM_THREADS")
 CARRIED_PREFIXES = (
     "STREAMPPO_",
@@ -98,6 +101,16 @@ def disable_pipe_colours() -> None:
         os.environ["RAY_COLOR_PREFIX"] = "0"
 
 
+def _has_token_file() -> bool:
+    """True if Ray can read or create the token's file. The user of a container may have no home, or a read-only one."""
+    try:
+        file = Path.home() / RAY_TOKEN
+        file.parent.mkdir(parents=True, exist_ok=True)
+        return os.access(file, os.R_OK) if file.exists() else os.access(file.parent, os.W_OK)
+    except (OSError, RuntimeError):
+        return False
+
+
 @contextmanager
 def own_ray_environment(mark: str, log_mark: str, *, forked: bool = False) -> Generator[None]:
     """Set the environment for starting our own Ray in the block. Only this machine can reach that Ray.
@@ -105,6 +118,8 @@ def own_ray_environment(mark: str, log_mark: str, *, forked: bool = False) -> Ge
     Ray's processes get both marks. `forked` says whether its workers are forks.
     """
     before = ray_constants.ENABLE_RAY_CLUSTER
+    if not _has_token_file():
+        os.environ.setdefault(RAY_TOKEN_VARIABLE, secrets.token_hex(32))
     os.environ |= {MARK: mark, process.MARK: log_mark}
     for name, value in (OWN_RAY | (FORKED if forked else {})).items():
         os.environ.setdefault(name, value)
@@ -113,7 +128,8 @@ def own_ray_environment(mark: str, log_mark: str, *, forked: bool = False) -> Ge
     try:
         yield
         # Ray creates the token with default permissions, with which other users of the machine could read it.
-        with suppress(OSError):
+        # Path.home raises RuntimeError for a user without a home.
+        with suppress(OSError, RuntimeError):
             (Path.home() / RAY_TOKEN).chmod(0o600)
     finally:
         ray_constants.ENABLE_RAY_CLUSTER = before

@@ -95,7 +95,7 @@ def test_nobody_else_can_read_the_token_of_a_ray_of_our_own(
     token = tmp_path / ".ray" / "auth_token"
 
     def init(**options: Any) -> None:
-        token.parent.mkdir()
+        token.parent.mkdir(exist_ok=True)
         token.touch(mode=0o644)
 
     with cluster.started_ray(math_config(), ""):
@@ -105,6 +105,44 @@ def test_nobody_else_can_read_the_token_of_a_ray_of_our_own(
     with cluster.started_ray(math_config(), ""):
         pass
     assert stat.S_IMODE(token.stat().st_mode) == 0o600
+
+
+@pytest.mark.parametrize("home", ["", "missing", "file", "unreadable"])
+def test_a_user_without_a_home_that_can_be_written_gets_a_token_in_the_environment(
+    home: str,
+    started: list[dict[str, Any]],
+    math_config: Callable[..., Config],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    """Containers of clusters run as a user without a home, or with a home that is read-only. Ray writes into it."""
+    monkeypatch.setenv(environment.RAY_TOKEN_VARIABLE, "")
+    monkeypatch.delenv(environment.RAY_TOKEN_VARIABLE)
+    (tmp_path / "file").touch()
+    (tmp_path / "unreadable" / ".ray").mkdir(parents=True)
+    (tmp_path / "unreadable" / ".ray" / "auth_token").touch()
+    monkeypatch.setenv("HOME", {"missing": "/proc/nowhere"}.get(home, str(tmp_path / home)))
+    if home == "unreadable":
+        monkeypatch.setattr(environment.os, "access", lambda path, mode: False)
+    if home == "":
+        monkeypatch.setattr(Path, "home", classmethod(no_home))
+    with cluster.started_ray(math_config(), ""):
+        pass
+    assert len(started[0]["environment"][environment.RAY_TOKEN_VARIABLE]) == 64
+
+
+def no_home(_: type[Path]) -> Path:
+    raise RuntimeError("Could not determine home directory.")
+
+
+def test_a_home_that_can_be_written_has_the_token(
+    started: list[dict[str, Any]], math_config: Callable[..., Config], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.delenv(environment.RAY_TOKEN_VARIABLE, raising=False)
+    with cluster.started_ray(math_config(), ""):
+        pass
+    assert environment.RAY_TOKEN_VARIABLE not in started[0]["environment"]
 
 
 def test_a_setting_of_the_users_own_wins(
