@@ -7,9 +7,23 @@ from typing import Annotated
 from cyclopts import Parameter
 from cyclopts.validators import Number
 
-from streamppo.cli.words import Changes, Count, Positive, RunFolder, RunsFolder, Trust, Whole, app
+from streamppo.cli.words import (
+    Changes,
+    Count,
+    Finite,
+    Positive,
+    RunFolder,
+    RunsFolder,
+    Trust,
+    Whole,
+    app,
+    refuse_together,
+)
 from streamppo.commands import run_argument
 from streamppo.config import file as configfile
+
+INSPECTED = 4
+"""The number of trajectories that `inspect` shows by default."""
 
 
 @app.command
@@ -18,8 +32,8 @@ def bisect(
     /,
     *,
     metric: Annotated[str, Parameter(help="A metric of its updates, or `accuracy` of its evaluations.")] = "",
-    above: Annotated[float | None, Parameter(help="The condition: the metric is above this.")] = None,
-    below: Annotated[float | None, Parameter(help="The condition: the metric is below this.")] = None,
+    above: Annotated[Finite | None, Parameter(help="The condition: the metric is above this.")] = None,
+    below: Annotated[Finite | None, Parameter(help="The condition: the metric is below this.")] = None,
     test: Annotated[
         Path | None, Parameter(help="FILE.py with a function `test`, which returns True if the condition holds.")
     ] = None,
@@ -66,9 +80,12 @@ def inspect(
     dead_letters: Annotated[bool, Parameter(help="Show trajectories that cannot be trained on, with reasons.")] = False,
     prompt: Annotated[Count | None, Parameter(help="Show the outcome of every attempt at this prompt.")] = None,
     time: Annotated[bool, Parameter(help="Show the time of an update by phase and process.")] = False,
-    n: Annotated[Positive, Parameter(help="Trajectories to show (default: 4).")] = 4,
+    n: Annotated[Positive | None, Parameter(help="Trajectories to show (default: 4).")] = None,
 ) -> int:
     """Show text, tokens, rewards, versions and lag of the trajectories that a run was trained on."""
+    views = {"--time": time, "--prompt": prompt is not None, "--dead-letters": dead_letters}
+    refuse_together("inspect", {**views, "--update": update is not None}, "each shows something else")
+    refuse_together("inspect", {"--time": time, "--prompt": prompt is not None, "--n": n is not None}, "they show all")
     folder = configfile.existing(folder)
     if time:
         from streamppo.commands.look import views
@@ -78,10 +95,10 @@ def inspect(
     from streamppo.commands.look import inspect as command
 
     if dead_letters:
-        return command.inspect_dead_letters(folder, n)
+        return command.inspect_dead_letters(folder, n or INSPECTED)
     if prompt is not None:
         return command.inspect_prompt(folder, prompt)
-    return command.inspect(config, folder, update, n)
+    return command.inspect(config, folder, update, n or INSPECTED)
 
 
 @app.command

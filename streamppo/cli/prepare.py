@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 from cyclopts import Parameter
 from cyclopts.validators import Number
 
-from streamppo.cli.words import ConfigFile, Count, Override, Positive, RunsFolder, app
+from streamppo.cli.words import ConfigFile, Count, Finite, Override, Positive, RunsFolder, app, refuse_together
 from streamppo.commands.start import data as data_sets
 from streamppo.config import file as configfile
 from streamppo.errors import ConfigError
@@ -16,6 +16,8 @@ from streamppo.errors import ConfigError
 SPLIT_PATHS = 'COMPREPLY=( $(compgen -f -- "${cur}") )'
 WHOLE_PATHS = "IFS=$'\\n' read -r -d '' -a COMPREPLY < <(compgen -f -- \"${cur}\"); compopt -o filenames 2> /dev/null"
 """The bash statement of cyclopts that completes paths but splits paths at spaces, and our replacement of it."""
+SAMPLED = 16
+"""The number of completions that `reward-test` samples by default."""
 
 
 @app.command
@@ -59,16 +61,18 @@ def reward_test(
     config: ConfigFile,
     /,
     *overrides: Override,
-    n: Annotated[Positive, Parameter(help="Completions to sample from the model (default: 16).")] = 16,
+    n: Annotated[Positive | None, Parameter(help="Completions to sample from the model (default: 16).")] = None,
     completions: Annotated[
         Path | None, Parameter(help="A jsonl file of completions instead, with columns for scorers.")
     ] = None,
 ) -> int:
     """Score a few completions as a run does, and show rewards, times and errors."""
+    given = {"--n": n is not None, "--completions": completions is not None}
+    refuse_together("reward-test", given, "all completions of a file are scored")
     loaded = configfile.load(config, overrides)
     from streamppo.commands.start import reward_test as command
 
-    return command.reward_test(loaded, n, completions)
+    return command.reward_test(loaded, n or SAMPLED, completions)
 
 
 @app.command
@@ -77,7 +81,8 @@ def check(
     /,
     *overrides: Override,
     gpu_gib: Annotated[
-        float | None, Parameter(help="Memory of one GPU in GiB (default: of this machine's GPU, else 80).")
+        Finite | None,
+        Parameter(validator=Number(gt=0), help="Memory of one GPU in GiB (default: of this machine's GPU, else 80)."),
     ] = None,
     no_score: Annotated[bool, Parameter(help="Do not call the scorers or the agent on rows of the data.")] = False,
 ) -> int:
@@ -146,30 +151,40 @@ def plan(
         ),
     ] = (),
     gpus: Annotated[Count, Parameter(help="Instead of --measured: a number of GPUs, at least 2.")] = 0,
-    gpu: Annotated[str, Parameter(help="The GPUs' type: a100, h100, h200, b200, l40s (default: h100).")] = "h100",
+    gpu: Annotated[str, Parameter(help="With --gpus, their type: a100, h100, h200, b200, l40s (default: h100).")] = "",
     prompt_tokens: Annotated[
-        float | None, Parameter(validator=Number(gt=0), help="Mean tokens of a prompt, with --gpus.")
+        Finite | None, Parameter(validator=Number(gt=0), help="Mean tokens of a prompt, with --gpus.")
     ] = None,
     length: Annotated[
-        float | None, Parameter(validator=Number(gt=0), help="Mean tokens of a completion, with --gpus.")
+        Finite | None, Parameter(validator=Number(gt=0), help="Mean tokens of a completion, with --gpus.")
     ] = None,
     reward_s: Annotated[
-        float | None, Parameter(validator=Number(gte=0), help="Seconds of a reward (default: measured, or 0).")
+        Finite | None, Parameter(validator=Number(gte=0), help="Seconds of a reward (default: measured, or 0).")
     ] = None,
-    price: Annotated[float | None, Parameter(validator=Number(gte=0), help="Price of a GPU hour.")] = None,
+    price: Annotated[
+        Finite | None, Parameter(validator=Number(gte=0), help="Price of a GPU hour, with --gpus.")
+    ] = None,
     json: Annotated[Path | None, Parameter(help="Write the numbers to this file.")] = None,
 ) -> int:
     """Predict updates/s, waits and lag of a run before its start, and propose faster settings."""
     if bool(measured) == bool(gpus):
         options = "one of --measured and --gpus" if not gpus else "--measured or --gpus, not both"
         raise ConfigError(f"plan needs {options}: costs come from runs on this machine or from a type of GPU")
+    for option, value in {
+        "--gpu": gpu or None,
+        "--prompt-tokens": prompt_tokens,
+        "--length": length,
+        "--price": price,
+    }.items():
+        if measured and value is not None:
+            raise ConfigError(f"{option} is for a plan with --gpus: with --measured, runs give the costs and lengths")
     run = config if config.is_dir() else None
     loaded = configfile.load(configfile.existing(run) / configfile.CONFIG if run else config, overrides)
     from streamppo.commands.plan import plan as command
 
     assumed = command.Assumed(prompt_tokens, length, reward_s)
     if gpus:
-        return command.on_gpus(loaded, command.Hardware(gpus, gpu, price), assumed, json)
+        return command.on_gpus(loaded, command.Hardware(gpus, gpu or "h100", price), assumed, json)
     return command.on_this_machine(loaded, measured, assumed, run, json)
 
 

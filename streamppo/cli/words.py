@@ -1,6 +1,7 @@
 """The cyclopts app, and the arguments that several commands share."""
 
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -8,6 +9,7 @@ from cyclopts import App, Parameter, Token
 from cyclopts.validators import Number
 
 from streamppo import __version__
+from streamppo.errors import ConfigError
 
 app = App(
     name="streamppo",
@@ -44,6 +46,22 @@ def _parse_int(_: type[int], tokens: Sequence[Token]) -> int:
     return int(tokens[0].value)
 
 
+def _parse_finite(_: type[float], tokens: Sequence[Token]) -> float:
+    """Parse a number. cyclopts alone would accept nan, which passes every bound, and inf."""
+    number = float(tokens[0].value)
+    if not math.isfinite(number):
+        raise ValueError(f"{number} is not finite")
+    return number
+
+
+def refuse_together(command: str, given: Mapping[str, bool], reason: str) -> None:
+    """Raise `ConfigError` if more than one option of `command` is given of those that exclude each other."""
+    options = [option for option, is_given in given.items() if is_given]
+    if len(options) > 1:
+        raise ConfigError(f"`streamppo {command}` takes only one of {' and '.join(options)}: {reason}")
+
+
+Finite = Annotated[float, Parameter(converter=_parse_finite)]
 Whole = Annotated[int, Parameter(converter=_parse_int)]
 Count = Annotated[int, Parameter(converter=_parse_int, validator=Number(gte=0))]
 Positive = Annotated[int, Parameter(converter=_parse_int, validator=Number(gte=1))]

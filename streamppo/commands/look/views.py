@@ -23,8 +23,9 @@ def report(paths: Sequence[Path], to: Path | None, measured: Sequence[Path] = ()
     The page compares each run with a prediction from the costs of `measured` runs. The differences between runs with a
     common past are printed. With `as_json` only the differences are printed, and no page is written.
     """
-    if as_json and measured:
-        raise ConfigError("--measured adds to the HTML page, and --json writes none: use one of them")
+    if as_json and (measured or to):
+        option, use = ("--measured", "adds to") if measured else ("--to", "names")
+        raise ConfigError(f"{option} {use} the HTML page, and --json writes none: use one of them")
     if as_json:
         echo(
             json.dumps(

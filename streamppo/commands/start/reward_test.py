@@ -46,6 +46,8 @@ class TriedCompletion(NamedTuple):
 
 def reward_test(config: Config, count: int, completions: Path | None) -> int:
     """Score completions, and print the table. Returns the exit code, 0 only if every completion has a reward."""
+    # Errors in the file are reported before the model is loaded.
+    rows = None if completions is None else list(dataset_files.rows(str(completions), "train"))
     plugins.export_path()
     transformers.utils.logging.disable_progress_bar()
     with log_to_stderr(), tempfile.TemporaryDirectory() as folder, standalone.reward_models(config) as models:
@@ -54,7 +56,7 @@ def reward_test(config: Config, count: int, completions: Path | None) -> int:
             tiny.make(config, Path(path))
         tokenizer = Tokenizer(path, config.model.clock)
         task = tasks.build(config.task, config.seed, tokenizer)
-        tried, reports, agents = asyncio.run(_try(config, task, tokenizer, path, count, completions, models=models))
+        tried, reports, agents = asyncio.run(_try(config, task, tokenizer, path, count, rows, models=models))
     _print_table(tried)
     echo(*_summary(tried, reports))
     if agents:
@@ -68,16 +70,16 @@ async def _try(
     tokenizer: Tokenizer,
     path: str,
     count: int,
-    completions: Path | None,
+    rows: Sequence[tuple[str, dataset_files.Row]] | None,
     *,
     models: Mapping[str, Any],
 ) -> tuple[list[TriedCompletion], Sequence[ScorerReport], Mapping[str, int]]:
     rewards = Rewards(config.reward, models)
     await rewards.start(task.sources())
     try:
-        if completions is not None:
-            rows = list(_read_completions(completions, task, _source(config), tokenizer))
-            return list(await asyncio.gather(*(_score(rewards, *row) for row in rows))), rewards.report(), {}
+        if rows is not None:
+            given = list(_completions(rows, task, _source(config), tokenizer))
+            return list(await asyncio.gather(*(_score(rewards, *row) for row in given))), rewards.report(), {}
         async with standalone.engine(
             config, "reward-test", path, 0, weights.model_weights(path, config.model.dtype)
         ) as engine:
@@ -124,14 +126,14 @@ def _source(config: Config) -> Source:
     return sources[0] if len(sources) == 1 else Source(data="")
 
 
-def _read_completions(
-    file: Path, task: Task, source: Source, tokenizer: Tokenizer
+def _completions(
+    rows: Sequence[tuple[str, dataset_files.Row]], task: Task, source: Source, tokenizer: Tokenizer
 ) -> Iterator[tuple[Prompt, ScoredText]]:
-    """Read a jsonl file whose rows have a `completion`, and may have columns of the task's data.
+    """Yield the prompt and completion of rows that have a `completion`, and may have columns of the task's data.
 
     The prompt is in the column that `source` names, or in `prompt`. A row n without a prompt gets prompt n of the task.
     """
-    for number, (where, row) in enumerate(dataset_files.rows(str(file), "train")):
+    for number, (where, row) in enumerate(rows):
         completion, finish = row.get("completion"), row.get("finish", "stop")
         if not isinstance(completion, str):
             raise TaskError(f"{where}: no text `completion`")

@@ -11,6 +11,7 @@ import sys
 import time
 import tomllib
 from pathlib import Path
+from typing import get_args
 
 import pytest
 from conftest import MATH
@@ -109,6 +110,14 @@ MISTAKES = {
     "export run --version -1 --to x": "--version",
     "reward-test CONFIG --n 0": "--n",
     "data mnist --from a --to b": 'Choose from: "gsm8k"',
+    "inspect run --time --prompt 3": "takes only one of --time and --prompt",
+    "inspect run --update 2 --dead-letters": "takes only one of --dead-letters and --update",
+    "inspect run --time --n 3": "takes only one of --time and --n",
+    "reward-test CONFIG --n 3 --completions x.jsonl": "takes only one of --n and --completions",
+    "plan CONFIG --measured run --gpu h200": "--gpu is for a plan with --gpus",
+    "plan CONFIG --measured run --length 3": "--length is for a plan with --gpus",
+    "check CONFIG --gpu-gib -3": "Must be > 0",
+    "run .": "cannot read .: a folder, not a TOML file",
 }
 
 
@@ -118,6 +127,53 @@ def test_a_mistake_is_one_sentence_and_exit_code_2(words: str, capsys: pytest.Ca
     told = capsys.readouterr().err
     assert MISTAKES[words] in told
     assert len(told.splitlines()) == bool(MISTAKES[words])
+
+
+NUMBERS = [
+    (name, option)
+    for name in cli.app
+    if name[0] != "-"
+    for argument in cli.app[name].assemble_argument_collection()
+    for option in argument.names
+    if float in (argument.hint, *get_args(argument.hint))
+]
+
+
+@pytest.mark.parametrize(("name", "option"), NUMBERS)
+@pytest.mark.parametrize("number", ["nan", "inf", "-inf"])
+def test_an_option_that_is_a_number_is_finite(
+    name: str, option: str, number: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main([name, str(MATH), f"{option}={number}"]) == 2
+    assert f"Invalid value for {option}: {number} is not finite" in capsys.readouterr().err
+
+
+def test_every_option_that_is_a_number_is_known() -> None:
+    known = {"--above", "--below", "--gpu-gib", "--length", "--price", "--prompt-tokens", "--reward-s"}
+    assert known <= {option for _, option in NUMBERS}
+
+
+COMMANDS_ON_A_RUN = ["resume", "replay", "verify", "inspect", "summary", "report", "watch", "trace"]
+
+
+@pytest.mark.parametrize("command", COMMANDS_ON_A_RUN)
+def test_a_folder_without_a_run_is_answered_with_the_runs_that_may_be_meant(
+    command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for number in range(7):
+        folder = tmp_path / "runs" / f"math-{number}"
+        folder.mkdir(parents=True)
+        cli.configfile.save(cli.configfile.load(MATH), folder)
+    for folder, hint in {
+        "math-3": f"no run found: is {tmp_path / 'runs' / 'math-3'} meant?",
+        "runs": "no run found, but the runs math-0, math-1, math-2, math-3, math-4 and others: name one of them",
+        "nowhere": "no run found; `streamppo list` shows the runs of a folder",
+    }.items():
+        assert cli.main([command, folder]) == 1
+        assert hint in capsys.readouterr().err
+    assert cli.main(["run", "runs/math-3"]) == 2
+    assert "the folder of a run; `streamppo resume runs/math-3` continues it" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("words", [["resume", "nowhere"], ["inspect", "nowhere"], ["replay", "nowhere"]])

@@ -15,7 +15,7 @@ from streamppo.commands.start import reward_test as trial
 from streamppo.config.sections import Config
 from streamppo.config.task import DataTask
 from streamppo.errors import ModelError, TaskError
-from streamppo.tasks import task
+from streamppo.tasks import dataset_files, task
 from streamppo.tasks.tokenizer import Tokenizer, character_tokenizer
 from streamppo.types import Message, Prompt, ScoredText
 
@@ -98,7 +98,11 @@ def given(folder: Path, source: DataTask, *rows: dict[str, Any]) -> list[tuple[P
     made.save_pretrained(folder / "tokenizer")
     tokenizer = Tokenizer(folder / "tokenizer")
     built = task.build(source, 1, tokenizer)
-    return list(trial._read_completions(jsonl(folder, *rows), built, source.sources["data"], tokenizer))
+    return list(
+        trial._completions(
+            [*dataset_files.rows(str(jsonl(folder, *rows)), "train")], built, source.sources["data"], tokenizer
+        )
+    )
 
 
 @pytest.fixture
