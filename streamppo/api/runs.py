@@ -18,7 +18,7 @@ from streamppo.api.messages import RunRequest
 from streamppo.api.parent import drive, run_command
 from streamppo.config import file as configfile
 from streamppo.config.sections import Config
-from streamppo.errors import StreamppoError
+from streamppo.errors import ConfigError, StreamppoError
 from streamppo.learner.checkpoint import manifest
 from streamppo.telemetry import metrics_file, summary
 
@@ -135,7 +135,9 @@ def run(
     """
     reward_source = None if reward is None else custom_reward.write_out(reward)
     return _drive(
-        RunRequest(config=str(Path(config)), overrides=tuple(overrides), runs=str(Path(runs)), reward=reward_source)
+        RunRequest(
+            config=str(Path(config)), overrides=_overrides(overrides), runs=str(Path(runs)), reward=reward_source
+        )
     )
 
 
@@ -145,7 +147,7 @@ def resume(folder: str | PathLike[str], overrides: Sequence[str] = (), *, accept
     With `accept_changes` the run continues even if the data or the model have changed. Raises the same errors as `run`.
     """
     existing = str(configfile.existing(Path(folder)))
-    return _drive(RunRequest(folder=existing, overrides=tuple(overrides), accept_changes=accept_changes))
+    return _drive(RunRequest(folder=existing, overrides=_overrides(overrides), accept_changes=accept_changes))
 
 
 def open(folder: str | PathLike[str]) -> Run:
@@ -292,4 +294,11 @@ def _arrays(columns: Mapping[str, Sequence[Any]]) -> dict[str, NDArray[np.generi
 
 
 def _set(changes: Sequence[str]) -> list[str]:
-    return ["--set", *changes] if changes else []
+    return ["--set", *_overrides(changes)] if changes else []
+
+
+def _overrides(overrides: Sequence[str]) -> tuple[str, ...]:
+    """Return the overrides. Raises `ConfigError` for a single text, whose letters would be taken for overrides."""
+    if isinstance(overrides, str):
+        raise ConfigError(f"overrides are a list of texts, [{overrides!r}], not a text")
+    return tuple(overrides)

@@ -124,9 +124,13 @@ def sentences(result: Trial) -> list[str]:
 def _version_sentences(tried: VersionTrial) -> Iterator[str]:
     scored = sum(continuation.reward is not None for continuation in tried.continuations)
     origin = "" if tried.begin == tried.version else f" (replayed from version {tried.begin})"
-    mean = "no reward" if tried.mean is None else f"mean reward {tried.mean:.3f}{_error(tried.error)}"
+    mean = (
+        f"mean reward {tried.mean:.3f}{_error(tried.error)} of {scored}"
+        if tried.mean is not None
+        else "all rewards failed"
+    )
     value = "" if tried.value is None else f", its critic's value {tried.value:.3f}"
-    yield f"version {tried.version}{origin}: {mean} of {scored}{value}"
+    yield f"version {tried.version}{origin}: {mean}{value}"
     if tried.is_same is not None:
         if tried.is_same:
             repetition = "the archived completion, token for token"

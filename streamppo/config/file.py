@@ -8,6 +8,7 @@ A run stores its configuration in its folder in the same format.
 
 import os
 import re
+import shlex
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -30,6 +31,8 @@ CONFIG = "config.toml"
 REWARD = "reward.py"
 """The file in a run's folder with the source of a reward that a script or notebook defined."""
 WEIGHTS = (".safetensors", ".bin")
+SHOWN = 5
+"""At most this many runs are named in an error about a folder of runs."""
 
 
 def load(path: Path, overrides: Sequence[str] = ()) -> Config:
@@ -43,6 +46,14 @@ def load(path: Path, overrides: Sequence[str] = ()) -> Config:
         with durable.reading(path, whole=True) if path.name == CONFIG else path.open("rb") as file:
             # The file may begin with a byte order mark.
             text = file.read().decode("utf-8-sig").replace("\r\n", "\n").replace("\r", "\n")
+    except IsADirectoryError as error:
+        has_run = (path / CONFIG).is_file()
+        use = (
+            f"the folder of a run; `streamppo resume {shlex.quote(str(path))}` continues it"
+            if has_run
+            else "a folder, not a TOML file"
+        )
+        raise ConfigError(f"cannot read {path}: {use}") from error
     except OSError as error:
         raise ConfigError(f"cannot read {path}: {error.strerror}") from error
     except UnicodeDecodeError as error:
@@ -69,6 +80,17 @@ def save(config: Config, run: Path) -> None:
         durable.write(run / CONFIG, tomli_w.dumps(tree).encode())
 
 
+def _hint(folder: Path) -> str:
+    """Return the end of the error about a folder without a run: the runs in it, or below `runs` beside it."""
+    for place in (folder, folder.parent / "runs" / folder.name):
+        if (place / CONFIG).is_file():
+            return f": is {place} meant?"
+    names = sorted(path.parent.name for path in folder.glob(f"*/{CONFIG}"))
+    if names:
+        return f", but the runs {', '.join(names[:SHOWN])}{' and others' * (len(names) > SHOWN)}: name one of them"
+    return "; `streamppo list` shows the runs of a folder"
+
+
 def existing(run: Path) -> Path:
     """Return the absolute path of a run's folder.
 
@@ -79,7 +101,7 @@ def existing(run: Path) -> Path:
     if not (run / CONFIG).is_file():
         if (run / "config.json").is_file():
             raise CheckpointError(f"{run}: made by an earlier version of streamppo: only that version can continue it")
-        raise CheckpointError(f"{run}: no run found")
+        raise CheckpointError(f"{run}: no run found{_hint(run)}")
     # A path that no longer exists was a temporary file of a run in progress, and is accepted. Hidden files, such as an
     # editor's lock, are accepted too, because they are never opened.
     shown = [path for path in run.iterdir() if not path.name.startswith(".")]

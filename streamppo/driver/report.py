@@ -86,8 +86,14 @@ def write(
 
 
 def count_attempts(folder: Path, config: Config) -> AttemptTable | None:
-    """Return the attempts of a run by outcome. If journal or archive cannot be read, log the reason and return None."""
-    table, why = make_part(lambda: queue_attempts.table(folder, config, metrics_file.read(folder)))
+    """Return the attempts of a run by outcome, or None if nothing was sampled yet.
+
+    If journal or archive cannot be read, log the reason and return None.
+    """
+    lines = metrics_file.read(folder)
+    if all("part" in line or "end" in line for line in lines) and not (folder / "journal.sqlite").exists():
+        return None
+    table, why = make_part(lambda: queue_attempts.table(folder, config, lines))
     if table is None:
         log.info("attempts are not counted: %s", why)
     return table

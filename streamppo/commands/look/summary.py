@@ -62,7 +62,7 @@ def list_runs(runs: Path) -> int:
     """
     folders = [path.parent for path in runs.glob(f"*/{configfile.CONFIG}")]
     if not folders:
-        raise RunError(f"{runs}: no run found")
+        raise RunError(f"{runs}: no run found; `--runs` names another folder")
     cells = [_row(folder) for folder in sorted(folders, key=_last_change_s)]
     widths = [max(len(row[place]) for row in (HEADINGS, *cells)) + GAP for place in range(len(HEADINGS))]
     shown, places = console(), [*range(len(HEADINGS))]

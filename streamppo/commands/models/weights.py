@@ -151,9 +151,11 @@ def _checkpoint(run: Path, version: int | None, past: History | None) -> Path:
         if wanted in checkpoints and not checkpoints[wanted].exists():
             remote.CheckpointStore(address).fetch_checkpoint(checkpoints[wanted])
     if wanted not in checkpoints:
-        versions = ", ".join(map(str, checkpoints)) or "none"
-        missing = "" if version is None else f" of version {version}"
-        raise CheckpointError(f"{run}: no checkpoint{missing}; there are {versions}")
+        if not checkpoints:
+            raise CheckpointError(f"{run}: no checkpoint yet: a run saves them every `checkpoint.every` updates")
+        raise CheckpointError(
+            f"{run}: no checkpoint of version {version}; there are {', '.join(map(str, checkpoints))}"
+        )
     return checkpoints[wanted]
 
 

@@ -28,7 +28,7 @@ from streamppo.config.sections import LOCAL, Config
 from streamppo.driver.ray import environment, orphans, worker_template
 from streamppo.driver.ray.interrupts import Interrupts
 from streamppo.driver.ray.placement import plan
-from streamppo.errors import RunError, StreamppoError
+from streamppo.errors import Interrupted, RunError, StreamppoError
 from streamppo.tasks import plugins
 from streamppo.terminal import harmless
 
@@ -113,7 +113,11 @@ def _shut_down(*, is_own: bool) -> None:
     node = cast("Node | None", worker._global_node)
     ray.shutdown()
     if is_own and node is not None:
-        _clear(Path(node.get_session_dir_path()), failed=isinstance(sys.exception(), Exception))
+        _clear(Path(node.get_session_dir_path()), failed=_is_failure(sys.exception()))
+
+
+def _is_failure(error: BaseException | None) -> bool:
+    return isinstance(error, Exception) and not isinstance(error, Interrupted)
 
 
 def _clear(folder: Path, *, failed: bool) -> None:

@@ -1,5 +1,6 @@
 """A run in Python: metrics, checkpoints, archive and summary of its folder; curves in notebooks; a light import."""
 
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -8,12 +9,13 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
+from conftest import MATH
 from report_case import run_folder
 
 import streamppo
 from streamppo.api import notebook
 from streamppo.config.sections import Config
-from streamppo.errors import StreamppoError
+from streamppo.errors import ConfigError, StreamppoError
 
 
 @pytest.fixture
@@ -33,6 +35,20 @@ def test_metrics_are_a_row_for_each_update_with_the_accuracy_where_there_is_one(
     rows = run.metrics
     assert rows[23]["accuracy"] == 0.75
     assert rows[24] == {"update": 25, "wall_s": 1.0, "reward": 0.5, "tokens_trained": 1.0, "tokens_too_old": 0.0}
+
+
+@pytest.mark.parametrize("call", ["run", "resume", "fork", "bisect", "replay"])
+def test_overrides_that_are_one_text_are_refused_in_one_sentence(call: str, run: streamppo.Run) -> None:
+    text: Any = "learner.lr=3e-4"
+    calls: dict[str, Callable[[], object]] = {
+        "run": lambda: streamppo.run(MATH, text),
+        "resume": lambda: streamppo.resume(run.folder, text),
+        "fork": lambda: streamppo.fork(run.folder, 3, text),
+        "bisect": lambda: streamppo.bisect(run.folder, "reward", above=0.5, changes=text),
+        "replay": lambda: streamppo.replay(run.folder / "bundle", changes=text),
+    }
+    with pytest.raises(ConfigError, match=re.escape("overrides are a list of texts, ['learner.lr=3e-4']")):
+        calls[call]()
 
 
 def test_without_pandas_a_sentence_names_the_list(run: streamppo.Run, monkeypatch: pytest.MonkeyPatch) -> None:

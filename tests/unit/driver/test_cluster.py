@@ -16,7 +16,7 @@ from ray.exceptions import ActorDiedError, RayTaskError
 from streamppo.config.sections import Config
 from streamppo.driver.ray import cluster
 from streamppo.driver.ray.cluster import describe, ray_session
-from streamppo.errors import JournalError, RunError
+from streamppo.errors import Interrupted, JournalError, RunError
 
 
 def test_of_an_actor_that_died_while_it_was_made_the_reason_is_said() -> None:
@@ -69,14 +69,15 @@ def test_a_ray_that_has_not_started_in_time_is_told_in_a_sentence_and_other_erro
             pass
 
 
-@pytest.mark.parametrize("failed", [False, True])
+@pytest.mark.parametrize("error", [None, Interrupted(signal.SIGINT), KeyError()])
 def test_the_folder_of_a_good_session_is_removed_and_that_of_a_failed_one_is_said_with_its_size(
-    failed: bool,
+    error: Exception | None,
     tmp_path: Path,
     math_config: Callable[..., Config],
     monkeypatch: pytest.MonkeyPatch,
     logged: pytest.LogCaptureFixture,
 ) -> None:
+    failed = isinstance(error, KeyError)
     ours, others = tmp_path / "session_1", tmp_path / "session_2"
     for folder in (ours, others):
         (folder / "logs").mkdir(parents=True)
@@ -87,9 +88,9 @@ def test_the_folder_of_a_good_session_is_removed_and_that_of_a_failed_one_is_sai
     monkeypatch.setattr(cluster, "started_ray", lambda config, mark: nullcontext())
     monkeypatch.setattr(cluster.ray, "shutdown", lambda: None)
     interrupts: Any = SimpleNamespace(catch=lambda: None)
-    with pytest.raises(KeyError) if failed else nullcontext(), ray_session(math_config(), interrupts):
-        if failed:
-            raise KeyError
+    with pytest.raises(type(error)) if error else nullcontext(), ray_session(math_config(), interrupts):
+        if error:
+            raise error
     assert ours.exists() == failed and others.exists()
     assert (tmp_path / "session_latest").is_symlink() == failed
     assert logged.messages == ([f"Ray's logs, 3.0 MiB: {ours}"] if failed else [])

@@ -55,6 +55,19 @@ def test_tokens_of_an_update_whose_line_is_lost_are_told_apart(run: Path) -> Non
     assert "exactly the sum. The line of 1 update is missing" in found
 
 
+def test_a_run_that_ended_before_it_sampled_has_no_attempts_and_a_lost_journal_is_named(
+    tmp_path: Path, math_config: Callable[..., Config], logged: pytest.LogCaptureFixture
+) -> None:
+    """Ctrl-C while Ray starts: a sentence about a missing journal would be no news."""
+    (tmp_path / metrics_file.METRICS).write_text('{"part":1,"wall_s":1,"version":0}\n{"end":"stopped","wall_s":2}\n')
+    assert report.count_attempts(tmp_path, math_config()) is None
+    assert logged.messages == []
+    lost = run_folder(tmp_path / "math", math_config())
+    (lost / "journal.sqlite").unlink()
+    assert report.count_attempts(lost, math_config()) is None
+    assert "attempts are not counted" in logged.text
+
+
 def test_samples_are_escaped_and_show_the_lag_of_their_tokens(run: Path) -> None:
     html = text(run)
     assert html.count('class="card sample"') == 3 * report.SAMPLES
