@@ -97,6 +97,14 @@ def test_a_reward_without_the_memory_it_needs_names_the_limit(name: str, need: s
     assert reason.endswith("; the reward's memory_mib (400) bounds memory and the stacks of threads: raise it")
 
 
+def test_a_gpu_without_memory_is_not_the_limit(tmp_path: Path) -> None:
+    (tmp_path / "full.py").write_text(
+        "import torch\n\n\ndef score(trajectory):\n    raise torch.OutOfMemoryError('CUDA out of memory.')\n"
+    )
+    reason = asyncio.run(failure(one_function(function=f"{tmp_path / 'full.py'}:score", timeout_s=30.0), "x"))
+    assert reason == "full.py:5: OutOfMemoryError: CUDA out of memory."
+
+
 def test_an_error_inside_of_a_library_names_the_line_of_the_reward(tmp_path: Path) -> None:
     module = tmp_path / "wrong.py"
     module.write_text("import httpx\n\n\ndef score(trajectory):\n    return httpx.get('http://127.0.0.1:9/').json()\n")

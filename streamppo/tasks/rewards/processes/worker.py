@@ -48,8 +48,13 @@ from streamppo.tasks.rewards.signature import LoadedReward
 ENDING_S = 5.0
 """A process is killed if it does not end within this time after its socket has closed."""
 CHECK_S = 0.001
-OUT_OF_MEMORY = re.compile(r"MemoryError|can(no|')t allocate memory|can't start new thread|bad_alloc", re.IGNORECASE)
-"""Messages of Python, torch, the system and C++ without memory. A thread's stack needs memory, too."""
+OUT_OF_MEMORY = re.compile(
+    r"(?<!OutOf)MemoryError|can(no|')t allocate memory|can't start new thread|bad_alloc", re.IGNORECASE
+)
+"""Messages of Python, torch, the system and C++ without memory. A thread's stack needs memory, too.
+
+torch's OutOfMemoryError is about the memory of a GPU.
+"""
 
 
 def main(fd: int) -> None:
