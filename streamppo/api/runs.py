@@ -176,7 +176,7 @@ def fork(
     """
     words = ["fork", str(configfile.existing(Path(folder))), "--at", str(at), "--runs", str(Path(runs)), "--json"]
     words += ["--name", name] if name else []
-    return Run(Path(cast(dict[str, str], run_command(*words, *_set(changes)))["folder"]))
+    return Run(Path(cast(dict[str, str], run_command(*words, *_option("--set", _overrides(changes))))["folder"]))
 
 
 def bisect(
@@ -199,7 +199,7 @@ def bisect(
     options = {"--metric": metric or None, "--above": above, "--below": below, "--test": test}
     # Without "=", a negative number would be taken for an option.
     words += [f"{option}={value}" for option, value in options.items() if value is not None]
-    return Answer(**cast(dict[str, Any], run_command(*words, *_set(changes))))
+    return Answer(**cast(dict[str, Any], run_command(*words, *_option("--set", _overrides(changes)))))
 
 
 def try_versions(
@@ -268,7 +268,7 @@ def bundle(
     """
     words = ["bundle", str(configfile.existing(Path(folder))), "--update", str(update), "--json"]
     words += ["--to", str(to)] if to is not None else []
-    words += ["--rows", *map(str, rows)] if rows else []
+    words += _option("--rows", rows)
     return Path(cast(Mapping[str, str], run_command(*words, *["--adapter"] * adapter))["file"])
 
 
@@ -277,9 +277,8 @@ def replay(file: str | PathLike[str], rows: Sequence[int] = (), changes: Sequenc
 
     The result has the tokens of `rows` (default: all); missing numbers are NaN. Raises the command's `StreamppoError`.
     """
-    words = ["replay", str(Path(file)), "--json"]
-    words += ["--rows", *map(str, rows)] if rows else []
-    result = cast(dict[str, Any], run_command(*words, *_set(changes)))
+    words = ["replay", str(Path(file)), "--json", *_option("--rows", rows), *_option("--set", _overrides(changes))]
+    result = cast(dict[str, Any], run_command(*words))
     fields = {name: result[name] for name in BundleReplay._fields}
     return BundleReplay(**{**fields, "tokens": _arrays(result["tokens"])})
 
@@ -293,8 +292,8 @@ def _arrays(columns: Mapping[str, Sequence[Any]]) -> dict[str, NDArray[np.generi
     return arrays
 
 
-def _set(changes: Sequence[str]) -> list[str]:
-    return ["--set", *_overrides(changes)] if changes else []
+def _option(name: str, values: Sequence[object]) -> list[str]:
+    return [name, *map(str, values)] if values else []
 
 
 def _overrides(overrides: Sequence[str]) -> tuple[str, ...]:

@@ -1,14 +1,13 @@
 """Compares the configuration of a run with the configuration that a resume is given, field by field."""
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
-from typing import cast
 
 import msgspec
 from msgspec import structs
 
 from streamppo.config import file as configfile
+from streamppo.config.overrides import covers, leaves
 from streamppo.config.sections import Config
 from streamppo.config.teacher import SERVER_FIELDS
 
@@ -98,7 +97,7 @@ def differ(before: Config, after: Config) -> bool:
 
 def fields(config: Config) -> dict[str, object]:
     """Return every value of `config` by dotted name, including each `kind`."""
-    return dict(_leaves("", msgspec.to_builtins(config)))
+    return dict(leaves(msgspec.to_builtins(config)))
 
 
 def describe_changes(before: Config, after: Config) -> list[str]:
@@ -152,13 +151,5 @@ def _name(value: object) -> object:
     return Path(value).name if isinstance(value, str) and value.startswith("/") else value
 
 
-def _leaves(prefix: str, tree: dict[str, object]) -> Iterator[tuple[str, object]]:
-    for name, value in tree.items():
-        if isinstance(value, dict) and value:
-            yield from _leaves(f"{prefix}{name}.", cast("dict[str, object]", value))
-        else:
-            yield f"{prefix}{name}", value
-
-
 def _is_below(name: str, places: tuple[str, ...]) -> bool:
-    return any(f"{name}.".startswith(f"{place}.") for place in places)
+    return any(covers(place, name) for place in places)

@@ -171,17 +171,17 @@ def _sentence(mistake: Mistake, path: Path, line: int, overridden: Sequence[str]
 
 def _about(mistake: Mistake, override: str) -> bool:
     """Return whether the override set the mistake's field, a table around it, or a field that contradicts it."""
-    if f"{mistake.at}.".startswith(f"{override}."):
+    if dotted.covers(override, mistake.at):
         return True
     if mistake.broad and not mistake.at:
         # A sentence about several sections begins with the name of a field.
         return mistake.text.startswith(f"{override} ")
-    return mistake.broad and f"{override}.".startswith(f"{mistake.at}.")
+    return mistake.broad and dotted.covers(mistake.at, override)
 
 
 def _as_written(mistake: Mistake, short: Mapping[str, str]) -> Mistake:
     for entry, written in short.items():
-        if f"{mistake.name}.".startswith(f"{entry}."):
+        if dotted.covers(entry, mistake.name):
             return mistake._replace(
                 name=written + mistake.name.removeprefix(entry), at=written + mistake.at.removeprefix(entry)
             )

@@ -13,6 +13,7 @@ from typing import NamedTuple, cast
 
 from msgspec import inspect
 
+from streamppo.config.overrides import Tree, leaves
 from streamppo.config.sections import Config
 
 TYPO, NEAR, ELSEWHERE = 0.85, 0.5, 0.8
@@ -137,9 +138,10 @@ def unknown(name: str, value: object, known: Iterable[str]) -> Iterator[tuple[st
     key, names = name.rpartition(".")[2], sorted(known)
     hint = nearest(key, names, TYPO) or _alias(name)
     if not hint and isinstance(value, dict):
-        messages = {leaf: _alias(leaf) or _elsewhere(leaf) for leaf in _leaves(name, cast("dict[str, object]", value))}
+        fields = (field for field, _ in leaves(cast(Tree, value), f"{name}."))
+        messages = {field: _alias(field) or _elsewhere(field) for field in fields}
         if any(messages.values()):
-            yield from ((leaf, _sentence(leaf, message)) for leaf, message in messages.items())
+            yield from ((field, _sentence(field, message)) for field, message in messages.items())
             return
     hint = hint or _elsewhere(name) or nearest(key, names) or _nearly_elsewhere(key)
     yield name, _sentence(name, hint or (f": known here are {join_names(names)}" if names else ""))
@@ -221,11 +223,3 @@ def _short(field: Field) -> Field:
         if field.name.startswith(f"{table}.NAME."):
             return field._replace(name=short + field.name.removeprefix(f"{table}.NAME"), kind=field.kind or kind)
     return field
-
-
-def _leaves(at: str, table: dict[str, object]) -> Iterator[str]:
-    for name, value in table.items():
-        if isinstance(value, dict) and value:
-            yield from _leaves(f"{at}.{name}", cast("dict[str, object]", value))
-        else:
-            yield f"{at}.{name}"

@@ -161,6 +161,11 @@ class Learner(Machine, frozen=True, kw_only=True):
     """Transport of new weights to the rollout actors."""
 
     @property
+    def steps(self) -> int:
+        """Optimizer steps on one batch."""
+        return self.epochs * self.minibatches
+
+    @property
     def thread_count(self) -> int:
         """CPU threads of a rank; 1 if "auto" has not been resolved yet."""
         return 1 if self.threads == "auto" else self.threads

@@ -1,7 +1,7 @@
 """Applies dotted overrides ("learner.lr=3e-4") to the tree of a configuration file."""
 
 import tomllib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple, TypeAlias, cast
 
 from streamppo.errors import ConfigError
@@ -45,14 +45,24 @@ def _kinds_first(named: Sequence[Override]) -> list[Override]:
     for override in named:
         place = len(ordered)
         # A `kind` stays after an override of the same `kind` or of a table around it, because the last override counts.
-        while override.name.endswith(".kind") and place and not _covers(ordered[place - 1].name, override.name):
+        while override.name.endswith(".kind") and place and not covers(ordered[place - 1].name, override.name):
             place -= 1
         ordered.insert(place, override)
     return ordered
 
 
-def _covers(name: str, other: str) -> bool:
+def covers(name: str, other: str) -> bool:
+    """True if the dotted `name` is that of the field or table `other`, or of a table around it."""
     return f"{other}.".startswith(f"{name}.")
+
+
+def leaves(tree: Tree, prefix: str = "") -> Iterator[tuple[str, object]]:
+    """Yield (dotted name after `prefix`, value) for all values that are no tables, and for empty tables."""
+    for name, value in tree.items():
+        if isinstance(value, dict) and value:
+            yield from leaves(cast(Tree, value), f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", value
 
 
 def _apply(tree: Tree, override: Override) -> str | None:

@@ -246,7 +246,7 @@ def _file_mistakes(config: Config) -> Iterator[str]:
 def _proximal_mistakes(config: Config) -> Iterator[str]:
     """Yield a sentence for every setting that is useless or misleading with the configured proximal policy."""
     algorithm, learner, max_lag = config.algorithm, config.learner, config.queue.bound
-    if algorithm.proximal == "loglinear" and learner.epochs * learner.minibatches == 1:
+    if algorithm.proximal == "loglinear" and learner.steps == 1:
         yield (
             "algorithm.proximal = 'loglinear' approximates log-probs that are exact and free where "
             "an update is one step: learner.epochs (1) times learner.minibatches (1)"
@@ -256,7 +256,7 @@ def _proximal_mistakes(config: Config) -> Iterator[str]:
             f"learner.lr_by_ess scores a batch before its first step, and algorithm.proximal = {algorithm.proximal!r} "
             "passes over it only to learn from it: choose recompute"
         )
-    steps, is_behavior = learner.epochs * learner.minibatches, algorithm.proximal == "behavior"
+    steps, is_behavior = learner.steps, algorithm.proximal == "behavior"
     if isinstance(algorithm.exploration, KlCov) and steps == 1 and not is_behavior:
         yield (
             "algorithm.exploration = 'kl_cov' penalises the distance to the policy at the update's start, 0 if "

@@ -28,6 +28,11 @@ class Sampling(NamedTuple):
         """True if top-p or top-k exclude tokens of the vocabulary."""
         return excludes_tokens(self.top_p, self.top_k)
 
+    @property
+    def greedy(self) -> "Sampling":
+        """The same limits for greedy sampling, with all tokens of the vocabulary."""
+        return self._replace(temperature=0.0, top_p=1.0, top_k=0)
+
 
 class TokenCandidates(NamedTuple):
     """The candidates of each of T sampled tokens.

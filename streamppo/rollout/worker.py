@@ -140,7 +140,6 @@ class Worker:
         self._has_sources = len(task.sources()) > 1
         self._sampling = build.sampling(config)
         self._limit = stops.load_limit(config.rollout.limit, self._sampling.max_tokens)
-        self._greedy = self._sampling._replace(temperature=0.0, top_p=1.0, top_k=0)
         self._free_places, self._call_number = config.rollout.in_flight, 0
         self._needs_tickets = asyncio.Event()
         self._needs_tickets.set()
@@ -343,7 +342,7 @@ class Worker:
 
     async def _answer(self, prompt: Prompt) -> GreedyAnswer:
         try:
-            episode = await self._player.play(prompt, self._with_length_limit(self._greedy, prompt, None))
+            episode = await self._player.play(prompt, self._with_length_limit(self._sampling.greedy, prompt, None))
             correct = (await self._score(prompt, episode)).total >= self._config.reward.correct_at
         except FAILURES as error:
             return GreedyAnswer(None, self.version, self.version, utf8_safe(f"{_stage(error)}: {error}"))

@@ -121,26 +121,17 @@ def table(
     """
     scale = batches / max(read, 1)
     rows = [_row("all", "", attempts, scale), *_reasons(attempts, scale)]
-    rows += _rows(
-        "length", attempts, scale, lambda attempt: (attempt.tokens, _power(attempt.tokens)) if attempt.tokens else None
-    )
-    sources = {
-        name for name, _ in Counter(attempt.source for attempt in attempts if attempt.source).most_common(MOST_NAMES)
-    }
-    rows += _rows("source", attempts, scale, lambda attempt: (0, attempt.source) if attempt.source in sources else None)
-    rows += _rows(
-        "lag",
-        attempts,
-        scale,
-        lambda attempt: None if attempt.lag is None else (attempt.lag, _power(attempt.lag, EXACT)),
-    )
+    frequent = Counter(attempt.source for attempt in attempts if attempt.source).most_common(MOST_NAMES)
+    sources = {name for name, _ in frequent}
     width = 1 + max((attempt.hour or 0 for attempt in attempts), default=0) // MOST_HOURS
-    rows += _rows(
-        "hour",
-        attempts,
-        scale,
-        lambda attempt: None if attempt.hour is None else (attempt.hour, _hours(attempt.hour, width)),
-    )
+    keys: dict[str, Callable[[Attempt], tuple[int, str] | None]] = {
+        "length": lambda attempt: (attempt.tokens, _power(attempt.tokens)) if attempt.tokens else None,
+        "source": lambda attempt: (0, attempt.source) if attempt.source in sources else None,
+        "lag": lambda attempt: None if attempt.lag is None else (attempt.lag, _power(attempt.lag, EXACT)),
+        "hour": lambda attempt: None if attempt.hour is None else (attempt.hour, _hours(attempt.hour, width)),
+    }
+    for by, key in keys.items():
+        rows += _rows(by, attempts, scale, key)
     shift, deviation = _advantages(attempts, lambda attempt: attempt.prompt if compared else attempt.version)
     return {
         "batches": batches,
@@ -257,11 +248,8 @@ def _reasons(attempts: Sequence[Attempt], scale: float) -> Iterable[AttemptRow]:
         chosen.append((f"{len(rare_reasons)} other reasons", rare_reasons))
     for name, reasons in chosen:
         untrained = [attempt for attempt in attempts if attempt.end != "trained" and attempt.reason in reasons]
-        alone, with_trained = (
-            _row("reason", name, untrained, scale),
-            _row("reason", name, [*trained, *untrained], scale),
-        )
-        yield {**alone, "as_zero": with_trained["as_zero"]}
+        with_trained = _row("reason", name, [*trained, *untrained], scale)
+        yield {**_row("reason", name, untrained, scale), "as_zero": with_trained["as_zero"]}
 
 
 def _advantages(attempts: Iterable[Attempt], group: Callable[[Attempt], int]) -> tuple[float | None, float | None]:

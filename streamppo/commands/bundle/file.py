@@ -155,7 +155,7 @@ def configurations(bundle: Bundle, folder: Path, changes: Sequence[str]) -> tupl
         raise BundleError("its configuration names models outside the bundle")
     for config in (recorded, changed):
         learner, critic = config.learner, config.algorithm.critic
-        steps = learner.epochs * learner.minibatches + critic.epochs * (critic.minibatches or learner.minibatches)
+        steps = learner.steps + critic.epochs * (critic.minibatches or learner.minibatches)
         if steps > MOST_STEPS:
             raise BundleError(f"{steps:,} optimizer steps in one update: more than {MOST_STEPS:,}")
     return recorded, changed

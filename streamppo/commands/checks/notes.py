@@ -53,7 +53,7 @@ def settings(config: Config, task: Task | None) -> Findings:
 def _correction(config: Config) -> Findings:
     """Note corrections that do not correct for lag, or that reduce the weight of fresh tokens."""
     algorithm, max_lag = config.algorithm, config.queue.bound
-    steps = config.learner.epochs * config.learner.minibatches
+    steps = config.learner.steps
     correction, kind = algorithm.correction, algorithm.correction.__struct_config__.tag
     is_old = algorithm.proximal != "behavior" and max_lag > 0
     if is_old and isinstance(correction, NoCorrection) and steps > 1:
@@ -97,7 +97,7 @@ def _segments(config: Config) -> Findings:
 def _loss(config: Config) -> Findings:
     """Note losses that do not suit the number of steps on a batch, or the aggregation."""
     algorithm, loss = config.algorithm, config.algorithm.policy_loss
-    kind, steps = loss.__struct_config__.tag, config.learner.epochs * config.learner.minibatches
+    kind, steps = loss.__struct_config__.tag, config.learner.steps
     plain = isinstance(loss, Reinforce | ImportanceWeighted | CustomLoss | Cispo) or loss == Clip()
     if steps == 1 and algorithm.proximal == "recompute" and not plain:
         yield _note(
@@ -143,7 +143,7 @@ def _without_effect(config: Config) -> Findings:
     algorithm = config.algorithm
     kl, whiten, control = algorithm.kl, algorithm.whiten, algorithm.entropy_control
     kind = algorithm.advantage.__struct_config__.tag
-    one_step = config.learner.epochs * config.learner.minibatches == 1 and algorithm.proximal == "recompute"
+    one_step = config.learner.steps == 1 and algorithm.proximal == "recompute"
     whitens = isinstance(algorithm.advantage, ReinforcePlusPlus | ReinforcePlusPlusBaseline)
     is_off = whiten.over == "off" or (whiten.over == "auto" and not algorithm.has_critic)
     no_critic, whitens_itself = f"advantage {kind!r} has no critic", f"advantage {kind!r} whitens over the batch itself"

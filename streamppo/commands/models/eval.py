@@ -157,7 +157,7 @@ async def _answers(config: Config, subject: Subject, rewards: Rewards, samples: 
         async with standalone.engine(config, "eval", subject.path, subject.version, subject.tensors) as engine:
             player = build.player(config, engine, subject.path, tokenizer)
             queue = _AnswerQueue(config, player, rewards, len(prompts) * (1 + samples))
-            greedy = build.sampling(config)._replace(temperature=0.0, top_p=1.0, top_k=0)
+            greedy = build.sampling(config).greedy
             kinds = [greedy, *[build.sampling(config)] * samples]
             flat = await asyncio.gather(*(queue.answer(prompt, kind) for prompt in prompts for kind in kinds))
             if player.agents is not None:

@@ -104,7 +104,7 @@ class Objective(NamedTuple):
 
 def build(config: Config) -> Objective:
     """Build the functions and epochs of `config`."""
-    choice, one_step = config.algorithm, config.learner.epochs * config.learner.minibatches == 1
+    choice, one_step = config.algorithm, config.learner.steps == 1
     anchor = _anchor(choice, one_step=one_step and not is_lowered_by_ess(config))
     scored: Part | None = "critic" if choice.has_critic else None
     if anchor is None or choice.needs_proximal_first:

@@ -128,7 +128,7 @@ def per_token_record(
     Log-probs of rows outside of `scored_B` are NaN.
     """
     scored, is_kept = targets.scored, config.archive.numbers
-    has_logprobs = is_kept and objective.scored in ("policy", "both")
+    has_logprobs = is_kept and objective.scores_policy
     logprobs_BT = scored.logprobs_BT.masked_fill(~to_device(scored_B, batch.mask_BT.device)[:, None], torch.nan)
     return TokenRecord(
         values=flatten_column(scored.values_BT, batch.length_B) if config.algorithm.has_critic else b"",

@@ -31,10 +31,9 @@ class Chat:
         messages = wire.object_list(body.get("messages"), "messages")
         if not messages:
             raise malformed("messages is empty")
-        tools = () if wire.choice(body) == "none" else map(_tool, wire.object_list(body.get("tools") or [], "tools"))
         return Request(
             messages=tuple(map(_message, messages)),
-            tools=tuple(tools),
+            tools=wire.tools(body, _tool),
             arguments=wire.arguments_of(body),
             max_tokens=wire.token_limit(body, "max_completion_tokens", "max_tokens"),
             stop=wire.stops(body, "stop"),
@@ -90,12 +89,9 @@ class ChatStream:
 
     def extend(self, partial: Reply) -> bytes:
         """See `Stream.extend`."""
-        previous, self._sent = self._sent, partial
-        thought, content = (
-            wire.new_text(a, b) for a, b in ((previous.reasoning, partial.reasoning), (previous[0], partial[0]))
-        )
-        chunks = [self._chunk({"reasoning_content": thought})] if thought else []
-        return b"".join([*chunks, *([self._chunk({"content": content})] if content else [])])
+        (thought, content), self._sent = wire.new_texts(self._sent, partial), partial
+        deltas = {"reasoning_content": thought, "content": content}
+        return b"".join(self._chunk({name: text}) for name, text in deltas.items() if text)
 
     def end(self, turn: Turn) -> bytes:
         """See `Stream.end`."""

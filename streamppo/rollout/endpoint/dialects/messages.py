@@ -33,10 +33,9 @@ class Messages:
             raise malformed("messages is empty")
         system = wire.text(body.get("system"), "the system prompt")
         first = (Message(role="system", content=system),) if system else ()
-        tools = () if wire.choice(body) == "none" else map(_tool, wire.object_list(body.get("tools") or [], "tools"))
         return Request(
             messages=(*first, *(message for item in messages for message in _messages(item))),
-            tools=tuple(tools),
+            tools=wire.tools(body, _tool),
             arguments=wire.arguments_of(body),
             max_tokens=wire.token_limit(body, "max_tokens"),
             stop=wire.stops(body, "stop_sequences"),
@@ -77,11 +76,11 @@ class MessageStream:
 
     def extend(self, partial: Reply) -> bytes:
         """See `Stream.extend`."""
-        previous, self._sent = self._sent, partial
+        (thought, content), self._sent = wire.new_texts(self._sent, partial), partial
         parts: list[bytes] = []
-        if thought := wire.new_text(previous.reasoning, partial.reasoning):
+        if thought:
             parts += [self._enter("thinking"), self._delta(type="thinking_delta", thinking=thought)]
-        if content := wire.new_text(previous.content, partial.content):
+        if content:
             parts += [self._enter("text"), self._delta(type="text_delta", text=content)]
         return b"".join(parts)
 

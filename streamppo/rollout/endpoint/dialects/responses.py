@@ -33,13 +33,12 @@ class Responses:
         )
         instructions = wire.text(body.get("instructions"), "the instructions")
         first = (Message(role="system", content=instructions),) if instructions else ()
-        tools = () if wire.choice(body) == "none" else map(_tool, wire.object_list(body.get("tools") or [], "tools"))
         messages = (*first, *_messages(items))
         if not messages:
             raise malformed("input is empty")
         return Request(
             messages=messages,
-            tools=tuple(tools),
+            tools=wire.tools(body, _tool),
             arguments=wire.arguments_of(body),
             max_tokens=wire.token_limit(body, "max_output_tokens"),
             stop=wire.stops(body, "stop"),
@@ -76,11 +75,11 @@ class ResponseStream:
 
     def extend(self, partial: Reply) -> bytes:
         """See `Stream.extend`."""
-        previous, self._sent = self._sent, partial
+        (thought, content), self._sent = wire.new_texts(self._sent, partial), partial
         parts: list[bytes] = []
-        if thought := wire.new_text(previous.reasoning, partial.reasoning):
+        if thought:
             parts += [self._enter("reasoning"), self._delta("reasoning_text", thought)]
-        if content := wire.new_text(previous.content, partial.content):
+        if content:
             parts += [self._enter("message"), self._delta("output_text", content)]
         return b"".join(parts)
 
@@ -110,14 +109,15 @@ class ResponseStream:
         left = self._leave()
         self._open = kind
         self._item += 1
-        empty = _reasoning(self._turn, "") if kind == "reasoning" else _text(self._turn, "")
+        empty = _text_item(kind, self._turn, "")
         item = {**empty, "content": [], "status": "in_progress"}
         added = self._event("output_item.added", item=item)
-        return left + added + self._event("content_part.added", **self._place(), part=empty["content"][0])
+        return left + added + self._event("content_part.added", **_place(empty), part=empty["content"][0])
 
     def _delta(self, kind: str, text: str) -> bytes:
         more = {"logprobs": []} if kind == "output_text" else {}
-        return self._event(f"{kind}.delta", **self._place(), delta=text, **more)
+        place = _place(_text_item(self._open, self._turn, ""))
+        return self._event(f"{kind}.delta", **place, delta=text, **more)
 
     def _leave(self) -> bytes:
         """End the open item, if any."""
@@ -126,18 +126,12 @@ class ResponseStream:
             return b""
         thought = kind == "reasoning"
         text = self._sent.reasoning if thought else self._sent.content
-        item = _reasoning(self._turn, text) if thought else _text(self._turn, text)
-        place, name = self._place_of(item), "reasoning_text" if thought else "output_text"
+        item = _text_item(kind, self._turn, text)
+        place, name = _place(item), "reasoning_text" if thought else "output_text"
         extra_fields = {} if thought else {"logprobs": []}
         events = self._event(f"{name}.done", **place, text=text, **extra_fields)
         events += self._event("content_part.done", **place, part=item["content"][0])
         return events + self._event("output_item.done", item=item)
-
-    def _place(self) -> Body:
-        return self._place_of(_reasoning(self._turn, "") if self._open == "reasoning" else _text(self._turn, ""))
-
-    def _place_of(self, item: Body) -> Body:
-        return {"item_id": item["id"], "content_index": 0}
 
     def _event(self, kind: str, **fields: object) -> bytes:
         self._number += 1
@@ -223,6 +217,14 @@ def _text(turn: Turn, text: str) -> dict[str, Any]:
     content = [{"type": "output_text", "text": text, "annotations": [], "logprobs": []}]
     known = {"role": "assistant", "status": "completed", "content": content}
     return {"type": "message", "id": turn.message_id, **known}
+
+
+def _text_item(kind: str, turn: Turn, text: str) -> dict[str, Any]:
+    return _reasoning(turn, text) if kind == "reasoning" else _text(turn, text)
+
+
+def _place(item: Body) -> Body:
+    return {"item_id": item["id"], "content_index": 0}
 
 
 def _response(turn: Turn, model: str, items: Sequence[Body]) -> Body:

@@ -2,7 +2,7 @@
 
 import json
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol, cast
 
 from streamppo.rollout.endpoint import json_values
@@ -209,6 +209,12 @@ def tool(name: object, description: object, parameters: object) -> dict[str, Any
     return {"type": "function", "function": {"name": name, **optional, "parameters": parameters or {}}}
 
 
+def tools(body: Body, read: Callable[[Body], dict[str, Any]]) -> tuple[dict[str, Any], ...]:
+    """Return the tools of a request, each made by `read`; none if the request forbids calls."""
+    listed = object_list(body.get("tools") or [], "tools") if choice(body) != "none" else ()
+    return tuple(map(read, listed))
+
+
 def token_limit(body: Body, *names: str) -> int | None:
     """Return the first of the named token limits that is set. Raises `RequestRefused` if that is no number above 0."""
     return next((limit for name in names if (limit := _positive(body, name, "tokens")) is not None), None)
@@ -240,9 +246,11 @@ def event(value: object, name: str = "") -> bytes:
     return f"{head}data: {json.dumps(value)}\n\n".encode()
 
 
-def new_text(previous: str, current: str) -> str:
-    """Return the text that `current` has after `previous`; "" if it does not begin with `previous`."""
-    return current[len(previous) :] if current.startswith(previous) else ""
+def new_texts(previous: Reply, current: Reply) -> tuple[str, str]:
+    """Return the reasoning and the text that `current` adds; "" for one that does not begin with that of `previous`."""
+    pairs = ((previous.reasoning, current.reasoning), (previous.content, current.content))
+    thought, content = (after[len(before) :] if after.startswith(before) else "" for before, after in pairs)
+    return thought, content
 
 
 def now() -> int:
