@@ -29,7 +29,12 @@ def init(
     data: Annotated[
         str, Parameter(help="Your data, rows with a prompt: jsonl, json, csv, parquet, a folder, a hub name.")
     ] = "",
-    reward: Annotated[str, Parameter(help="Your reward: FILE.py:FUNCTION or package.module:function.")] = "",
+    reward: Annotated[
+        Sequence[str],
+        Parameter(
+            help="Your reward: FILE.py:FUNCTION or package.module:function. May be repeated: rewards are summed."
+        ),
+    ] = (),
     gpu: Annotated[Count, Parameter(help="The number of GPUs for SGLang and ranks (default: 0).")] = 0,
     prompt: Annotated[str, Parameter(help="The column of the prompt, if its name is unusual.")] = "",
     answer: Annotated[str, Parameter(help="The column of the answer, if its name is unusual.")] = "",

@@ -82,14 +82,14 @@ def _write(path: Path, problems: Sequence[dict[str, str]]) -> None:
 
 
 class UserInputs(NamedTuple):
-    """A user's model, data and reward, and the columns of prompt and answer. "" lets `init` choose the column.
+    """A user's model, data and rewards, and the columns of prompt and answer. "" lets `init` choose the column.
 
     `columns` are further columns for the reward: what it gets as a name is the column of the value.
     """
 
     model: str
     data: str
-    reward: str
+    rewards: Sequence[str]
     prompt: str = ""
     answer: str = ""
     columns: Mapping[str, str] = MappingProxyType({})
@@ -109,14 +109,14 @@ def write_configuration(file: Path, inputs: UserInputs) -> int:
         raise ConfigError(f"{file}: already exists; choose another name")
     plugins.export_path()
     model = policy.read(inputs.model)
-    scorer = FunctionScorer(function=inputs.reward)
+    scorers = [FunctionScorer(function=reward) for reward in inputs.rewards]
     with process.naming_prints():
-        rows_read = rows.read(inputs.data, scorer, (inputs.prompt, inputs.answer), model.view(), inputs.columns)
+        rows_read = rows.read(inputs.data, scorers, (inputs.prompt, inputs.answer), model.view(), inputs.columns)
     choices = text.ProjectChoices(
         name=file.stem,
         model=_path_in(file, inputs.model),
         data=_path_in(file, inputs.data),
-        reward=_function_in(file, inputs.reward),
+        rewards=[_function_in(file, reward) for reward in inputs.rewards],
         policy=model,
         rows=rows_read,
         sizes=sizes.choose(model, rows_read, inputs.gpus, memory_mib()),

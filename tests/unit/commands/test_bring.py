@@ -158,6 +158,24 @@ def test_a_column_is_given_the_name_that_the_reward_uses(
     assert main(["check", "mine.toml", "--no-score"]) == 0
 
 
+def test_several_rewards_are_summed_and_each_needs_its_columns(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "more.py").write_text(
+        "def score(completions, solution, **kwargs):\n    return [1.0] * len(solution)\n\n\n"
+        "def größe(trajectory):\n    return 0.5\n"
+    )
+    words = [*case.bring(tmp_path), "--reward", "more.py:score", "--reward", "more.py:größe"]
+    assert main(words) == MISTAKE
+    assert "more.py:score asks for the column 'solution', and row 1 of" in capsys.readouterr().err
+    config, _ = begun(capsys, [*words, "--column", "solution=answer"])
+    functions = {name: getattr(scorer, "function", "") for name, scorer in config.reward.scorers.items()}
+    expected = {"score": "reward.py:score", "score_1": "more.py:score", "größe": "more.py:größe"}
+    assert functions == {name: str(tmp_path / function) for name, function in expected.items()}
+    assert main(["check", "mine.toml"]) == 0
+    assert re.search(r"reward score_1 +ok +8 rows .* score 1 ", capsys.readouterr().out)
+
+
 def test_a_verl_reward_without_a_column_of_the_answer_is_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

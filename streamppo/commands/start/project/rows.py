@@ -75,17 +75,21 @@ class DataRows(NamedTuple):
 
 
 def read(
-    data: str, reward: FunctionScorer, columns: tuple[str, str], view: PromptView, more: Mapping[str, str] = NONE
+    data: str,
+    rewards: Sequence[FunctionScorer],
+    columns: tuple[str, str],
+    view: PromptView,
+    more: Mapping[str, str] = NONE,
 ) -> DataRows:
     """Read the rows of `data` with prompt and answer in `columns`. For the name "", a usual name is tried.
 
-    `more` are further columns for the reward, by the name that it uses. Raises `ConfigError` if no column is the
-    prompt, or if a column that `reward` needs is missing.
+    `more` are further columns for the rewards, by the name that these use. Raises `ConfigError` if no column is the
+    prompt, or if a column that a reward needs is missing.
     """
     try:
         rows = [row for _, row in islice(dataset_files.rows(data, "train"), MEASURED)]
         total = len(rows) + sum(1 for _ in islice(dataset_files.rows(data, "train"), len(rows), None))
-        signature = detect(reward)[0]
+        signatures = [detect(reward)[0] for reward in rewards]
     except TaskError as error:
         raise ConfigError(str(error)) from error
     if not rows:
@@ -93,7 +97,8 @@ def read(
     first = rows[:EXAMINED]
     prompt = _prompt_column(data, first, columns[0])
     answer = _answer_column(data, first, columns[1], prompt)
-    _refuse_gaps(data, rows, reward, signature.required_columns - more.keys() - ({"answer"} if answer else set()))
+    for reward, signature in zip(rewards, signatures, strict=True):
+        _refuse_gaps(data, rows, reward, signature.required_columns - more.keys() - ({"answer"} if answer else set()))
     messages = isinstance(_at(rows[0], prompt), list)
     templated = not messages and all(view.spells(Prompt(text=str(_at(row, prompt)), columns={})) for row in rows)
     source = Source(

@@ -1,8 +1,9 @@
 """Writes the text of a configuration file, in which every line has a comment."""
 
 import json
+import re
 import shlex
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from streamppo.commands.start.project.policy import PolicyModel
@@ -26,12 +27,12 @@ class Table(NamedTuple):
 
 
 class ProjectChoices(NamedTuple):
-    """The choices for a file. `model`, `data` and `reward` are the paths to write."""
+    """The choices for a file. `model`, `data` and `rewards` are the paths to write."""
 
     name: str
     model: str
     data: str
-    reward: str
+    rewards: Sequence[str]
     policy: PolicyModel
     rows: DataRows
     sizes: Sizes
@@ -64,7 +65,7 @@ def _tables(choices: ProjectChoices) -> Iterator[Table]:
     )
     yield Table("model", list(_model(choices)))
     yield Table("task", list(_task(choices)))
-    yield Table("reward", _reward(choices))
+    yield from _reward(choices.rewards)
     yield Table("rollout", list(_rollout(choices)))
     yield Table("queue", _queue(sizes))
     yield Table("algorithm", _algorithm(choices))
@@ -86,7 +87,7 @@ def _task(choices: ProjectChoices) -> Iterator[Line]:
     yield Line("prompt", _text(rows.prompt), "the column of the prompt")
     yield Line("answer", _text(rows.answer), "the column that the reward gets as `answer`" if rows.answer else "none")
     if rows.columns:
-        pairs = ", ".join(f"{json.dumps(name)} = {_text(column)}" for name, column in rows.columns.items())
+        pairs = ", ".join(f"{_key(name)} = {_text(column)}" for name, column in rows.columns.items())
         yield Line("columns", f"{{ {pairs} }}", "what the reward gets by other names than those of the columns")
     if rows.templated:
         yield Line(
@@ -101,12 +102,21 @@ def _task(choices: ProjectChoices) -> Iterator[Line]:
     yield Line("too_long", '"skip"', f"rows with a longer prompt are left out and counted{left_out}")
 
 
-def _reward(choices: ProjectChoices) -> list[Line]:
-    return [
-        Line("function", _text(choices.reward), "try it: `streamppo reward-test` and this file"),
-        Line("timeout_s", "30.0", "a call that takes longer fails, and its prompt is sampled again"),
-        Line("correct_at", "1.0", "evaluation counts a completion as right from this reward on"),
-    ]
+def _reward(functions: Sequence[str]) -> Iterator[Table]:
+    correct = Line("correct_at", "1.0", "evaluation counts a completion as right from this reward on")
+    if len(functions) == 1:
+        function = Line("function", _text(functions[0]), "try it: `streamppo reward-test` and this file")
+        timeout = Line("timeout_s", "30.0", "a call that takes longer fails, and its prompt is sampled again")
+        yield Table("reward", [function, timeout, correct])
+        return
+    yield Table("reward", [correct])
+    lines: dict[str, Line] = {}
+    for function in functions:
+        attribute = function.rpartition(":")[2]
+        name = attribute if attribute not in lines else f"{attribute}_{len(lines)}"
+        value = f'{{ kind = "function", function = {_text(function)}, weight = 1.0 }}'
+        lines[name] = Line(_key(name), value, f"a term of the sum, logged as reward_{name}")
+    yield Table("reward.scorers", list(lines.values()))
 
 
 def _rollout(choices: ProjectChoices) -> Iterator[Line]:
@@ -195,6 +205,11 @@ def _passes(choices: ProjectChoices) -> str:
 
 def _shared(sizes: Sizes) -> str:
     return ": rank and engine share one" if 0 < sizes.places.gpus < 1 else ""
+
+
+def _key(name: str) -> str:
+    """Return a key, quoted unless it is a bare key of TOML."""
+    return name if re.fullmatch(r"[A-Za-z0-9_-]+", name) else _text(name)
 
 
 def _text(value: str) -> str:
