@@ -7,7 +7,7 @@ from typing import cast
 import msgspec
 
 from streamppo.errors import TaskError
-from streamppo.tasks.dataset_files import Row
+from streamppo.tasks.dataset_files import QUOTED, Row
 from streamppo.types import Message, Template
 
 ARGUMENTS = "chat_template_kwargs"
@@ -27,10 +27,10 @@ def message(item: object, where: str) -> Message:
         case {"role": str(role), **other_fields}:
             fields = cast("dict[str, object]", _without_nulls(other_fields))
         case _:
-            raise TaskError(f"{where}: a message has the texts `role` and `content`, this is {item!r}")
+            raise TaskError(f"{where}: a message has the texts `role` and `content`, this is {item!r:.{QUOTED}}")
     content = _text(fields.pop("content", None), where)
     if not isinstance(content, str) and (content is not None or not fields.get("tool_calls")):
-        raise TaskError(f"{where}: a message has the texts `role` and `content`, this is {item!r}")
+        raise TaskError(f"{where}: a message has the texts `role` and `content`, this is {item!r:.{QUOTED}}")
     if isinstance(calls := fields.get("tool_calls"), list):
         fields["tool_calls"] = [_read_arguments(call) for call in cast("list[object]", calls)]
     known = {name: fields.pop(name) for name in ("name", "tool_calls", "tool_call_id") if name in fields}
@@ -39,7 +39,7 @@ def message(item: object, where: str) -> Message:
         # The message must be encodable, because it is sent to other processes.
         msgspec.msgpack.encode(converted)
     except (msgspec.ValidationError, TypeError, ValueError, OverflowError) as error:
-        raise TaskError(f"{where}: not a message for a chat template: {error}: {item!r}") from error
+        raise TaskError(f"{where}: not a message for a chat template: {error}: {item!r:.{QUOTED}}") from error
     return converted
 
 
@@ -78,7 +78,9 @@ def _text(content: object, where: str) -> object:
             case {"type": str(kind)} if kind not in PARTS:
                 raise TaskError(f"{where}: a message has a part of the type {kind!r}, and the policy reads only text")
             case _:
-                raise TaskError(f"{where}: a part of a message has the texts `type` and `text`, this is {part!r}")
+                raise TaskError(
+                    f"{where}: a part of a message has the texts `type` and `text`, this is {part!r:.{QUOTED}}"
+                )
     return "".join(texts)
 
 

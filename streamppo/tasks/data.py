@@ -11,7 +11,7 @@ from msgspec import structs
 from streamppo.config.task import Source
 from streamppo.errors import TaskError
 from streamppo.tasks import chat, columns, dataset_files, files, split
-from streamppo.tasks.dataset_files import Row
+from streamppo.tasks.dataset_files import QUOTED, Row
 from streamppo.types import Message, Prompt, Template
 
 ANSWER = "answer"
@@ -282,7 +282,9 @@ def content(value: object, where: str, source: Source) -> tuple[str, tuple[Messa
     elif isinstance(value, list) and value:
         messages = [chat.message(item, where) for item in value]
     else:
-        raise TaskError(f"{where}: the prompt must be a string or a list of messages that is not empty, not {value!r}")
+        raise TaskError(
+            f"{where}: the prompt must be a string or a list of messages that is not empty, not {value!r:.{QUOTED}}"
+        )
     if source.system:
         if any(message.role in ("system", "developer") for message in messages):
             raise TaskError(

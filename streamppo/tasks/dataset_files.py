@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 
 Row: TypeAlias = Mapping[str, Any]
 """The columns of one row of data, by name; values may have any type."""
+QUOTED = 200
+"""Maximum characters of a row's value in an error."""
 BATCH = 1024
 """Number of rows of a parquet file that are in memory as Python objects at a time."""
 

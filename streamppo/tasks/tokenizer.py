@@ -15,6 +15,7 @@ from streamppo.errors import TaskError
 from streamppo.tasks import chat_template, stop
 from streamppo.tasks.chat_template import PLAIN, AfterTurn, Calls, ChatTemplate
 from streamppo.tasks.control_tokens import MARK, ControlTokens
+from streamppo.tasks.dataset_files import QUOTED
 from streamppo.types import Flags, Ints, Message, Prompt, Template, encode
 from streamppo.weights.models import tokenizer as tokenizers
 
@@ -162,7 +163,7 @@ class Tokenizer:
         else:
             ids = self._prompt_text_ids(prompt.text, prompt.template)
         if not ids:
-            raise TaskError(f"the prompt {prompt.text!r} has no tokens")
+            raise TaskError(f"the prompt {prompt.text!r:.{QUOTED}} has no tokens")
         return ids
 
     def encode(self, prompt: Prompt) -> Ints:
@@ -251,7 +252,7 @@ class Tokenizer:
         end = [self.eos_id] if finish == "stop" and self.eos_id is not None else []
         ids = [*self._ids(completion), *end]
         if not ids:
-            raise TaskError(f"the completion {completion!r} has no tokens")
+            raise TaskError(f"the completion {completion!r:.{QUOTED}} has no tokens")
         return np.asarray(ids, dtype=np.int32)
 
     def completion(self, tokens: Ints, sampled: Flags | None = None) -> str:
@@ -312,7 +313,7 @@ class Tokenizer:
             return self._tokenizer(text, add_special_tokens=specials)["input_ids"]
         except TypeError as error:
             # The text has half of a surrogate pair, which JSON can represent and UTF-8 cannot.
-            raise TaskError(f"not a text that can be tokenized: {text!r}") from error
+            raise TaskError(f"not a text that can be tokenized: {text!r:.{QUOTED}}") from error
 
 
 def unknown(path: str | Path, rows: int) -> tuple[int, ...]:

@@ -9,6 +9,7 @@ from streamppo.config.model import BUILTIN
 from streamppo.config.sections import Config
 from streamppo.errors import TaskError
 from streamppo.tasks import task as tasks
+from streamppo.tasks.dataset_files import QUOTED
 from streamppo.tasks.task import Task
 from streamppo.terminal import quoted
 from streamppo.types import Prompt
@@ -76,7 +77,8 @@ def _problem(prompt: Prompt, measure: Characters) -> Prompt:
     answer = prompt.columns.get("answer")
     if not isinstance(answer, str) or not answer:
         raise TaskError(
-            f"{BUILTIN} learns only from answers that are texts: the answer of the prompt {quoted(text)} is {answer!r}"
+            f"{BUILTIN} learns only from answers that are texts: the answer of the prompt {quoted(text)} is "
+            f"{answer!r:.{QUOTED}}"
         )
     problem = Prompt(text=text, columns={"answer": answer})
     if (length := _length(problem)) > CONTEXT:

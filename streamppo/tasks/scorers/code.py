@@ -249,13 +249,13 @@ def read_tests(tests: object) -> list[Test]:
         case list() if tests:
             pass
         case _:
-            raise TaskError(f"`tests` must be a list that is not empty, not {tests!r}")
+            raise TaskError(f"`tests` must be a list that is not empty, not {tests!r:.{QUOTED}}")
     for test in tests:
         match test:
             case str() | {"input": str(), "output": str()}:
                 pass
             case _:
-                raise TaskError(f"a test is code, or has the texts `input` and `output`; this is {test!r}")
+                raise TaskError(f"a test is code, or has the texts `input` and `output`; this is {test!r:.{QUOTED}}")
     return tests
 
 

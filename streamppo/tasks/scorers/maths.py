@@ -84,7 +84,7 @@ class Math:
         inner = extract_boxed(text) or text
         expressions = self._parse_cached(inner)
         if not expressions:
-            raise TaskError(f"math-verify cannot read the row's answer {answer!r}")
+            raise TaskError(f"math-verify cannot read the row's answer {answer!r:.{gold.QUOTED}}")
         return inner, expressions
 
     def _parse_bare(self, latex: str) -> Expressions:

@@ -1,7 +1,8 @@
 """Rows and rewards in the forms in which TRL, verl and `datasets` write them."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +13,13 @@ from config_case import one_source
 from reward_case import text
 
 from streamppo.config.reward import FunctionScorer, Reward, Scorer
+from streamppo.config.task import Source
 from streamppo.errors import TaskError
-from streamppo.tasks import chat, dataset_files, task
+from streamppo.tasks import chat, data, dataset_files, task
 from streamppo.tasks.rewards.scoring import Rewards
 from streamppo.tasks.rewards.signature import LoadedReward, call, detect_signature
-from streamppo.types import Message, Template
+from streamppo.tasks.scorers import code, gold
+from streamppo.types import Message, Prompt, Template
 
 ASKED = [{"role": "user", "content": "what is 1+2"}]
 TOOL: dict[str, Any] = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
@@ -27,6 +30,10 @@ def read(folder: Path, rows: Sequence[dict[str, Any]], **source: Any) -> task.Ta
     file = folder / "rows.jsonl"
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return task.build(one_source(data=str(file), held_out=0.0, **source), 1)
+
+
+def prompt_of(value: object) -> Prompt:
+    return data.prompt({"prompt": value, "answer": "1"}, "row 1", "data", Source(data=""))
 
 
 def write_stream(table: pyarrow.Table, file: Path) -> None:
@@ -131,6 +138,31 @@ def test_rows_with_pictures_are_refused_where_the_prompt_has_a_place_for_them(tm
     assert len(built.training) == 2
     assert [note for note in built.notes() if f"sounds in the column {column!r}: the policy reads only" in note]
     assert not read(tmp_path, [{**seen, column: None}]).notes()
+
+
+LONG = "a long value, " * 100_000
+NO_PROMPTS: dict[str, Any] = {
+    "columns of pandas": {str(n): LONG for n in range(3)},
+    "turns of ShareGPT": [{"from": "human", "value": LONG}],
+    "no content": [{"role": "user", "text": LONG}],
+    "a part": [{"role": "user", "content": [{"kind": "text", "text": LONG}]}],
+    "a field": [{"role": "user", "content": "x", "tool_calls": [LONG]}],
+    "texts": [LONG],
+}
+UNUSABLE: dict[str, Callable[[], object]] = {
+    "tests": lambda: code.read_tests({"tests": LONG}),
+    "a test": lambda: code.read_tests([{"input": LONG}]),
+    "an answer": lambda: gold.number(LONG),
+    "no number": lambda: gold.text([LONG]),
+    **{name: partial(prompt_of, value) for name, value in NO_PROMPTS.items()},
+}
+
+
+@pytest.mark.parametrize("refused", UNUSABLE.values(), ids=UNUSABLE)
+def test_a_refusal_quotes_the_beginning_of_a_long_value(refused: Callable[[], object]) -> None:
+    with pytest.raises(TaskError) as raised:
+        refused()
+    assert len(str(raised.value)) < 600
 
 
 # --- verl ----------------------------------------------------------------------------------------------------
