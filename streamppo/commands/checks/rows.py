@@ -220,7 +220,7 @@ def _verdict(name: str, scored: Sequence[_GoldScore] | TaskError, texts: Sequenc
     is_answered = any(text.completion for text in texts)
     rows = "rows with their own answer as the completion" if is_answered else "rows without a text or number as answer"
     if not totals:
-        advice = _chat_advice(failures[0], texts)
+        advice = _chat_advice(failures[0], texts) or "; if it runs only on another machine, check with --no-score"
         return Finding(subject, "error", f"all {len(scored)} {rows} failed: {failures[0]}{advice}")
     spread = f"{min(totals):g} to {max(totals):g}" if min(totals) < max(totals) else f"{totals[0]:g}"
     text = f"{len(totals)} {rows} score {spread}" + ("" if is_answered else " with an empty completion")

@@ -6,9 +6,10 @@ verl         compute_score(data_source, solution_str, ground_truth, extra_info)
 verl_batch   compute_score(data_sources, solution_strs, ground_truths, extra_infos), for several trajectories
 openrlhf     reward_func(queries, prompts, labels), which OpenRLHF calls with lists of one
 areal        reward_fn(prompt, completions, prompt_ids, completion_ids, **columns), whose `completions` is one text
-verifiers    f(prompt, completion, **columns)
+verifiers    f(prompt, completion, info, **columns)
 """
 
+import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple, TypeAlias
 
@@ -68,6 +69,12 @@ def _extra_info(text: ScoredText, row: Row) -> object:
     return {**(row.get("extra_info") or {}), "num_turns": turns, "rollout_reward_scores": {}}
 
 
+def _info(text: ScoredText, row: Row) -> object:
+    """Return the row's `info`, which verifiers' rows may have as JSON; {} if there is none."""
+    info = row.get("info") or {}
+    return json.loads(info) if isinstance(info, str) else info
+
+
 TRAJECTORY = Style("trajectory", {}, takes_columns=True)
 TRL = Style(
     "batched",
@@ -124,7 +131,7 @@ AREAL = Style(
 )
 VERIFIERS = Style(
     "verifiers",
-    {"prompt": _prompt, "completion": _completion},
+    {"prompt": _prompt, "completion": _completion, "info": _info},
     marks=(frozenset({"completion"}),),
     takes_columns=True,
 )

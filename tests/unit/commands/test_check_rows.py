@@ -53,7 +53,11 @@ def test_rows_are_scored_with_their_own_answers_and_one_is_shown(check: Check, f
 
 WITH_OWN = "rows with their own answer as the completion"
 MINE = {
-    "raises": ("raise ValueError(level)", 1, f"error all 8 {WITH_OWN} failed: score.py:2: ValueError: 3"),
+    "raises": (
+        "raise ValueError(level)",
+        1,
+        f"error all 8 {WITH_OWN} failed: score.py:2: ValueError: 3; if it runs only on another machine, check with",
+    ),
     "raises for some": ("return 1 / (int(answer) - 3)", 0, ", and 1 failed: score.py:2: ZeroDivisionError"),
     "is never right": ("return 0", 0, f"note 8 {WITH_OWN} score 0, as wrong answers do"),
     "is right": ("return trajectory.completion == answer", 0, f"ok 8 {WITH_OWN} score 1\n"),

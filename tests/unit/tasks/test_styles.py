@@ -63,6 +63,12 @@ def test_a_reward_of_another_trainer_scores_unchanged(name: str, messages: tuple
     assert score(name, ["$3$", "$4$", "$3.0$"], messages) == [1.0, 0.0, 1.0]
 
 
+@pytest.mark.parametrize(("info", "total"), [('{"weight": 0.5}', 0.5), ({"weight": 0.5}, 0.5), ("", "KeyError")])
+def test_the_info_of_verifiers_rows_may_be_json(info: object, total: float | str) -> None:
+    (scored,) = score("verifiers", ["$3$"], info=info)
+    assert scored == total or str(total) in str(scored)
+
+
 @pytest.mark.parametrize(("name", "style"), STYLES.items())
 def test_the_style_is_told_by_the_parameters(name: str, style: str) -> None:
     assert detect_signature(plugins.load(f"{THEIRS}:{name}", "reward"), name, {}).style.name == style
