@@ -1,4 +1,4 @@
-"""`streamppo data`: converts the original files of well-known data sets to one parquet file.
+"""`streamppo data`: converts well-known data sets, original files or a copy from the hub, to one parquet file.
 
 name           original files                                   columns written, besides data_source
 gsm8k          train.jsonl, test.jsonl                          prompt, answer, solution
@@ -53,7 +53,7 @@ def data(name: Name, folder: Path, to: Path, split: str) -> int:
 
 def _gsm8k(folder: Path, split: str) -> Rows:
     """openai/grade-school-math, whose answers follow ####."""
-    for where, row in dataset_files.rows(str(_file(folder, f"{split}.jsonl")), split):
+    for where, row in _rows(folder, f"{split}.jsonl", split):
         answer = extract_marked(row["answer"])
         if answer is None:
             raise TaskError(f"{where}: no #### in the solution")
@@ -62,14 +62,12 @@ def _gsm8k(folder: Path, split: str) -> Rows:
 
 def _math(folder: Path, split: str) -> Rows:
     r"""hendrycks/math, with one file for each problem. The answer is the solution's last \boxed{}."""
-    files = sorted((folder / split).rglob("*.json"))
-    if not files:
-        raise TaskError(f"{folder / split}: no SUBJECT/*.json files of MATH")
-    for path in files:
-        row = dataset_files.parse(path.read_bytes(), str(path))
+    files = sorted((folder / split).glob("*/*.json"))
+    originals = ((str(path), dataset_files.parse(path.read_bytes(), str(path))) for path in files)
+    for where, row in originals if files else _rows(folder, "SUBJECT/*.json", split):
         answer = extract_boxed(row["solution"])
         if answer is None:
-            raise TaskError(f"{path}: no \\boxed in the solution")
+            raise TaskError(f"{where}: no \\boxed in the solution")
         yield {
             "prompt": row["problem"],
             "answer": answer,
@@ -81,8 +79,8 @@ def _math(folder: Path, split: str) -> Rows:
 
 def _hellaswag(folder: Path, split: str) -> Rows:
     """rowanz/hellaswag, whose endings become choices with letters."""
-    name = {"train": "train", "test": "val", "validation": "val"}.get(split, split)
-    for _, row in dataset_files.rows(str(_file(folder, f"hellaswag_{name}.jsonl")), split):
+    split = {"test": "validation"}.get(split, split)
+    for _, row in _rows(folder, f"hellaswag_{split.removesuffix('idation')}.jsonl", split):
         choices = "\n".join(f"{letter}. {ending}" for letter, ending in zip(LETTERS, row["endings"], strict=False))
         yield {
             "prompt": f"{row['activity_label']}: {row['ctx']}\n\n{choices}\n\nWhich ending fits? Give its letter.",
@@ -109,12 +107,18 @@ LAYOUTS: dict[Name, Callable[[Path, str], Rows]] = {
 }
 
 
-def _file(folder: Path, name: str) -> Path:
-    """Return the file `name` in `folder` or a subfolder."""
-    files = sorted(folder.rglob(name))
-    if not files:
-        raise TaskError(f"{folder}: there is no {name} in it")
-    return files[0]
+def _rows(folder: Path, original: str, split: str) -> Iterator[tuple[str, dataset_files.Row]]:
+    """Yield the rows of the file `original` in `folder` or a subfolder; without it, those of a copy from the hub.
+
+    Of a copy with several configurations, `main` is read.
+    """
+    if files := sorted(folder.rglob(original)):
+        yield from dataset_files.rows(str(files[0]), split)
+        return
+    try:
+        yield from dataset_files.rows(str(folder / "main" if (folder / "main").is_dir() else folder), split)
+    except TaskError as error:
+        raise TaskError(f"{folder}: neither the original {original} nor a copy from the hub: {error}") from error
 
 
 def _messages(transcript: str, where: str) -> list[dict[str, str]]:

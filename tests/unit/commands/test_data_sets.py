@@ -4,6 +4,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pyarrow
+import pyarrow.parquet
 import pytest
 from config_case import one_source
 
@@ -70,6 +72,46 @@ def test_hellaswag(tmp_path: Path) -> None:
     (prompt,) = prepared(tmp_path, "hellaswag", "test")
     assert prompt.columns["answer"] == "D"
     assert prompt.text.startswith("Roof shingle removal: A man is sitting on a roof. he\n\nA. sleeps.\nB. sings.")
+
+
+HUB: dict[str, tuple[list[str], dict[str, Any], tuple[str, object]]] = {
+    "gsm8k": (
+        ["main/train-00000-of-00001.parquet"],
+        {"question": "How many?", "answer": "#### 72"},
+        ("How many?", "72"),
+    ),
+    "math": (
+        ["algebra/train-00000-of-00001.parquet", "geometry/train-00000-of-00001.parquet"],
+        {"problem": "1+1?", "level": "Level 1", "type": "Algebra", "solution": r"\boxed{2}"},
+        ("1+1?", "2"),
+    ),
+    "hellaswag": (
+        ["data/train-00000-of-00001.parquet"],
+        {"ind": 4, "activity_label": "A", "ctx": "he", "endings": ["a", "b"], "split": "train", "label": "1"},
+        ("A: he\n\nA. a\nB. b\n\nWhich ending fits? Give its letter.", "B"),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", HUB)
+def test_a_copy_from_the_hub_is_converted_too(tmp_path: Path, name: str) -> None:
+    files, row, (text, answer) = HUB[name]
+    # The second configuration of gsm8k has the same problems.
+    for file in [*files, "socratic/train-00000-of-00001.parquet"] if name == "gsm8k" else files:
+        path = tmp_path / file
+        path.parent.mkdir(parents=True, exist_ok=True)
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist([row]), path)
+    prompts = prepared(tmp_path, name)
+    assert [(prompt.text, prompt.columns["answer"]) for prompt in prompts] == [(text, answer)] * len(files)
+
+
+@pytest.mark.parametrize("name", HUB)
+def test_a_folder_with_neither_layout_says_what_it_may_be(
+    tmp_path: Path, name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "README.md").write_text("nothing")
+    assert main(["data", name, "--from", str(tmp_path), "--to", str(tmp_path / "to.parquet")]) != 0
+    assert "neither the original " in (said := capsys.readouterr().err) and "nor a copy from the hub: " in said
 
 
 def test_full_hh_rlhf(tmp_path: Path) -> None:
