@@ -264,7 +264,7 @@ def main(argv: Sequence[str] | None = None) -> list[Update]:
         # Train on the oldest batch, then swap the engine to version + 1.
         updates.append(train(learner, optimizer, ahead.popleft(), version, options.correction, options.negative_weight))
         engine.load_state_dict(learner.state_dict())
-        if (version + 1) % 10 == 0:
+        if (version + 1) % 10 == 0 or version + 1 == options.updates:
             print(line(version + 1, updates[-10:], accuracy(engine, held_out)), flush=True)
     return updates
 

@@ -232,6 +232,15 @@ def test_the_same_seed_prints_the_same_lines(capsys: pytest.CaptureFixture[str])
     assert printed(6) != first
 
 
+def test_the_last_update_has_a_line(capsys: pytest.CaptureFixture[str]) -> None:
+    one_process.main(["--updates", "12"])
+    assert [line.split()[:2] for line in capsys.readouterr().out.splitlines()] == [
+        ["update", "0"],
+        ["update", "10"],
+        ["update", "12"],
+    ]
+
+
 @pytest.mark.parametrize("wrong", [("--lag", "-1"), ("--updates", "-1"), ("--negative-weight", "1.5")])
 def test_what_cannot_be_right_is_refused(wrong: tuple[str, str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
