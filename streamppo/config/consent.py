@@ -112,7 +112,7 @@ def require(run: Path, configs: Iterable[Config], *, trust: bool = False) -> Non
         names = [ascii(name if len(name) <= LENGTH else f"{name[:LENGTH]}...") for name in sorted(unknown)]
         further = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
         raise ConfigError(
-            f"{run}: this run was not made here, and its configuration would run, or send a key to, "
+            f"{run}: you have not agreed yet that its configuration runs, or sends a key to, "
             f"{', '.join(names[:SHOWN])}{further}: read that code, then agree once with --trust (in a script "
             f"{VARIABLE}=1)"
         )

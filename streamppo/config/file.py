@@ -38,8 +38,9 @@ SHOWN = 5
 def load(path: Path, overrides: Sequence[str] = ()) -> Config:
     """Read the configuration in `path`, apply `overrides` ("learner.lr=3e-4"), and check it.
 
-    Relative paths in the file are resolved in the file's folder, or else in the current folder. If `name` is missing,
-    it is the file's name. Raises `ConfigError` with the file and line, or the override, of every mistake.
+    Relative paths in the file are resolved in the file's folder, or the folder of a link's target, or else in the
+    current folder. If `name` is missing, it is the file's name. Raises `ConfigError` with the file and line, or the
+    override, of every mistake.
     """
     try:
         # A file that the user names may be a shell's pipe, `<(...)`. A file in a run's folder must not be a pipe.
@@ -62,7 +63,8 @@ def load(path: Path, overrides: Sequence[str] = ()) -> Config:
         tree = tomllib.loads(text)
     except (tomllib.TOMLDecodeError, RecursionError) as error:
         raise ConfigError(f"{path}: not TOML: {error}") from error
-    paths.make_absolute(tree, path.parent)
+    for folder in (path.parent, path.resolve().parent):
+        paths.make_absolute(tree, folder)
     tree.setdefault("name", path.stem)
     return _resolve(tree, overrides, path, text)
 

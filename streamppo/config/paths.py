@@ -1,8 +1,9 @@
 """Makes the relative paths of a configuration absolute.
 
-A path in a file is resolved in the file's folder, or else in the current folder. A path in an override is resolved in
-the current folder. A run stores absolute paths, so it can be resumed from any folder. Paths below the parent folder of
-the run are stored relative to the run, so the parent folder can be moved with all its files.
+A path in a file is resolved in the file's folder, or the folder of a link's target, or else in the current folder. A
+path in an override is resolved in the current folder. A run stores absolute paths, so it can be resumed from any
+folder. Paths below the parent folder of the run are stored relative to the run, so the parent folder can be moved with
+all its files.
 """
 
 import os

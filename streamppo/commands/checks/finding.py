@@ -44,6 +44,13 @@ def first_line(error: BaseException) -> str:
     return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
+def where_it_was(path: str) -> str:
+    """Return the end of a sentence about a missing file: where a relative path was searched, or a remedy."""
+    if os.path.isabs(path):
+        return ": if it was moved, correct its path, in a run by `streamppo resume RUN section.field=PATH`"
+    return f" (looked at {os.path.abspath(path)})"
+
+
 def contacted_later(subject: str, url: str, key_env: str) -> Finding:
     """Return the finding that a run will contact `url`, with a note if the environment has no variable `key_env`."""
     key = f"; the environment has no {key_env} here" if key_env and not os.environ.get(key_env) else ""

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from streamppo import durable
-from streamppo.commands.checks.finding import Finding, Findings, contacted_later, first_line
+from streamppo.commands.checks.finding import Finding, Findings, contacted_later, first_line, where_it_was
 from streamppo.config.algorithm import CRITICS, Critic
 from streamppo.config.model import BUILTIN
 from streamppo.config.sections import Config
@@ -68,14 +68,14 @@ def find(path: str, subject: str) -> tuple[str | None, Finding]:
     if Path(path).is_dir():
         return path, Finding(subject, "ok", path)
     if looks_like_path(path):
-        return None, Finding(subject, "not here", f"{path!r} is not a folder here (looked at {Path(path).absolute()})")
+        return None, Finding(subject, "not here", f"{path!r} is not a folder here{where_it_was(path)}")
     # huggingface_hub is slow to import, and most models are folders.
     from huggingface_hub import constants, snapshot_download
 
     try:
         cached = snapshot_download(path, local_files_only=True)
     except (OSError, ValueError):
-        text = f"{path!r} is not a folder here (looked at {Path(path).absolute()}), and not in the hub's cache"
+        text = f"{path!r} is not a folder here{where_it_was(path)}, and not in the hub's cache"
         return None, Finding(subject, "not here" if constants.HF_HUB_OFFLINE else "later", text)
     return cached, Finding(subject, "ok", f"{path}, in the hub's cache")
 
@@ -136,7 +136,7 @@ def teacher(teacher: Teacher) -> Findings:
 
 def _pretraining(run: str) -> Finding:
     if not Path(run).is_dir():
-        text = f"pretrain: {run!r} is not a folder here (looked at {Path(run).absolute()})"
+        text = f"pretrain: {run!r} is not a folder here{where_it_was(run)}"
         return Finding("critic", "not here", text)
     # zarr is slow to import, and few runs pretrain their critic.
     from streamppo.queue.store import archive

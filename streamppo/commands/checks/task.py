@@ -8,7 +8,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import NamedTuple
 
-from streamppo.commands.checks.finding import Finding, Findings, contacted_later, reward_subject
+from streamppo.commands.checks.finding import Finding, Findings, contacted_later, reward_subject, where_it_was
 from streamppo.commands.checks.folder import find, weights
 from streamppo.commands.checks.rows import UnreadableAnswers, scores_source
 from streamppo.config.model import BUILTIN
@@ -64,7 +64,7 @@ def load(config: Config, tokenizer: Measure | None, *, limit: int | None = None)
 
 
 def _absent(place: str) -> Finding:
-    text = f"{place!r} is not a file or folder here (looked at {Path(place).absolute()})"
+    text = f"{place!r} is not a file or folder here{where_it_was(place)}"
     if not dataset_files.may_be_hub_name(place):
         return Finding("task", "not here", text)
     if find_spec("datasets") is None:

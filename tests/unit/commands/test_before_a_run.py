@@ -20,9 +20,12 @@ from streamppo.config import file as configfile
 from streamppo.tasks.tokenizer import character_tokenizer
 
 DATA = "task={kind='data', data='rows.jsonl', held_out=0}"
+MOVED = ": if it was moved, correct its path, in a run by `streamppo resume RUN section.field=PATH`"
 LACKING = {
     "reward: reward.function 'nowhere:score': importing nowhere failed": ["reward.function=nowhere:score"],
     "task: 'nowhere.jsonl' is not a file or folder here (looked at ": ["task={kind='data', data='nowhere.jsonl'}"],
+    f"task: '/moved/rows.jsonl' is not a file or folder here{MOVED}": ["task={kind='data', data='/moved/rows.jsonl'}"],
+    f"model: '/moved/model' is not a folder here{MOVED}": ["model.path=/moved/model"],
     "engine: SGLang is not installed": ["rollout.engine.kind=sglang"],
     "model: './nowhere' is not a folder here (looked at ": ["model.path=./nowhere"],
     "GPUs: the run requests 1; this machine has 0": ["learner.gpus=1"],

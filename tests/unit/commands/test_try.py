@@ -210,7 +210,7 @@ def test_a_run_of_somebody_else_is_refused_until_one_agrees(
     config = configfile.change(configfile.load(copy / configfile.CONFIG), ['reward.function="theirs.py:score"'])
     configfile.save(config, copy)
     (copy / consent.FILE).unlink(missing_ok=True)
-    assert "this run was not made here" in refused(capsys, copy, "--prompt", "0", "--version", "2")
+    assert "you have not agreed yet" in refused(capsys, copy, "--prompt", "0", "--version", "2")
 
 
 def test_an_agent_is_refused_by_name(run: Path) -> None:

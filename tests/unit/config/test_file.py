@@ -20,6 +20,7 @@ from streamppo import durable
 from streamppo.config import file as configfile
 from streamppo.config.algorithm import Algorithm, Clip
 from streamppo.config.correction import FilterOffPolicyNegative, FilterTruncated, NoCorrection, RejectK3, Topr, Truncate
+from streamppo.config.reward import FunctionScorer
 from streamppo.config.rollout import EmbeddedEngine, SGLangEngine
 from streamppo.config.sections import Config
 from streamppo.config.task import DataTask
@@ -405,6 +406,28 @@ def test_a_correction_that_is_left_out_is_truncation_and_none_takes_a_word(tmp_p
     path = edited(tmp_path, line, "")
     assert configfile.load(path).algorithm.correction == Truncate()
     assert configfile.load(path, ["algorithm.correction=off"]).algorithm.correction == NoCorrection()
+
+
+@pytest.mark.parametrize("beside", [False, True])
+def test_paths_of_a_linked_file_are_those_beside_the_link_or_else_beside_its_target(
+    beside: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    project, links = tmp_path / "a project", tmp_path / "links"
+    for folder in (project, links):
+        folder.mkdir()
+    monkeypatch.chdir(links)
+    fields = 'model.path = "model"\nrollout.limit = "mine.py:limit"\ntask.data = "rows.jsonl"\n'
+    (project / "mine.toml").write_text(fields + 'reward.function = "mine.py:score"\n')
+    Path("mine.toml").symlink_to("../a project/mine.toml")
+    for folder in (project, *[links] * beside):
+        (folder / "model").mkdir()
+        for name in ("mine.py", "rows.jsonl"):
+            (folder / name).touch()
+    config, place = configfile.load(Path("mine.toml")), links if beside else project
+    assert isinstance(config.task, DataTask) and isinstance(config.reward.scorers["reward"], FunctionScorer)
+    (source,) = config.task.sources.values()
+    paths = [config.model.path, config.rollout.limit, source.data, config.reward.scorers["reward"].function]
+    assert paths == [f"{place}/{name}" for name in ("model", "mine.py:limit", "rows.jsonl", "mine.py:score")]
 
 
 def test_a_missing_file_and_broken_toml_are_config_errors(tmp_path: Path) -> None:
