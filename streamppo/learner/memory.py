@@ -42,7 +42,8 @@ class ModelSizes(NamedTuple):
     `trained` is the number of parameters that are not frozen. `layer` counts the parameters of one transformer layer,
     of which tensor and expert parallelism split `by_tensor` and `by_expert`. `rest` counts the parameters outside of
     the layers: embeddings, norm, head. `widest` is the largest activation in a layer. `routes` are the bytes of a
-    token's experts over all layers. `active` is the number of parameters that one token uses.
+    token's experts over all layers. `active` is the number of parameters that one token uses. `encoders` counts the
+    parameters of a multimodal model's encoders, which are not trained: only SGLang holds them.
     """
 
     parameters: int
@@ -60,6 +61,7 @@ class ModelSizes(NamedTuple):
     widest: int
     routes: int
     active: int
+    encoders: int = 0
 
     @property
     def rest(self) -> int:
@@ -121,7 +123,9 @@ def _sizes(hf_config: PretrainedConfig, model: Model) -> ModelSizes:
     layers = getattr(body, name)
     head_width = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
     pair = 2 * text.num_key_value_heads * head_width
-    parameters, head = _count(lm), _count(lm) - _count(lm.base_model)
+    parameters, other = _count(lm), sum(map(_count, getattr(lm, "other_parts", ())))
+    head = parameters - _count(lm.base_model) - other
+    whole = _count(classes.make(hf_config, whole=True, dtype=dtype)) if classes.is_multimodal(hf_config) else parameters
     by_tensor, by_expert = tensor_parallel.cut_parameters(body, layers[0])
     activations, widest = _activations(body, name)
     experts, chosen = experts_of(text), getattr(text, "num_experts_per_tok", 0) if by_expert else 0
@@ -140,6 +144,7 @@ def _sizes(hf_config: PretrainedConfig, model: Model) -> ModelSizes:
         activations_per_layer=activations,
         widest=widest,
         routes=len(layers) * chosen * (1 if experts <= BYTE else 2),
+        encoders=max(0, whole - parameters),
         active=parameters - (len(layers) * by_expert * (experts - chosen) // experts if chosen else 0),
     )
 

@@ -118,11 +118,12 @@ async def engine(
         case SGLangEngine() as settings:
             if reason := positions.refusal(model.hf_config, model.room):
                 raise ModelError(reason)
-            await asyncio.to_thread(Architecture(model.hf_config).check_names, model_path)
+            architecture = Architecture(model.hf_config)
+            await asyncio.to_thread(architecture.check_names, model_path)
             untied = is_tied(file_config) and not is_tied(hf_config)
             launch = _start(config, settings, model_path, model, seed, untied=untied)
             return await sglang.start(
-                _setup(config, settings, launch, _connect(config, settings, actor), model),
+                _setup(config, settings, launch, _connect(config, settings, actor), model, architecture.encoders),
                 model.hf_config,
                 version=version,
                 tensors=tensors,
@@ -132,7 +133,12 @@ async def engine(
 
 
 def _setup(
-    config: Config, settings: SGLangEngine, launch: Start, connect: push.Connect, model: "EngineModel"
+    config: Config,
+    settings: SGLangEngine,
+    launch: Start,
+    connect: push.Connect,
+    model: "EngineModel",
+    encoders: Sequence[str],
 ) -> SessionSetup:
     return SessionSetup(
         launch,
@@ -146,6 +152,7 @@ def _setup(
         routes=settings.routes,
         strings=model.stop.strings,
         unknown=model.unknown,
+        encoders=encoders,
         bucket_bytes=config.learner.bucket_bytes,
         shared=settings.transport == "tensor",
     )

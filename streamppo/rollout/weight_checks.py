@@ -1,7 +1,8 @@
 """Checks that a prompt or a push fits the model, before an engine loads it."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -11,7 +12,7 @@ from torch import Tensor
 
 from streamppo.errors import ModelError, PromptRefused, WeightsError
 from streamppo.types import Ints
-from streamppo.weights.models import classes
+from streamppo.weights.models import classes, loading
 from streamppo.weights.models.headers import file_header
 from streamppo.weights.models.settings import naming
 
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class Architecture:
-    """Names and shapes of a model's parameters, in its modules and in its files; no weights are loaded.
+    """Names and shapes of a model's parameters, in its modules and in its files; only stored buffers are loaded.
 
     Raises `ModelError` for a configuration without a causal language model in transformers.
     """
@@ -28,20 +29,31 @@ class Architecture:
     def __init__(self, config: "PreTrainedConfig") -> None:
         with naming(config.name_or_path or config.model_type), torch.device("meta"):
             self._model = classes.make(config)
+        self._config = config
 
     @property
     def shapes(self) -> dict[str, torch.Size]:
         """Return name and shape of every tensor in a push of this model; tied tensors appear once."""
         return {name: parameter.shape for name, parameter in self._model.named_parameters()}
 
+    @property
+    def encoders(self) -> Sequence[str]:
+        """Return the names of the encoders that a multimodal model has besides its text model."""
+        return getattr(self._model, "encoders", ())
+
     def as_saved(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Convert the tensors of a push to the names and shapes of the model's files, which engines load.
 
+        The result also has the model's stored buffers, which no push has.
         Example: transformers keeps all experts of a layer in one tensor, and files may have one for each expert.
         """
         from transformers.core_model_loading import revert_weight_conversion
 
-        return revert_weight_conversion(self._model, dict(tensors))
+        return revert_weight_conversion(self._model, {**tensors, **self._buffers})
+
+    @cached_property
+    def _buffers(self) -> Mapping[str, Tensor]:
+        return loading.stored_buffers(self._config)
 
     def check_names(self, model: str) -> None:
         """Raise `ModelError` unless the files of `model` have every tensor that `as_saved` makes of a push.

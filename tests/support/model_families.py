@@ -106,7 +106,7 @@ NAMES = (*FAMILIES, *MULTIMODAL)
 
 
 def make(family: str, folder: Path, *, layers: int = 2, **saving: object) -> None:
-    """Write a model with random weights and biases."""
+    """Write a model with random weights, biases and stored buffers."""
     torch.manual_seed(5)
     shape: dict[str, Any] = {
         **case.SMALL,
@@ -120,6 +120,10 @@ def make(family: str, folder: Path, *, layers: int = 2, **saving: object) -> Non
         shape["layer_types"] = (shape["layer_types"] * layers)[:layers]
     config = multimodal(family, shape) if family in MULTIMODAL else getattr(transformers, f"{family}Config")(**shape)
     lm = new(config)
+    stored = lm.state_dict().keys()
+    for name, buffer in lm.named_buffers():
+        if name in stored:
+            buffer.uniform_(0.5, 1.5)
     if (bias := getattr(lm.get_output_embeddings(), "bias", None)) is not None:
         torch.nn.init.normal_(bias)
     lm.save_pretrained(folder, **saving)

@@ -72,7 +72,8 @@ def _engine_weights(config: Config, model: ModelSizes) -> int:
     has_head = (
         isinstance(config.rollout.engine, EmbeddedEngine) and config.model.float32_head and model.element < MASTER
     )
-    return model.parameters * model.element + has_head * model.hidden * model.vocabulary * MASTER
+    encoders = model.encoders if isinstance(config.rollout.engine, SGLangEngine) else 0
+    return (model.parameters + encoders) * model.element + has_head * model.hidden * model.vocabulary * MASTER
 
 
 def object_store(model: ModelSizes) -> int:

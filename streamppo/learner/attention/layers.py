@@ -19,8 +19,8 @@ Checkpointing: TypeAlias = Literal["off", "full", "offloaded"]
 """What a layer keeps for the backward pass: all activations, only its input, or its input in CPU memory."""
 SIZES = 64
 """The maximum of compiled variants of a layer: one for each number of tokens, with and without gradient."""
-PLACES = ("layers", "h", "language_model.layers", "decoder.layers", "blocks")
-"""Attributes that may hold the layers of: most models; GPT-2 and similar; text parts of vision models; OPT; MPT."""
+PLACES = ("layers", "h", "decoder.layers", "blocks")
+"""Attributes that may hold the layers of: most models; GPT-2 and similar; OPT; MPT."""
 CACHE_NAMES = ("cache", "past_key_values")
 """The name of an attention module's argument for a cache, in newer and in older versions of transformers."""
 

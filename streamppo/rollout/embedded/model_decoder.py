@@ -20,7 +20,7 @@ from streamppo.rollout.embedded.row_attention import AttentionPass, RowCache
 from streamppo.rollout.embedded.spans import LEAST_ROWS, Span, width
 from streamppo.rollout.weight_checks import cache_error, check_fit
 from streamppo.weights.content import compare, hash_tensor, write
-from streamppo.weights.models import classes, fit
+from streamppo.weights.models import classes, fit, loading
 from streamppo.weights.models.settings import naming
 
 if TYPE_CHECKING:
@@ -238,10 +238,13 @@ def refusal(config: "PreTrainedConfig") -> str:
 
 
 def _without_weights(config: "PreTrainedConfig", dtype: torch.dtype, device: torch.device) -> Any:
-    """Make the model's modules with this file's attention; their parameters have memory, but no values."""
+    """Make the model's modules with this file's attention and stored buffers; parameters have memory, but no values."""
     from transformers.initialization import no_init_weights
 
     with fit.quiet(), naming(config.name_or_path or config.model_type), no_init_weights():
         model = classes.make(config, dtype=dtype, attn_implementation=row_attention.register())
     model.tie_weights()
+    for name, buffer in loading.stored_buffers(config).items():
+        parent, _, own_name = name.rpartition(".")
+        model.get_submodule(parent).register_buffer(own_name, buffer)
     return model.eval().requires_grad_(False).to(device)

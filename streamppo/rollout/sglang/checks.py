@@ -4,19 +4,22 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from streamppo.errors import ModelError
 from streamppo.rollout.sglang.link import Answer
-from streamppo.rollout.sglang.wire import FLUSHES_PAUSED, NAMES_CANDIDATES, NAMES_ROUTES, STREAMS
+from streamppo.rollout.sglang.wire import CHECKS_PARTS, FLUSHES_PAUSED, NAMES_CANDIDATES, NAMES_ROUTES, STREAMS
 
 
-def check_version(version: tuple[int, ...], streams: str, *, excludes_tokens: bool, routes: bool) -> None:
+def check_version(
+    version: tuple[int, ...], streams: str, *, excludes_tokens: bool, routes: bool, has_encoders: bool = False
+) -> None:
     """Raise `ModelError` if this `version` of SGLang is too old for a setting of the run.
 
     The setting named `streams` ("": none) needs incremental streams. With top-p or top-k (`excludes_tokens`), SGLang
     must return the remaining tokens, because the learner would otherwise compare another distribution. With `routes`
-    it must return the experts of each token.
+    it must return the experts of each token. With encoders, its weights checker must be able to leave out tensors.
     """
     needs = {streams: STREAMS} if streams else {}
     needs |= {"rollout.top_p or top_k": NAMES_CANDIDATES} if excludes_tokens else {}
     needs |= {"rollout.engine.routes": NAMES_ROUTES} if routes else {}
+    needs |= {"the text model of a multimodal model": CHECKS_PARTS} if has_encoders else {}
     for setting, required in needs.items():
         if version < required:
             needed, installed = (".".join(map(str, numbers)) for numbers in (required, version))

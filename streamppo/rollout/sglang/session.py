@@ -24,7 +24,8 @@ class SessionSetup(NamedTuple):
     `kv` says what a swap does with the KV cache. A row has up to `room` tokens. `excludes_tokens` is true with top-p or
     top-k. `streams` names the setting that needs streamed tokens ("": none does). With `routes`, SGLang reports the
     experts of each token. Completions end at `strings`. The tokenizer lacks the tokens `unknown`, which are never
-    sampled. Versions are copied to buckets of `bucket_bytes`, in `shared` memory if SGLang reads them there.
+    sampled. A multimodal model has `encoders`, which are never loaded. Versions are copied to buckets of
+    `bucket_bytes`, in `shared` memory if SGLang reads them there.
     """
 
     start: Start
@@ -38,6 +39,7 @@ class SessionSetup(NamedTuple):
     routes: bool = False
     strings: Sequence[str] = ()
     unknown: Sequence[int] = ()
+    encoders: Sequence[str] = ()
     bucket_bytes: int = 1 << 28
     shared: bool = False
 
@@ -75,7 +77,13 @@ async def start(setup: SessionSetup, number: int, version: int, tensors: Mapping
     async with AsyncExitStack() as undo:
         undo.push_async_callback(link.stop)
         checks.check_room(link.longest, setup.room)
-        checks.check_version(link.version, setup.streams, excludes_tokens=setup.excludes_tokens, routes=setup.routes)
+        checks.check_version(
+            link.version,
+            setup.streams,
+            excludes_tokens=setup.excludes_tokens,
+            routes=setup.routes,
+            has_encoders=bool(setup.encoders),
+        )
         try:
             async with asyncio.timeout(setup.start_s):
                 session = await _until_death(link, _fill(setup, link, version, tensors))
@@ -93,7 +101,7 @@ async def start(setup: SessionSetup, number: int, version: int, tensors: Mapping
 async def _fill(setup: SessionSetup, link: Link, version: int, tensors: Mapping[str, Tensor]) -> EngineSession:
     """Load and verify the first weights of a newly started SGLang."""
     carrier = await setup.connect(link)
-    attestation = await verify_weights.begin(link, tensors, setup.vocabulary)
+    attestation = await verify_weights.begin(link, tensors, setup.vocabulary, setup.encoders)
     await carrier.stage(tensors)
     await _load(link, carrier, setup.kv, version)
     await link.call("continue_generation")

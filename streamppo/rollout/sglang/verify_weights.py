@@ -43,6 +43,10 @@ FUSED = (
 """Patterns in the names of tensors that SGLang fuses, and the replacements that give the fused tensor's name."""
 ORDER = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "w1", "w3")
 """The order in which parts are concatenated, along dimension 0, to a fused tensor."""
+POSITIONS = "rotary_emb"
+"""The modules of SGLang with tables of positions, which are computed."""
+TEXT_MODULES = ("language_model", "model")
+"""Modules of a multimodal model that contain its text model, in SGLang or in the model's files."""
 Method = Literal["checksums", "values", "log-probs"]
 Tensors = Mapping[str, Tensor]
 
@@ -87,12 +91,13 @@ class Attestation:
         self._tensors = tensors
 
 
-async def begin(link: Link, tensors: Tensors, vocabulary: int) -> Attestation:
+async def begin(link: Link, tensors: Tensors, vocabulary: int, encoders: Sequence[str] = ()) -> Attestation:
     """Choose the best method for an SGLang before its first load of `tensors`; until then it holds random values.
 
-    Raises `WeightsError` for a mixture of experts in an SGLang without checksums.
+    The `encoders` of a multimodal model and the tables of its positions are in no push, and are not checked. Raises
+    `WeightsError` for a mixture of experts in an SGLang without checksums.
     """
-    probe = await _by_checksums(link)
+    probe = await _by_checksums(CheckedTensors(link, encoders))
     if probe is None:
         if expert := next((name for name in tensors if ".experts." in name), None):
             raise WeightsError(f"this SGLang gives no checksums, without which a load of {expert} cannot be verified")
@@ -103,23 +108,53 @@ async def begin(link: Link, tensors: Tensors, vocabulary: int) -> Attestation:
 # --- by SGLang's weights checker -----------------------------------------------------------------------------
 
 
+class CheckedTensors:
+    """The checked tensors of SGLang: all, or, of a multimodal model with `encoders`, those of its text model."""
+
+    def __init__(self, link: Link, encoders: Sequence[str]) -> None:
+        self.link, self._encoders = link, encoders
+        skipped = [*(f"{name}." for name in encoders), POSITIONS]
+        self._fields: dict[str, object] = {"skip_tensor_list": skipped} if encoders else {}
+
+    async def reset(self) -> None:
+        """Fill every tensor with random values."""
+        await self.link.call("weights_checker", action="reset_tensors", **self._fields)
+
+    async def checksums(self) -> Mapping[str, str]:
+        """Return the checksum of every tensor, by rank/name."""
+        answer = wire.checksums(await self.link.call("weights_checker", action="checksum", **self._fields))
+        return {f"{key.partition('/')[0]}/{self.bare(_tensor_name(key))}": value for key, value in answer.items()}
+
+    def bare(self, name: str) -> str:
+        """Drop the names of modules around a multimodal model's layers, which differ between SGLang and the files.
+
+        Example: SGLang's model.layers.0.mlp.down_proj.weight is model.language_model.layers.0.mlp.down_proj.weight in
+        the files of a Qwen3-VL. Names of other models are returned unchanged.
+        """
+        return ".".join(part for part in name.split(".") if part not in TEXT_MODULES) if self._encoders else name
+
+
 class Checksums:
-    """Compares checksums of SGLang's tensors before and after a load. `previous` has those before the first load."""
+    """Compares checksums of the tensors of `held` before and after a load. `previous` has those before the first."""
 
     method: Method = "checksums"
 
-    def __init__(self, link: Link, previous: Mapping[str, str]) -> None:
-        self._link, self._checksums = link, previous
+    def __init__(self, held: CheckedTensors, previous: Mapping[str, str]) -> None:
+        self._held, self._checksums = held, previous
         self.exact: Collection[str] = ()
 
     async def mismatches(self, before: Tensors | None, tensors: Tensors) -> Sequence[str]:
         """See `WeightProbe.mismatches`."""
-        previous, self._checksums = (
-            self._checksums,
-            wire.checksums(await self._link.call("weights_checker", action="checksum")),
-        )
+        file_names = {self._held.bare(name): name for name in tensors}
+        tensors = {bare: tensors[name] for bare, name in file_names.items()}
+        before = None if before is None else {bare: before[name] for bare, name in file_names.items()}
+        wrong = await self._wrong(before, tensors)
+        return [file_names.get(name, name) for name in wrong]
+
+    async def _wrong(self, before: Tensors | None, tensors: Tensors) -> Sequence[str]:
+        previous, self._checksums = self._checksums, await self._held.checksums()
         unchanged_keys = {key for key, checksum in self._checksums.items() if checksum == previous.get(key)}
-        if self._link.ranks == 1 and before is None:
+        if self._held.link.ranks == 1 and before is None:
             self.exact = await asyncio.to_thread(self._known, tensors)
         elif self.exact and (wrong := set(self.exact) - await asyncio.to_thread(self._equal, self.exact, tensors)):
             return [name for name in tensors if held_name(name) in wrong]
@@ -141,11 +176,11 @@ class Checksums:
         return {name for name, checksum in known.items() if self._checksums.get(f"0/{name}") == checksum}
 
 
-async def _by_checksums(link: Link) -> WeightProbe | None:
+async def _by_checksums(held: CheckedTensors) -> WeightProbe | None:
     try:
-        await link.call("weights_checker", action="checksum")
-        await link.call("weights_checker", action="reset_tensors")
-        return Checksums(link, wire.checksums(await link.call("weights_checker", action="checksum")))
+        await held.checksums()
+        await held.reset()
+        return Checksums(held, await held.checksums())
     except (ValueError, NotImplementedError):
         return None
 

@@ -28,10 +28,11 @@ OLDEST = (0, 5, 17)
 FLUSHES_PAUSED = (0, 5, 21)
 """The first version whose paused engine can flush its prefix cache while requests wait; earlier versions die."""
 
-NAMES_GRAPHS = NAMES_CANDIDATES = NAMES_ROUTES = NAMES_DEFAULTS = STREAMS = (0, 5, 21)
+NAMES_GRAPHS = NAMES_CANDIDATES = NAMES_ROUTES = NAMES_DEFAULTS = STREAMS = CHECKS_PARTS = (0, 5, 21)
 """The first versions known to have certain arguments and answers. GRAPHS: an argument for the largest batch of decode
 CUDA graphs. CANDIDATES: the tokens that top-p and top-k leave. ROUTES: the experts of every token. DEFAULTS: the
-argument `sampling_defaults`. STREAMS: each message has only new tokens, `stream_interval` of them.
+argument `sampling_defaults`. STREAMS: each message has only new tokens, `stream_interval` of them. CHECKS_PARTS: the
+weights checker leaves out tensors by their names.
 """
 RESTORES_EXPERTS = (0, 5, 23)
 """The first version that restores the layout of experts before it loads weights, with every MoE backend."""
@@ -103,6 +104,8 @@ def arguments(
         # The first push writes every tensor and checks that SGLang has it, so the model's files need not be read.
         "load_format": "dummy",
         "grammar_backend": "none",
+        # Rows are text, so a multimodal model needs no processor of pictures.
+        "enable_multimodal": False,
         "host": "127.0.0.1",
         "log_level": "error",
         # Without this, an idle engine uses a whole core.

@@ -116,11 +116,11 @@ def _text_class(whole: "type[PreTrainedModel]") -> "type[PreTrainedModel]":
 
         def __init__(self, config: "PretrainedConfig", *arguments: object, **named: object) -> None:
             super().__init__(config, *arguments, **named)
-            body = getattr(self, prefix)
-            encoders = [name for name, part in body.named_children() if isinstance(part, PreTrainedModel)]
-            for name in encoders:
-                if self.base_model not in getattr(body, name).modules():
-                    delattr(body, name)
+            body, decoder = getattr(self, prefix), self.base_model
+            models = {name: part for name, part in body.named_children() if isinstance(part, PreTrainedModel)}
+            self.encoders = [name for name, part in models.items() if decoder not in part.modules()]
+            for name in self.encoders:
+                delattr(body, name)
 
         @property
         def base_model(self) -> "nn.Module":

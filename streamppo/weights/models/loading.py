@@ -5,10 +5,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
+from safetensors import safe_open
+from torch import Tensor
 
 from streamppo.errors import ModelError
 from streamppo.weights.models import classes, fit, generation, headers
 from streamppo.weights.models.classes import Kind
+from streamppo.weights.models.headers import Header
 from streamppo.weights.models.settings import is_tied, naming, pairs, settings
 
 if TYPE_CHECKING:
@@ -82,6 +85,37 @@ def empty(
     with naming(path), fit.quiet():
         options = {"dtype": torch.float32, "attn_implementation": attention}
         return classes.make(config, kind, whole=whole, **options).eval()
+
+
+def stored_buffers(config: "PretrainedConfig") -> dict[str, Tensor]:
+    """Read the buffers in the files of the model that `config` was read from, by name, in float32.
+
+    Training leaves them unchanged, so that no push has them. Examples: the bias of DeepSeek-V3's routers, and the
+    scale of each layer of Gemma 4. Raises `ModelError`.
+    """
+    from transformers.core_model_loading import revert_weight_conversion
+
+    path = config.name_or_path or ""
+    with naming(path or config.model_type), torch.device("meta"):
+        model = classes.make(config)
+    tensors: dict[str, Tensor] = model.state_dict()
+    parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    names = [name for name in tensors if name not in parameters]
+    if not names:
+        return {}
+    in_files = {name: list(revert_weight_conversion(model, {name: tensors[name]})) for name in names}
+    folder = fetch(path)
+    stored = headers.folder_headers(folder)
+    if stored is None or any(len(found) != 1 or found[0] not in stored for found in in_files.values()):
+        # The files have other names, or are pickles: transformers reads them.
+        buffers = dict(load(path).model.named_buffers())
+        return {name: buffers[name] for name in names}
+    return {name: _read(stored[file_name], file_name) for name, (file_name,) in in_files.items()}
+
+
+def _read(header: Header, name: str) -> Tensor:
+    with safe_open(header.file, framework="pt") as file:
+        return file.get_tensor(name).float()
 
 
 def not_finite(path: str | Path, name: str) -> str:

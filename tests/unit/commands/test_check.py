@@ -570,6 +570,10 @@ def test_models_of_pictures_too_and_opt_have_their_layers_counted() -> None:
     vision = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2}
     gemma = memory.sizes(Gemma3Config(text_config={**text, **heads}, vision_config=vision), configfile.load(MATH).model)
     assert gemma.layers == 2 and gemma.parameters > 2 * gemma.layer > 2 * 32 * 48
+    assert (gemma.encoders > 0) and gemma.head == 0, "a tied head, and a tower that SGLang alone holds"
+    engines = [configfile.load(MATH, [f"rollout.engine.kind={kind}"]) for kind in ("embedded", "sglang")]
+    embedded, sglang = (memory_estimate._engine_weights(config, gemma) for config in engines)
+    assert sglang - embedded == 4 * gemma.encoders
     opt = OPTConfig(hidden_size=32, word_embed_proj_dim=32, ffn_dim=48, num_hidden_layers=3, num_attention_heads=4)
     with torch.device("meta"):
         assert len(list(layers.layers_of(AutoModelForCausalLM.from_config(opt).base_model))) == 3

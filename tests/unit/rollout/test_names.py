@@ -6,6 +6,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any, ClassVar
 
+import model_families
 import pytest
 import torch
 from huggingface_hub import constants
@@ -23,6 +24,7 @@ from transformers import (
 
 from streamppo.errors import ModelError
 from streamppo.rollout.weight_checks import Architecture
+from streamppo.weights.models.settings import settings
 
 SHAPE: dict[str, Any] = {
     "vocab_size": 32,
@@ -52,6 +54,22 @@ def test_a_push_has_the_names_and_the_bytes_of_the_files(family: str, tmp_path: 
     assert saved.keys() == files.keys()
     for name, tensor in files.items():
         assert torch.equal(saved[name], tensor), name
+
+
+@pytest.mark.sampled(6)
+@pytest.mark.parametrize("family", model_families.NAMES)
+def test_a_push_of_each_family_is_its_files_without_encoders(family: str, tmp_path: Path) -> None:
+    """Also of buffers that training leaves unchanged, such as the bias of DeepSeek's routers and Gemma 4's scales."""
+    model_families.make(family, tmp_path)
+    architecture, files = Architecture(settings(tmp_path)), load_file(tmp_path / "model.safetensors")
+    made = model_families.read(tmp_path)
+    saved = architecture.as_saved({name: made.get_parameter(name).detach() for name in architecture.shapes})
+    assert saved.keys() <= files.keys()
+    for name, tensor in saved.items():
+        assert torch.equal(tensor, files[name]), name
+    others = files.keys() - saved.keys()
+    assert not others if family in model_families.FAMILIES else others
+    assert all(any(part in name for part in ("visual", "vision_tower")) for name in others)
 
 
 @pytest.mark.parametrize(
