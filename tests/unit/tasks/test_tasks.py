@@ -123,7 +123,7 @@ def test_columns_can_have_other_names_and_evaluation_another_file(tmp_path: Path
         ),
         ("a.jsonl", '{"prompt": "", "answer": "y"}\n', "not empty, not"),
         ("a.jsonl", "", "no rows"),
-        ("a.txt", "prompt,answer\n", "use .jsonl, .csv, .parquet or .jsonl.gz"),
+        ("a.txt", "prompt,answer\n", "use .jsonl, .json, .csv, .parquet or .jsonl.gz"),
         ("a.parquet", "no parquet", "not a parquet file"),
     ],
 )
