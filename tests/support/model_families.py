@@ -105,6 +105,7 @@ MULTIMODAL: dict[str, dict[str, Any]] = {
 NAMES = (*FAMILIES, *MULTIMODAL)
 
 
+@torch.no_grad()
 def make(family: str, folder: Path, *, layers: int = 2, **saving: object) -> None:
     """Write a model with random weights, biases and stored buffers."""
     torch.manual_seed(5)
@@ -124,6 +125,9 @@ def make(family: str, folder: Path, *, layers: int = 2, **saving: object) -> Non
     for name, buffer in lm.named_buffers():
         if name in stored:
             buffer.uniform_(0.5, 1.5)
+    # New norms are 1 or 0, and new biases 0, which would hide what a computation makes of them.
+    for parameter in (parameter for parameter in lm.parameters() if parameter.dim() < 2):
+        parameter.add_(0.3 * torch.randn_like(parameter))
     if (bias := getattr(lm.get_output_embeddings(), "bias", None)) is not None:
         torch.nn.init.normal_(bias)
     lm.save_pretrained(folder, **saving)
