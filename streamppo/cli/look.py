@@ -114,7 +114,7 @@ def report(
     ] = False,
     measured: Annotated[
         Sequence[Path],
-        Parameter(consume_multiple=True, help="Runs from whose costs the page predicts its runs, as `plan` does."),
+        Parameter(consume_multiple=1, help="Runs from whose costs the page predicts its runs, as `plan` does."),
     ] = (),
 ) -> int:
     """Write a page that opens offline: curves, timeline, tokens, samples, diagnosis. Several runs are compared.

@@ -13,7 +13,7 @@ from streamppo.commands import run_argument
 from streamppo.config import file as configfile
 from streamppo.errors import ConfigError
 
-Rows = Annotated[Sequence[Whole], Parameter(consume_multiple=True, validator=Number(gte=0))]
+Rows = Annotated[Sequence[Whole], Parameter(consume_multiple=1, validator=Number(gte=0))]
 
 
 @app.command

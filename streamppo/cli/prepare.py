@@ -151,7 +151,7 @@ def plan(
     measured: Annotated[
         Sequence[Path],
         Parameter(
-            consume_multiple=True,
+            consume_multiple=1,
             help="Runs of half a minute on this machine, with the same model and lengths, whose costs are used.",
         ),
     ] = (),

@@ -23,15 +23,16 @@ ConfigFile = Annotated[Path, Parameter(help="A TOML file, such as configs/math.t
 RunFolder = Annotated[Path, Parameter(help="The folder of a run, such as runs/math.")]
 RunsFolder = Annotated[Path, Parameter(help="The folder with the folders of runs (default: runs).")]
 Override = Annotated[str, Parameter(help="section.field=value, such as learner.lr=3e-4; any number of them.")]
+# consume_multiple=1: an option whose values are missing (`--set $CHANGES`) is refused, and not ignored.
 Changes = Annotated[
-    Sequence[str], Parameter(name="--set", consume_multiple=True, help="section.field=value, one or more.")
+    Sequence[str], Parameter(name="--set", consume_multiple=1, help="section.field=value, one or more.")
 ]
 
 Versions = Annotated[
     Sequence[int],
     Parameter(
         name="--version",
-        consume_multiple=True,
+        consume_multiple=1,
         converter=lambda _, tokens: tuple(int(token.value) for token in tokens),
         validator=Number(gte=0),
         help="The versions that sample, one or more.",

@@ -139,7 +139,10 @@ def _loopback() -> Finding:
 
 def places(runs: Path) -> Findings:
     """Check that the disk for runs is local and writable, has space, and has the same time as this machine."""
-    folder = next(folder for folder in (runs.resolve(), *runs.resolve().parents) if folder.is_dir())
+    folder = next(folder for folder in (runs.resolve(), *runs.resolve().parents) if folder.exists())
+    if not folder.is_dir():
+        yield Finding("runs", "error", f"{folder} is a file; --runs names another folder")
+        return
     try:
         run_folder.refuse_place(folder)
     except RunError as error:

@@ -148,6 +148,35 @@ def test_an_option_that_is_a_number_is_finite(
     assert f"Invalid value for {option}: {number} is not finite" in capsys.readouterr().err
 
 
+SEVERAL = {
+    ("fork", "--set"): ["--at", "3"],
+    ("replay", "--set"): [],
+    ("replay", "--rows"): [],
+    ("bisect", "--set"): ["--metric", "reward", "--above", "1"],
+    ("bundle", "--rows"): ["--update", "3"],
+    ("try", "--version"): ["--prompt", "3"],
+    ("plan", "--measured"): [],
+    ("report", "--measured"): [],
+}
+
+
+@pytest.mark.parametrize(("name", "option"), SEVERAL)
+def test_an_option_without_its_values_is_refused(name: str, option: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main([name, str(MATH), *SEVERAL[name, option], option]) == 2
+    assert f"parameter {option} requires at least 1 element" in capsys.readouterr().err
+
+
+def test_every_option_with_several_values_is_known() -> None:
+    found = {
+        (name, argument.names[0])
+        for name in cli.app
+        if name[0] != "-"
+        for argument in cli.app[name].assemble_argument_collection()
+        if argument.parameter.consume_multiple
+    }
+    assert found == {*SEVERAL}
+
+
 def test_every_option_that_is_a_number_is_known() -> None:
     known = {"--above", "--below", "--gpu-gib", "--length", "--price", "--prompt-tokens", "--reward-s"}
     assert known <= {option for _, option in NUMBERS}

@@ -97,6 +97,10 @@ def test_the_folder_of_the_runs_must_take_files_and_be_of_this_machine(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert [one.state for one in doctor.places(tmp_path / "not" / "yet")] == ["ok"]
+    (tmp_path / "file").touch()
+    for place in ("file", "file/below"):
+        (error,) = doctor.places(tmp_path / place)
+        assert (error.state, error.text) == ("error", f"{tmp_path / 'file'} is a file; --runs names another folder")
     mounts = tmp_path / "mountinfo"
     mounts.write_text("36 35 98:0 / / rw,noatime - nfs4 server:/runs rw\n")
     monkeypatch.setattr(run_folder, "MOUNTS", mounts)
