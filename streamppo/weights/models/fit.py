@@ -17,7 +17,7 @@ from torch import Tensor
 from streamppo.errors import ModelError
 from streamppo.weights.models import classes, folder, headers
 from streamppo.weights.models.classes import TEXT_ALONE, Kind
-from streamppo.weights.models.settings import is_tied, naming, pairs
+from streamppo.weights.models.settings import is_tied, naming, pairs, pairs_in_files
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
@@ -63,10 +63,9 @@ def check(path: Path, config: "PretrainedConfig", kind: Kind = "AutoModelForCaus
     """
     shapes = _shapes(path)
     tensors = dict(shapes)
-    for head, embedding in pairs(config) if is_tied(config) else ():
-        if head in tensors and embedding in tensors:
-            # Head and embedding have equal values. transformers would compare them, which takes memory.
-            tensors.pop(head)
+    for head, _ in pairs_in_files(config, shapes) if is_tied(config) else ():
+        # Head and embedding have equal values. transformers would compare them, which takes memory.
+        tensors.pop(head)
     with naming(path), quiet():
         # The parts that are not trained are compared too, because an export writes them.
         model_class = classes.model_class(config, kind, whole=True)

@@ -134,24 +134,22 @@ def heads_differ(path: str | Path, config: "PretrainedConfig") -> bool:
     local = local_folder(path)
     if local is None:
         return False
-    prefix: str = getattr(causal_class(config), "base_model_prefix", "")
     try:
         stored = headers.folder_headers(local)
     except ModelError:
         # The files are missing or damaged. Loading them raises a more precise error.
         return False
     if stored is None:
-        return _pickles_differ(local, config, prefix)
-    differ = {
-        not are_equal(stored[head], stored[embedding]) for head, embedding in _pairs_in_files(config, stored, prefix)
-    }
+        return _pickles_differ(local, config)
+    differ = {not are_equal(stored[head], stored[embedding]) for head, embedding in pairs_in_files(config, stored)}
     if len(differ) > 1:
         raise ModelError(f"the model {str(path)!r} has several heads, and only some of them equal its embedding")
     return True in differ
 
 
-def _pairs_in_files(config: "PretrainedConfig", file_names: Collection[str], prefix: str) -> Iterator[tuple[str, str]]:
+def pairs_in_files(config: "PretrainedConfig", file_names: Collection[str]) -> Iterator[tuple[str, str]]:
     """Yield the names in the files (head, embedding) of each pair of which both are in the files."""
+    prefix: str = getattr(causal_class(config), "base_model_prefix", "")
     for head, embedding in pairs(config):
         of_head, of_embedding = (_in_files(name, file_names, prefix) for name in (head, embedding))
         if of_head is not None and of_embedding is not None:
@@ -203,8 +201,6 @@ def are_equal(first_header: Header, second_header: Header) -> bool:
     return True
 
 
-def _pickles_differ(model_folder: Path, config: "PretrainedConfig", prefix: str) -> bool:
+def _pickles_differ(model_folder: Path, config: "PretrainedConfig") -> bool:
     tensors = headers.pickle_tensors(model_folder)
-    return not all(
-        tensors[head].equal(tensors[embedding]) for head, embedding in _pairs_in_files(config, tensors, prefix)
-    )
+    return not all(tensors[head].equal(tensors[embedding]) for head, embedding in pairs_in_files(config, tensors))

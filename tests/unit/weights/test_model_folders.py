@@ -16,7 +16,6 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from transformers import (
-    AutoModelForCausalLM,
     Florence2Config,
     Llama4ForCausalLM,
     Llama4TextConfig,
@@ -28,7 +27,7 @@ from transformers import (
 
 from streamppo.errors import ModelError
 from streamppo.weights.models import fit, folder, headers, loading, tokenizer
-from streamppo.weights.models.settings import settings
+from streamppo.weights.models.settings import is_tied, read_settings, settings
 
 QUICK = {
     "wrapped_compile": "'_orig_mod.' in their names .* which torch.compile adds",
@@ -106,7 +105,7 @@ def test_the_faults_that_a_folder_shows_are_found_without_torch(healthy: Callabl
 
 @pytest.mark.sampled(5)
 @pytest.mark.parametrize("layout", model_folders.LAYOUTS)
-@pytest.mark.parametrize("family", ["gpt2", "qwen3"])
+@pytest.mark.parametrize("family", ["gemma3_pictures", "gpt2", "mistral3", "qwen3"])
 def test_a_whole_model_is_what_transformers_loads_however_it_lies(tmp_path: Path, family: str, layout: str) -> None:
     usual = model_folders.usual(family)
     if not model_folders.fits(family, usual.tokenizer, layout):
@@ -114,10 +113,26 @@ def test_a_whole_model_is_what_transformers_loads_however_it_lies(tmp_path: Path
     kind = {"tokenizer": usual.tokenizer, "template": usual.template, "tied": usual.tied, "layout": layout}
     path = model_folders.make(tmp_path / "model", family=family, **kind)
     assert fit.check(path, settings(path)) == len(folder.check(path) or headers.pickle_tensors(path))
-    own: Any = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
-    ours = dict(loading.load(path).model.named_parameters())
+    own = model_families.read(path, dtype=torch.float32)
+    ours = dict(loading.load(path, whole=True).model.named_parameters())
     assert ours.keys() == {name for name, _ in own.named_parameters()}
     assert all(torch.equal(ours[name], one) for name, one in own.named_parameters())
+
+
+@pytest.mark.parametrize("family", ["gemma3_pictures", "mistral3"])
+def test_a_multimodal_folder_with_a_separate_head_and_no_word_of_ties_has_its_head(tmp_path: Path, family: str) -> None:
+    """As Mistral Small 3 is published: transformers' default is a tied head, and the files have another one."""
+    usual = model_folders.usual(family)
+    kind = {"tokenizer": usual.tokenizer, "template": usual.template, "tied": False}
+    path = model_folders.make(tmp_path / "model", family=family, **kind)
+    config = json.loads((path / "config.json").read_text())
+    for part in (config, config["text_config"]):
+        part.pop("tie_word_embeddings", None)
+    (path / "config.json").write_text(json.dumps(config))
+    assert is_tied(read_settings(path)) and not is_tied(settings(path))
+    whole, text = model_families.read(path), loading.load(path).model
+    assert torch.equal(text.get_parameter("lm_head.weight"), whole.get_parameter("lm_head.weight"))
+    assert not torch.equal(text.get_parameter("lm_head.weight"), text.get_input_embeddings().weight)
 
 
 @pytest.mark.parametrize("family", model_families.NAMES)
