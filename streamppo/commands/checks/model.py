@@ -21,7 +21,7 @@ from streamppo.tasks import stop
 from streamppo.tasks.tokenizer import SPECIALS, Tokenizer
 from streamppo.tasks.warmup_data import Lesson
 from streamppo.types import Message
-from streamppo.weights.models import fit, headers
+from streamppo.weights.models import classes, fit, headers
 from streamppo.weights.models.classes import Kind
 from streamppo.weights.models.settings import settings
 
@@ -57,7 +57,17 @@ def load(config: Config, lesson: Lesson | None) -> tuple[ModelFiles, list[Findin
         tokenizer = Tokenizer(folder, config.model.clock)
     except (OSError, ValueError, TaskError) as error:
         return ModelFiles(hf_config), [Finding("model", "error", first_line(error))]
-    return ModelFiles(hf_config, tokenizer), [_vocabulary(tokenizer, hf_config)]
+    return ModelFiles(hf_config, tokenizer), [_vocabulary(tokenizer, hf_config), *_text_model(hf_config)]
+
+
+def _text_model(hf_config: PretrainedConfig) -> Findings:
+    """Note that only the text model of a multimodal model is trained."""
+    made = classes.causal_class(hf_config)
+    if made is not None and made is not classes.causal_class(hf_config, whole=True):
+        text = (
+            "it also reads pictures or sounds: its text model is trained, and an export has the other parts unchanged"
+        )
+        yield Finding("model", "note", text)
 
 
 def _vocabulary(tokenizer: Tokenizer, hf_config: PretrainedConfig) -> Finding:

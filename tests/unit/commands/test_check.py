@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import hollow_weights
+import model_folders
 import pytest
 import torch
 import transformers
@@ -32,6 +33,7 @@ from transformers import (
 from streamppo.cli import main
 from streamppo.commands.checks import machine, memory_estimate
 from streamppo.commands.checks import memory as memory_checks
+from streamppo.commands.checks import model as check_model
 from streamppo.config import file as configfile
 from streamppo.learner import memory
 from streamppo.learner.attention import layers
@@ -562,6 +564,16 @@ def test_layers_are_gathered_one_after_another_where_the_learner_shards_them_so(
     expected = (model.rest + 2 * model.layer) * 8 + 4 * max(model.rest, model.layer)
     assert memory.rank(config, model, 10).gathered == expected
     assert memory.HEAD_CHUNK == learner_model.HEAD_CHUNK
+
+
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_vl"])
+def test_a_note_says_that_a_model_of_pictures_too_has_its_text_model_trained(tmp_path: Path, family: str) -> None:
+    usual = model_folders.usual(family)
+    folder = model_folders.make(tmp_path / "m", family=family, tokenizer=usual.tokenizer, template=usual.template)
+    files, found = check_model.load(configfile.load(MATH, [f"model.path={folder}"]), None)
+    assert files.tokenizer is not None
+    notes = [one.text for one in found if one.state == "note"]
+    assert any("its text model is trained" in text for text in notes) == (family == "qwen3_vl"), notes
 
 
 def test_models_of_pictures_too_and_opt_have_their_layers_counted() -> None:
