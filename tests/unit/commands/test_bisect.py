@@ -111,7 +111,7 @@ def test_a_change_is_made_to_every_version_up_to_the_first_that_holds(run: Path)
         (("--metric", "entropy"), "needs one of --above and --below"),
         (("--metric", "entropy", "--above", "1", "--below", "2"), "needs one of --above and --below"),
         (("--metric", "entropi", "--above", "1"), "no update has a metric 'entropi'; is 'entropy' meant?"),
-        (("--metric", "entropy", "--above", "nan"), "a bound must be a number"),
+        (("--metric", "entropy", "--above", "nan"), "nan is not finite"),
         (("--test", "nowhere.py"), "nowhere.py"),
     ],
 )

@@ -183,7 +183,7 @@ def test_a_prompt_that_was_never_issued_is_sampled_from_its_beginning(
         (("--prompt", "0", "--version", "2", "--at", "50"), "--at 50: the completion has "),
         (("--prompt", "1+1=", "--version", "2", "--at", "1"), "--at, --sample and --attempt belong to an archived"),
         (("--prompt", "0", "--version", "2", "2"), "a version is named twice"),
-        (("--prompt", "0", "--version"), "--version is missing: the version that samples"),
+        (("--prompt", "0", "--version"), "--version requires at least 1 element"),
         (("--prompt", "", "--version", "2"), "--prompt is the number of a prompt"),
         (("--prompt", "0", "--version", "2", "-n", "0"), "Must be >= 1"),
     ],
