@@ -77,6 +77,23 @@ def test_scores_and_gradients_are_the_models_own(
         torch.testing.assert_close(found[name], gradient, rtol=1e-3, atol=1e-4 * gradient.abs().max().item(), msg=name)
 
 
+def _made(ranks: int, folder: Path) -> tuple[case.Weights, dict[str, float]]:
+    load_policy.SHARD_LAYERS_ABOVE = 0
+    return case.updated(folder, pad(case.batch()), f"learner.ranks={ranks}", "learner.minibatches=2")
+
+
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize("family", ["Llava", "Qwen3VL"])
+def test_ranks_make_the_same_update_of_a_model_with_parts_that_are_not_trained(tmp_path: Path, family: str) -> None:
+    families.make(family, tmp_path / "model")
+    one, two = (case.by_ranks(_made, ranks, tmp_path, tmp_path / "model") for ranks in (1, 2))
+    case.assert_same(one, two)
+    before = dict(families.read(tmp_path / "model").named_parameters())
+    names = {name.removeprefix("lm."): tensor for name, tensor in one[0].items() if name.startswith("lm.")}
+    moved = {name for name, tensor in names.items() if not torch.equal(tensor, before[name])}
+    assert moved and not any("multi_modal_projector" in name for name in moved)
+
+
 @pytest.mark.usefixtures("alone")
 def test_scores_of_attention_that_a_model_caps_are_capped_by_auto_and_sdpa_is_refused(tmp_path: Path) -> None:
     families.make("Gemma2", tmp_path / "capped")
