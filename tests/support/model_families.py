@@ -1,5 +1,6 @@
 """Tiny models of many families, with random weights."""
 
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -139,7 +140,8 @@ def multimodal(family: str, text: dict[str, Any], **named: object) -> Any:
     encoder = config_class().vision_config
     pictures = {**PICTURES, "model_type": "gemma4_vision" if encoder is None else encoder.model_type}
     pictures["out_hidden_size"] = text["hidden_size"]
-    return config_class(text_config=text, vision_config=pictures, **named)
+    # transformers writes defaults into the tables that it gets.
+    return config_class(text_config=deepcopy(text), vision_config=pictures, **named)
 
 
 def new(config: Any) -> Any:

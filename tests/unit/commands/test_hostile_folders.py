@@ -67,7 +67,7 @@ ENDS = {
     "bisect what was changed": BEGUN,
     "verify": "the chain of versions is broken at version 0",
     "verify an update": f"cannot be replayed: {BEGUN}",
-    "export": "no checkpoint of version 3",
+    "export": "no checkpoint yet",
     "inspect the time": "no process has reported",
 }
 """This run was made without processes: it has no checkpoint, no phases and no chain."""
