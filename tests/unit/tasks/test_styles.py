@@ -49,7 +49,9 @@ def score(name: str, completions: list[str], messages: tuple[Message, ...] = CHA
     prompt = Prompt(text="1+2=", columns={**ROW, **row}, messages=messages, source="sums")
 
     async def story() -> list[float | str]:
-        async with started(one_function(function=f"{THEIRS}:{name}", timeout_s=60.0)) as rewards:
+        # OpenRLHF's rewards import torch, whose libraries for GPUs take gigabytes of addresses.
+        limits = {"timeout_s": 60.0, "memory_mib": 32_768}
+        async with started(one_function(function=f"{THEIRS}:{name}", **limits)) as rewards:
             said = [text(one, tokens=b"\1\0\0\0", messages=messages, source="sums") for one in completions]
             scored = await asyncio.gather(*(rewards.score(prompt, one) for one in said), return_exceptions=True)
         return [one.total if isinstance(one, Reward) else str(one) for one in scored]

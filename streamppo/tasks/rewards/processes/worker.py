@@ -49,9 +49,10 @@ ENDING_S = 5.0
 """A process is killed if it does not end within this time after its socket has closed."""
 CHECK_S = 0.001
 OUT_OF_MEMORY = re.compile(
-    r"(?<!OutOf)MemoryError|can(no|')t allocate memory|can't start new thread|bad_alloc", re.IGNORECASE
+    r"(?<!OutOf)MemoryError|can(no|')t allocate memory|can't start new thread|bad_alloc|failed to map segment",
+    re.IGNORECASE,
 )
-"""Messages of Python, torch, the system and C++ without memory. A thread's stack needs memory, too.
+"""Messages of Python, torch, the system, C++ and its loader without memory. A thread's stack needs memory, too.
 
 torch's OutOfMemoryError is about the memory of a GPU.
 """
