@@ -16,7 +16,7 @@ from torch import Tensor
 
 from streamppo.errors import ModelError
 from streamppo.weights.models import classes, folder, headers
-from streamppo.weights.models.classes import TEXT_ALONE, Kind
+from streamppo.weights.models.classes import Kind
 from streamppo.weights.models.settings import is_tied, naming, pairs, pairs_in_files
 
 if TYPE_CHECKING:
@@ -221,8 +221,6 @@ def _hint(config: "PretrainedConfig", reported: Report, file_names: Collection[s
     heads = {head for head, _ in pairs(config)}
     if heads & set(reported.missing):
         return ". Set tie_word_embeddings = true in config.json if the model's head is its embedding"
-    if reported.unexpected and not reported.missing and text is not config:
-        return f". The model has parts besides the text model: {TEXT_ALONE}"
     if any("embed" in name or "wte" in name for name in reported.misshaped):
         return f". vocab_size is {text.vocab_size:,} in config.json"
     return ""
