@@ -124,7 +124,7 @@ async def engine(
             launch = _start(config, settings, model_path, model, seed, untied=untied)
             return await sglang.start(
                 _setup(config, settings, launch, _connect(config, settings, actor), model, architecture.encoders),
-                model.hf_config,
+                architecture,
                 version=version,
                 tensors=tensors,
                 eos_ids=model.stop.ids,

@@ -273,7 +273,9 @@ async def opened(fake: Fake, tensors: dict[str, torch.Tensor] | None = None, **s
     """An engine on `fake`, at version 5."""
     given = SessionSetup(fake.start, fake.connect, "keep", CONFIG.vocab_size, start_s=20)._replace(**setup)
     longest = 32 if not isinstance(fake, Streaming) else 4096
-    return await start(given, CONFIG, version=5, tensors=tensors or pushed(1.0), eos_ids={1}, max_total_tokens=longest)
+    return await start(
+        given, Architecture(CONFIG), version=5, tensors=tensors or pushed(1.0), eos_ids={1}, max_total_tokens=longest
+    )
 
 
 def run(work: Coroutine[Any, Any, None]) -> None:

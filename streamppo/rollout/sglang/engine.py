@@ -22,7 +22,7 @@ from collections.abc import Awaitable, Callable, Collection, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
-from typing import TYPE_CHECKING, NamedTuple, TypeAlias, TypeVar
+from typing import NamedTuple, TypeAlias, TypeVar
 
 from torch import Tensor
 
@@ -38,9 +38,6 @@ from streamppo.rollout.weight_checks import Architecture, check_fit, check_promp
 from streamppo.types import Ints
 from streamppo.weights import shared_memory
 
-if TYPE_CHECKING:
-    from transformers import PreTrainedConfig
-
 DEATHS = 3
 """A request fails when SGLang has died, or the connection has broken, this many times during the request."""
 T = TypeVar("T")
@@ -55,7 +52,7 @@ class SGLangDied(Exception):
 
 async def start(
     setup: SessionSetup,
-    hf_config: "PreTrainedConfig",
+    architecture: Architecture,
     *,
     version: int,
     tensors: Mapping[str, Tensor],
@@ -66,7 +63,7 @@ async def start(
 
     Raises `ModelError` or `WeightsError` if SGLang cannot start.
     """
-    architecture, copies = Architecture(hf_config), VersionCopies(setup.bucket_bytes, shared=setup.shared)
+    copies = VersionCopies(setup.bucket_bytes, shared=setup.shared)
     check_fit(architecture.shapes, tensors)
     saved = await asyncio.to_thread(_copy_as_files, architecture, copies, tensors)
     session = await sessions.start(setup, 0, version, saved)

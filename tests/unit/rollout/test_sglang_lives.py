@@ -11,6 +11,7 @@ from streamppo.errors import ModelError, WeightsError
 from streamppo.rollout.engine import Sampling
 from streamppo.rollout.sglang.engine import start
 from streamppo.rollout.sglang.session import SessionSetup
+from streamppo.rollout.weight_checks import Architecture
 
 pytest_plugins = ["rollout_log"]
 PROMPT = np.array([3, 4], np.int32)
@@ -227,9 +228,9 @@ def test_a_version_that_names_no_candidates_is_refused_where_top_p_or_top_k_are_
         setup = SessionSetup(fake.start, fake.connect, "keep", CONFIG.vocab_size, start_s=20)
         life = {"version": 5, "tensors": pushed(1.0), "eos_ids": {1}, "max_total_tokens": 32}
         with pytest.raises(ModelError, match=r"SGLang must be 0.5.21 or newer, and is 0.5.20"):
-            await start(setup._replace(excludes_tokens=True), CONFIG, **life)
+            await start(setup._replace(excludes_tokens=True), Architecture(CONFIG), **life)
         assert fake.stopped == 1
-        await (await start(setup, CONFIG, **life)).stop()
+        await (await start(setup, Architecture(CONFIG), **life)).stop()
 
     run(case())
 
@@ -243,7 +244,7 @@ def test_a_first_load_that_never_ends_is_given_up_after_the_start_time_and_named
         fake = Hangs()
         setup = SessionSetup(fake.start, fake.connect, "keep", CONFIG.vocab_size, start_s=0.1)
         with pytest.raises(ModelError, match=r"has not loaded version 5 within rollout.engine.start_s \(0.1 s\)"):
-            await start(setup, CONFIG, version=5, tensors=pushed(1.0), eos_ids={1}, max_total_tokens=32)
+            await start(setup, Architecture(CONFIG), version=5, tensors=pushed(1.0), eos_ids={1}, max_total_tokens=32)
         assert fake.stopped == 1
 
     run(case())
