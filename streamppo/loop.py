@@ -51,7 +51,7 @@ if TYPE_CHECKING:
     from ray import ObjectRef
 
 AHEAD = 2
-"""The number of updates that are requested from the learner at a time: the running update and the next update."""
+"""The number of updates that are requested from the learner at a time."""
 
 Reports = tuple[QueueReport, list[EngineReport]]
 """The counters of the queue and of every rollout actor."""
@@ -69,10 +69,9 @@ class PendingUpdate(NamedTuple):
 def run(config: Config, folder: Path, *, started: float, interrupts: Interrupts, accept_changes: bool = False) -> int:
     """Make all missing updates of the run in `folder`; the exit code is 0 if all are made. Raises `StreamppoError`.
 
-    If `folder` has a part of the run, the run is continued: the learner loads a checkpoint and repeats the archived
-    batches, which gives the same weights. The restart of a lost learner and `replay` work in the same way. A run that
-    cannot continue is refused before its folder is changed. Without `accept_changes`, a run whose data or model changed
-    is refused, too. In all other cases summary.json is written, even after an error. `started` is the
+    A run with updates is continued: the learner loads a checkpoint and repeats the archived batches, which gives the
+    same weights. A run that cannot continue is refused before its folder is changed, as is a run whose data or model
+    changed without `accept_changes`. In all other cases summary.json is written, even after an error. `started` is the
     `time.perf_counter()` at the command's start.
     """
     process.log_to_stdout()
@@ -100,9 +99,9 @@ def run(config: Config, folder: Path, *, started: float, interrupts: Interrupts,
 
 @contextmanager
 def _write_summary(record: RunRecord, config: Config) -> Generator[list[Reports]]:
-    """Write summary.json and report.html at the end of the block, even after an error.
+    """Write summary.json and report.html after the block, which appends its last counters to the list.
 
-    The block appends the last counters to the list. The files are written before the shutdown of Ray, which may hang.
+    Both files are written even after an error, and before the shutdown of Ray, which may hang.
     """
     outcome = FINISHED
     reports: list[Reports] = []

@@ -8,8 +8,7 @@
     Push        learner -> weights   a version's tensors, their hashes, and the layout of its buckets
     *Report     every stage -> run   numbers for display
 
-Arrays travel as bytes columns (little-endian int32, float32 or uint8), which `ints`, `floats` and `flags` read. A
-column of a thousand tokens is encoded in less than a microsecond; a list takes more than ten.
+Arrays travel as bytes columns (little-endian int32, float32 or uint8), which `ints`, `floats` and `flags` read.
 """
 
 import hashlib
@@ -37,9 +36,8 @@ from streamppo.types.wire import utf8_safe as utf8_safe
 class Message(WireStruct, frozen=True, omit_defaults=True, repr_omit_defaults=True):
     """One turn of a chat. `role` is system, user, assistant or tool.
 
-    The chat template gets every field that is set. `content` is None in a message that only calls tools. A message with
-    the role "tool" answers the call with the id `tool_call_id`. `fields` has other fields, for example
-    `reasoning_content`.
+    `content` is None in a message that only calls tools. A message with the role "tool" answers the call with the id
+    `tool_call_id`. `fields` has other fields for the chat template, for example `reasoning_content`.
     """
 
     role: str
@@ -50,12 +48,11 @@ class Message(WireStruct, frozen=True, omit_defaults=True, repr_omit_defaults=Tr
     fields: dict[str, Any] = {}
 
     def __hash__(self) -> int:
-        """Return a hash of role and content. The other fields contain dicts, which have no hash."""
+        """Return a hash of role and content: the other fields contain dicts, which have no hash."""
         return hash((self.role, self.content))
 
     @property
     def text(self) -> str:
-        """The content; "" if it is None."""
         return self.content or ""
 
     def plain(self) -> dict[str, Any]:
@@ -77,7 +74,6 @@ class Template(WireStruct, frozen=True, omit_defaults=True, repr_omit_defaults=T
     control_tokens: Literal["text", "parse"] = "text"
 
     def __hash__(self) -> int:
-        """Return a hash of `control_tokens`. The other fields contain dicts, which have no hash."""
         return hash(self.control_tokens)
 
 
@@ -97,7 +93,7 @@ class Prompt(WireStruct, frozen=True):
 
 
 class ScoredText(WireStruct, frozen=True):
-    """A trajectory in the form in which rewards get it. `finish` is "length" if the completion was truncated.
+    """A trajectory as rewards get it. `finish` is "length" if the completion was truncated.
 
     `num_tokens` counts the sampled tokens, and `tokens` has their ids (int32). In an episode of several turns, `turns`
     has the policy's text of each turn, and `completion` the texts of all turns and observations. `messages` are the
@@ -138,7 +134,6 @@ class ScoredText(WireStruct, frozen=True):
 
     @property
     def token_ids(self) -> list[int]:
-        """The ids of the sampled tokens."""
         return ints(self.tokens).tolist()
 
 
@@ -158,7 +153,6 @@ class Reward(WireStruct, frozen=True):
 
     @property
     def total(self) -> float:
-        """The trajectory's reward."""
         return self.score + sum(self.tokens) + sum(self.turns)
 
 
@@ -237,17 +231,14 @@ class Trajectory(WireStruct, frozen=True, omit_defaults=True):
 
     @property
     def num_tokens(self) -> int:
-        """T, the number of completion tokens."""
         return len(self.tokens) // 4
 
     @property
     def num_sampled(self) -> int:
-        """The number of tokens that the policy sampled. An environment's observations do not count."""
         return len(self.mask) - self.mask.count(0)
 
     @property
     def oldest_version(self) -> int:
-        """The oldest version that sampled a token of the trajectory."""
         return int(ints(self.versions)[flags(self.mask)].min())
 
 

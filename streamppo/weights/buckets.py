@@ -22,10 +22,7 @@ PORTABLE = 1
 
 
 class Shard(NamedTuple):
-    """One rank's shard of a parameter with the global `shape`: `rows` rows, starting at `first_row`.
-
-    A scalar has one row.
-    """
+    """Rows `first_row` to `first_row` + `rows` - 1 of a parameter with the global `shape`. A scalar has one row."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -34,22 +31,19 @@ class Shard(NamedTuple):
 
     @classmethod
     def whole(cls, tensor: torch.Tensor) -> "Shard":
-        """Return the shard that covers all of `tensor`. Only the tensor's shape and dtype are used."""
         return cls(tensor.dtype, tuple(tensor.shape), 0, tensor.shape[0] if tensor.dim() else 1)
 
     @property
     def local_shape(self) -> tuple[int, ...]:
-        """The shape of the shard."""
         return self.rows, *self.shape[1:]
 
     @property
     def first(self) -> int:
-        """The offset of the shard's first byte in the whole parameter."""
+        """The offset in bytes of the shard in the whole parameter."""
         return self.first_row * self._row_bytes
 
     @property
     def nbytes(self) -> int:
-        """The number of bytes of the shard."""
         return self.rows * self._row_bytes
 
     @property
@@ -83,7 +77,10 @@ class Buckets:
         self._shards, self._bucket_bytes = dict(shards), bucket_bytes
         sizes = {name: shard.nbytes for name, shard in shards.items()}
         self._places, totals = plan(sizes.values(), bucket_bytes)
-        self.arrays = [_memory(total, pinned=pinned) for total in totals]
+        self.arrays = [np.zeros(total, np.uint8) for total in totals]
+        for memory in self.arrays if pinned else ():
+            if memory.nbytes:
+                _pin(memory)
         self.tensors = {
             name: torch.from_numpy(raw).view(shard.dtype).view(shard.local_shape)
             if shard.nbytes
@@ -128,7 +125,6 @@ class Buckets:
         return PackedPush(push, arrays)
 
     def _raw(self) -> list[Bytes]:
-        """Return the bytes of each shard."""
         sizes = [shard.nbytes for shard in self._shards.values()]
         return [_bytes_at(self.arrays, place, size) for place, size in zip(self._places, sizes, strict=True)]
 
@@ -161,7 +157,7 @@ class Buckets:
 
 
 def describe_tensor(name: str, shard: Shard, values: torch.Tensor) -> Tensor:
-    """Describe a tensor whose `shard` at this rank is `values`, and hash these values."""
+    """Return the description of a parameter, with the hash of this rank's `shard`, whose content is `values`."""
     return Tensor(
         name=name,
         dtype=str(shard.dtype).removeprefix("torch."),
@@ -172,19 +168,11 @@ def describe_tensor(name: str, shard: Shard, values: torch.Tensor) -> Tensor:
 
 
 def pack_whole(version: int, tensors: Mapping[str, torch.Tensor], bucket_bytes: int) -> PackedPush:
-    """Copy complete `tensors` into new buckets (`Buckets`), and describe them."""
+    """Return a push of complete `tensors`, which are copied into new buckets."""
     buckets = Buckets({name: Shard.whole(tensor) for name, tensor in tensors.items()}, bucket_bytes)
     for name, target in buckets.tensors.items():
         target.copy_(tensors[name].detach())
     return buckets.push(version)
-
-
-def _memory(nbytes: int, *, pinned: bool) -> Bytes:
-    """Return a uint8 array of `nbytes` zeros."""
-    memory = np.zeros(nbytes, np.uint8)
-    if pinned and nbytes:
-        _pin(memory)
-    return memory
 
 
 def _pin(memory: Bytes) -> None:

@@ -25,7 +25,7 @@ BLOCKS_AT_ONCE = 16
 """The number of blocks that a CPU widens and multiplies at a time, so that they stay in its cache."""
 BLOCKS_AT_ONCE_ON_GPU = 1024
 PART_BYTES = 1 << 21
-"""The number of bytes that `write` copies and hashes at a time."""
+"""The number of bytes that `write` copies and hashes at a time, so that they stay in the processor's cache."""
 _MASK = 2**64 - 1
 
 
@@ -46,10 +46,7 @@ def hash_tensor(part: Tensor, first: int = 0) -> int:
 
 
 def write(into: Tensor, values: Tensor) -> int:
-    """Copy `values` to a tensor of the same shape, whose dtype represents them exactly. Returns the hash of the copy.
-
-    The tensor is copied and hashed part by part, so that each part is hashed while it is in the processor's cache.
-    """
+    """Copy `values` to a tensor of the same shape, whose dtype represents them exactly; return the hash of the copy."""
     if not into.dim() or into.device.type != "cpu":
         return hash_tensor(into.copy_(values).to(values.dtype))
     total, row = 0, values[:1].nbytes
@@ -99,13 +96,13 @@ def _hash_blocks(blocks: Tensor, table: Tensor) -> list[int]:
 
 
 def _hash_bytes(values: list[int], first: int) -> int:
-    """Return the contribution of single bytes to the hash. The other bytes of their words count as 0."""
-    return sum(_byte(value, at) * _coefficient(at // 4) for at, value in enumerate(values, first))
-
-
-def _byte(value: int, at: int) -> int:
-    """Return the contribution of the byte at index `at` to its word. The highest byte of a word is signed."""
-    return (value - 256 if at % 4 == 3 and value > 127 else value) << 8 * (at % 4)
+    """Return the contribution of single bytes to the hash. The highest byte of a word is signed."""
+    total = 0
+    for at, value in enumerate(values, first):
+        signed = value - 256 if at % 4 == 3 and value > 127 else value
+        coefficient = (_split_mix(at // 4 % BLOCK) | 1) * _factor(at // 4 // BLOCK)
+        total += (signed << 8 * (at % 4)) * coefficient
+    return total
 
 
 @lru_cache
@@ -116,10 +113,6 @@ def _table(device: torch.device) -> Tensor:
         dtype=torch.int64,
         device=device,
     )
-
-
-def _coefficient(word: int) -> int:
-    return (_split_mix(word % BLOCK) | 1) * _factor(word // BLOCK)
 
 
 @lru_cache(1 << 16)

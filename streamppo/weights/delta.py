@@ -123,7 +123,6 @@ def _split(gaps: Places, gap_width: int) -> tuple[NDArray[np.uint64], Places]:
 
 
 def _elements(data: Bytes, width: int) -> Numbers:
-    """View `data` as unsigned integers of `width` bytes."""
     return data.view(f"<u{width}")
 
 

@@ -42,7 +42,7 @@ def ends(config: Config) -> TransportEnds:
 
 
 def with_run_folder(config: Config, run: Path) -> Config:
-    """Return the configuration for ranks and actors of `run`, in which a folder transport has a folder of this run."""
+    """Return `config` in which a folder transport has the path of the run's own folder."""
     match config.learner.transport:
         case Folder(path=path):
             run_folder = (
@@ -54,10 +54,7 @@ def with_run_folder(config: Config, run: Path) -> Config:
 
 
 def create_folder(config: Config) -> None:
-    """Create the empty weights folder of a `with_run_folder` configuration, and delete an earlier driver's files.
-
-    Raises `RunError` if it cannot be created.
-    """
+    """Create the weights folder of a `with_run_folder` configuration, without earlier files. Raises `RunError`."""
     delete_folder(config)
     if isinstance(transport := config.learner.transport, Folder):
         with durable.naming(Path(transport.path), RunError):
@@ -71,5 +68,5 @@ def delete_folder(config: Config) -> None:
 
 
 def without_transport(config: Config) -> Config:
-    """Return the configuration of ranks whose versions are discarded. These ranks need no folder and no library."""
+    """Return the configuration of ranks whose versions are discarded, which need no folder and no library."""
     return structs.replace(config, learner=structs.replace(config.learner, transport=ObjectStore()))

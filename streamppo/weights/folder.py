@@ -43,7 +43,6 @@ class FolderSender:
         self._dropped_before = 0
 
     def put(self, version: int, arrays: Sequence[Bytes]) -> list[BucketRef]:
-        """See `transport.Sender.put`."""
         with durable.naming(self._folder, WeightsError):
             self._folder.mkdir(parents=True, exist_ok=True)
             return [self._write(version, number, array) for number, array in enumerate(arrays)]

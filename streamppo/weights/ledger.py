@@ -36,10 +36,7 @@ class Ledger(Generic[T]):
         self._entries: dict[int, LedgerEntry[T]] = {}
 
     def publish(self, push: Push, handle: T) -> None:
-        """Add a version, or replace its handle. Versions before the newest whole version are dropped.
-
-        Raises `WeightsError` if the version was published before with other weights.
-        """
+        """Add a version, or replace its handle. Raises `WeightsError` if it was published with other weights."""
         previous = self._entries.get(push.version)
         if previous is not None and previous.push.digest != push.digest:
             raise WeightsError(f"version {push.version} was published again with other weights")
@@ -63,7 +60,7 @@ class Ledger(Generic[T]):
         return [entry for entry in chain if entry.push.version > version]
 
     def reply_to(self, digest: str) -> PublishReply:
-        """Return the reply for a version with `digest`. A whole push is wanted if all deltas together are as large."""
+        """Return the reply for a version with `digest`. A whole push is wanted if the deltas sum to its size."""
         chain = self._chain()
         first, *deltas = [sum(entry.push.bucket_bytes) for entry in chain] or [0]
         whole = chain[0].push.version if chain else 0

@@ -1,8 +1,8 @@
 """Transfers buckets by one-sided NIXL reads (extra `nixl`): an actor reads a rank's memory while the rank computes.
 
     block        registered memory of a rank, which is reused for one bucket after another
-    generation   the number of buckets that a block has held; an actor reads it after the bytes, and knows from it
-                 that all bytes belong to the bucket that it wants
+    generation   the number of buckets that a block has held; an actor reads it after the bytes: if it is unchanged,
+                 all bytes belong to the same bucket
 
 NIXL uses the fastest device that both nodes have: RDMA, shared memory or TCP. Some devices need regular progress calls
 in the rank. A thread of this module makes these calls, because NIXL's progress thread uses most of a core.
@@ -67,7 +67,6 @@ class NixlSender:
         threading.Thread(target=self._make_progress, name="nixl", daemon=True).start()
 
     def put(self, version: int, arrays: Sequence[Bytes]) -> list[BucketRef]:
-        """See `transport.Sender.put`."""
         blocks = [self._block(array.nbytes) for array in arrays]
         self._used.setdefault(version, []).extend(blocks)
         for block, array in zip(blocks, arrays, strict=True):
@@ -97,7 +96,7 @@ class NixlSender:
         self._dropped_before = before
 
     def _block(self, nbytes: int) -> _Block:
-        """Return the block with `nbytes` to 2 * `nbytes` bytes that has been free for longest, or a new block."""
+        """Return the free block of `nbytes` to 2 * `nbytes` bytes that was freed first, or a new block."""
         for number, block in enumerate(self._free):
             if nbytes <= block.memory.nbytes <= max(4096, 2 * nbytes):
                 return self._free.pop(number)
@@ -127,7 +126,6 @@ class NixlReceiver:
         self._abandoned: list[object] = []
 
     async def fetch(self, ref: BucketRef) -> Bytes:
-        """See `transport.Receiver.fetch`."""
         assert isinstance(ref, bytes), "a reference of NIXL's sender"
         return await asyncio.get_running_loop().run_in_executor(self._thread, self._fetch, decode(ref, RemoteBucket))
 
@@ -185,7 +183,6 @@ def _agent(*, local: bool) -> Any:
 
 
 def _api() -> ModuleType:
-    """Return NIXL's Python API. Raises `WeightsError` if it is not installed."""
     try:
         return import_module("nixl._api")
     except ImportError as error:

@@ -17,7 +17,6 @@ from streamppo.weights.transport import BucketGone, BucketRef
 if TYPE_CHECKING:
     from ray import ObjectRef
 
-
 FETCH_S, LONGER_S = 20.0, 10.0
 """The timeout of a fetch in seconds, and its increase after each fetch that exceeds it."""
 
@@ -26,7 +25,6 @@ class ObjectStoreSender:
     """Implements `transport.Sender`."""
 
     def put(self, version: int, arrays: Sequence[Bytes]) -> list[BucketRef]:
-        """See `transport.Sender.put`."""
         return [ray.put(array) for array in arrays]
 
     def drop(self, before: int) -> None:
@@ -40,10 +38,7 @@ class ObjectStoreReceiver:
         self._limit_s = FETCH_S
 
     async def fetch(self, ref: BucketRef) -> Bytes:
-        """See `transport.Receiver.fetch`. If the node has the bucket, no copy is made.
-
-        Each timeout makes the next one `LONGER_S` longer until a bucket arrives, because the network may be slow.
-        """
+        """See `transport.Receiver.fetch`. Each timeout makes the next one `LONGER_S` longer, until a bucket arrives."""
         limit_s = self._limit_s
         try:
             async with asyncio.timeout(limit_s):

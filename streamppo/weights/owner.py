@@ -5,8 +5,8 @@ RUN/remote.address                  the address, and the tokens of the folder's 
 
 Each driver claims the address anew. If a folder's tokens lack the newest claim, another copy has continued the run. If
 a folder has neither the path nor the inode of the newest claim, the folder is the copy. A folder that is restored from
-the address may take over the newest claim: the original or the restored run owns the address, whichever driver starts
-first. This module imports neither torch nor Ray.
+the address may take over the newest claim: then the original and the restored run may both continue, and the driver
+that starts first owns the address. This module imports neither torch nor Ray.
 """
 
 import io
@@ -54,10 +54,7 @@ def newest(names: Sequence[str]) -> str:
 
 
 def other_owner(store: Store, run: Path) -> str:
-    """Describe the folder that owns the address; "" if the folder `run` owns it, or no folder does.
-
-    Raises `CheckpointError` if the address does not answer.
-    """
+    """Describe the folder that owns the address; "" if it is `run`, or there is none. Raises `CheckpointError`."""
     names = store.names(OWNERS)
     if not names:
         return ""
@@ -72,11 +69,8 @@ def other_owner(store: Store, run: Path) -> str:
 
 
 def claim(store: Store, run: Path) -> None:
-    """Claim the address for the folder `run`: write a new token into the folder and then to the address.
-
-    In this order, a crash between the two writes leaves a folder that has the newest token. Raises `CheckpointError` if
-    the address refuses.
-    """
+    """Claim the address for the folder `run`. Raises `CheckpointError` if the address refuses."""
+    # The folder gets the token first: a crash between the writes then leaves a folder that has the newest token.
     token, claims = uuid4().hex[:12], store.names(OWNERS)
     write(run, store.address, [token, *tokens(run)])
     number = 1 + max((int(name.partition("-")[0]) for name in claims), default=0)
@@ -117,7 +111,6 @@ def _claim_tokens(run: Path) -> list[str]:
 
 
 def _read(store: Store, name: str) -> Claim | None:
-    """Read a claim; None if its file is truncated or is not a claim."""
     row = row_of(store.read(OWNERS, name))
     try:
         return None if row is None else msgspec.json.decode(row, type=Claim)

@@ -20,9 +20,6 @@ from streamppo.weights.ledger import PublishReply
 from streamppo.weights.transport import BucketRef, Sender
 
 SETS = 2
-"""The number of sets of buckets: one is written while the other is pushed."""
-
-
 Publish: TypeAlias = Callable[[bytes, list[BucketRef], bytes], PublishReply]
 """A function that publishes an encoded `Push`, its buckets and the encoded `TokenRecord`, and waits for all ranks."""
 
@@ -69,11 +66,7 @@ class Pusher:
         self._pushes: dict[int, tuple[bytes, list[BucketRef], bytes]] = {}
 
     def buckets(self, like: Mapping[str, Shard]) -> Buckets:
-        """Return the buckets for the next version, with the layout of `like`. No push reads these buckets.
-
-        The buckets may hold the version before the one that is being pushed. So the call waits until the push has
-        computed its deltas.
-        """
+        """Return buckets for the next version, with the layout of `like`, as soon as no push reads them."""
         if len(self._sets) < SETS:
             return Buckets(like, self._bucket_bytes, pinned=self._pinned)
         self._described.result()
@@ -102,8 +95,7 @@ class Pusher:
     def republish(self) -> list[Future[PublishReply]]:
         """Publish the newest whole version and all later deltas again, because the ledger has lost its state.
 
-        Each version is published in its own thread, which waits for the shares of the other ranks. These shares may
-        arrive in another order, or not at all if the other ranks no longer need the version.
+        Each version has its own thread: the shares of other ranks may arrive in another order, or not at all.
         """
         pushes = list(self._pushes.values())
         threads = ThreadPoolExecutor(max_workers=max(1, len(pushes)), thread_name_prefix="push again")

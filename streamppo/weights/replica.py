@@ -41,7 +41,6 @@ class Replica:
 
     @property
     def version(self) -> int:
-        """The last pulled version; -1 before the first one."""
         return -1 if self.push is None else self.push.version
 
     @property
@@ -57,10 +56,7 @@ class Replica:
         self.finish()
 
     def begin(self, push: Push) -> None:
-        """Start to pull the version that `push` describes. Until `finish`, the replica has no version.
-
-        Raises `WeightsError` if the deltas are relative to another version than the replica's.
-        """
+        """Start to pull a version. Raises `WeightsError` if its deltas are to another version than the replica's."""
         base, self.push = self.version, None
         if push.base_version not in {None, base}:
             raise WeightsError(f"version {push.version} is a delta to version {push.base_version}, not to {base}")
@@ -131,7 +127,6 @@ class Replica:
             self._has_own_memory = True
 
     def _take_shared_memory(self, push: Push, sizes: list[int]) -> None:
-        """Reuse the replica's shared memory, or allocate new memory if it was given to other processes."""
         assert self._memory is not None, "the replica has shared memory"
         base_arrays, is_same = self._arrays, [array.nbytes for array in self._arrays] == sizes
         if push.base_version is not None and not is_same:

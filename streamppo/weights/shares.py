@@ -35,10 +35,7 @@ class Shares(Generic[T]):
         self._waiting: dict[int, dict[int, RankShare[T]]] = {}
 
     def add(self, share: RankShare[T]) -> list[RankShare[T]]:
-        """Add a share. If all ranks have added theirs, return the version's shares ordered by rank; otherwise [].
-
-        If a rank adds two shares of a version, the last one counts.
-        """
+        """Add a share. If all ranks have added theirs, return the version's shares ordered by rank; otherwise []."""
         shares = self._waiting.setdefault(share.push.version, {})
         shares[share.push.rank] = share
         if len(shares) < share.push.ranks:
@@ -50,8 +47,8 @@ class Shares(Generic[T]):
 class ShareCollector(Generic[T, R]):
     """Calls `publish` once for each version when all ranks have added their shares. All ranks get the result.
 
-    Ray may repeat a call: a rank that adds the same share again gets the same result. If a rank adds a
-    share with other weights, the shares of all ranks are collected again.
+    Ray may repeat a call: a rank that adds the same share again gets the same result. If a rank adds a share with other
+    weights, the shares of all ranks are collected again.
     """
 
     def __init__(self, publish: Callable[[RankShare[T]], Awaitable[R]]) -> None:

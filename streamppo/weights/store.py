@@ -121,7 +121,6 @@ class Store:
         return {entry["name"].rpartition("/")[2]: int(entry["size"] or 0) for entry in listed}
 
     def read(self, folder: str, name: str) -> bytes:
-        """Return the content of a file."""
         with self.naming_errors(), self._reading(f"{self._root}/{folder}/{name}") as file:
             return file.read()
 
@@ -132,7 +131,6 @@ class Store:
         return self._files.open(path, "rb")
 
     def delete(self, folder: str) -> None:
-        """Delete a file, or a folder with its content."""
         with self.naming_errors():
             self._files.rm(f"{self._root}/{folder}", recursive=True)
 

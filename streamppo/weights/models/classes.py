@@ -1,4 +1,4 @@
-"""The classes with which transformers makes a model, and the text model of one that also reads pictures or sounds.
+"""The transformers classes of models, and the text model of a model that also reads pictures or sounds.
 
     Qwen3_5ForConditionalGeneration          the whole model, as published
         model.visual          removed        an encoder of pictures; other models have `vision_tower` or `audio_tower`
@@ -29,10 +29,7 @@ TEXT_ALONE = (
 
 
 def causal_class(config: "PretrainedConfig", *, whole: bool = False) -> "type[PreTrainedModel] | None":
-    """Return the class of the causal LM of `config`, or None if transformers has no such class.
-
-    Of a model that also reads pictures or sounds, the class makes the text model; with `whole`, it makes all parts.
-    """
+    """Return the class of a causal LM; None if transformers has none. Without `whole` it has only the text model."""
     if is_multimodal(config):
         made = _mapped(config, "AutoModelForMultimodalLM")
         if made is not None and made.base_model_prefix and not config.is_encoder_decoder:
@@ -58,7 +55,7 @@ def model_class(config: "PretrainedConfig", kind: Kind, *, whole: bool = False) 
 
 
 def fitting(made: "type[PreTrainedModel]", config: "PretrainedConfig") -> "PretrainedConfig":
-    """Return the configuration from which the class `made` makes a model: `config`, or the one of its text model."""
+    """Return the configuration that the class `made` takes: `config`, or the configuration of its text model."""
     text = config.get_text_config()
     return text if made.config_class is type(text) else config
 
@@ -66,10 +63,7 @@ def fitting(made: "type[PreTrainedModel]", config: "PretrainedConfig") -> "Pretr
 def make(
     config: "PretrainedConfig", kind: Kind = "AutoModelForCausalLM", *, whole: bool = False, **options: object
 ) -> Any:
-    """Make the modules of a model with random weights; `options` are those of transformers' `from_config`.
-
-    Raises ValueError if transformers has no such class, and what transformers raises.
-    """
+    """Make a model with random weights; `options` are those of transformers' `from_config`. Raises its errors."""
     made: Any = model_class(config, kind, whole=whole)
     model = made._from_config(fitting(made, config), **options)
     prepare(model)
@@ -112,8 +106,6 @@ def _text_class(whole: "type[PreTrainedModel]") -> "type[PreTrainedModel]":
     prefix, base = whole.base_model_prefix, cast("Any", whole)
 
     class TextModel(base):
-        """The text model of a multimodal model."""
-
         def __init__(self, config: "PretrainedConfig", *arguments: object, **named: object) -> None:
             super().__init__(config, *arguments, **named)
             body, decoder = getattr(self, prefix), self.base_model

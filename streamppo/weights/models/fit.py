@@ -1,7 +1,7 @@
 """Compares a model's files with the model that its configuration describes, before weights are read.
 
-transformers loads tensors without data (on the meta device), with the names, dtypes and shapes in the files, into a
-model without data. The report is that of a real load, in which transformers renames, joins and ignores some names.
+transformers loads tensors without data (on the meta device), with the files' names, dtypes and shapes, into a model
+without data. So names that transformers renames, joins or ignores are treated as in a real load.
 """
 
 import difflib
@@ -78,7 +78,7 @@ def check(path: Path, config: "PretrainedConfig", kind: Kind = "AutoModelForCaus
 
 
 def report(info: Mapping[str, object]) -> Report:
-    """Convert transformers' report of a load."""
+    """Convert transformers' report of a load (`output_loading_info`)."""
     missing, unexpected = (cast("set[str]", info[name]) for name in ("missing_keys", "unexpected_keys"))
     shapes = cast("set[tuple[str, Shape, Shape]]", info["mismatched_keys"])
     return Report(
@@ -99,7 +99,7 @@ def refuse(model_folder: Path, config: "PretrainedConfig", reported: Report, fil
 
 @contextmanager
 def quiet() -> Generator[None]:
-    """Stop transformers from logging its load reports in the block. Our errors contain the same information."""
+    """Stop transformers from logging its load reports in the block."""
     from transformers.utils import logging
 
     verbosity = logging.get_verbosity()
@@ -136,11 +136,7 @@ def first_not_finite(tensors: Mapping[str, Tensor]) -> str:
     return ""
 
 
-# --- the report ----------------------------------------------------------------------------------------------
-
-
 def _shapes(model_folder: Path) -> dict[str, Tensor]:
-    """Return the tensors of the files on the meta device."""
     stored = folder.check(model_folder)
     if stored is None:
         pickled = headers.pickle_tensors(model_folder, "meta")
@@ -227,5 +223,4 @@ def _hint(config: "PretrainedConfig", reported: Report, file_names: Collection[s
 
 
 def _layers(names: Collection[str]) -> int:
-    """Return the number of layers in `names`: the highest layer number plus one."""
     return max((1 + int(number[1]) for name in names if (number := NUMBERED.search(name))), default=0)

@@ -35,10 +35,9 @@ NOTES_OF_QUANTISERS = ("hf_quant_config.json", "quantize_config.json", "quant_co
 
 
 def check(folder: Path) -> Headers | None:
-    """Check a model's folder without reading weights. Returns the headers of its tensors; None if it has only pickles.
+    """Return the headers of the tensors in a model's folder; None if it has only pickles.
 
-    Raises `ModelError` for another format, quantised weights or wrapped names, and the errors of
-    `headers.folder_headers`.
+    Raises `ModelError` for another format, quantised weights or wrapped names, and as `headers.folder_headers` does.
     """
     kind(folder)
     stored = headers.folder_headers(folder)

@@ -45,10 +45,7 @@ def read_settings(path: str | Path) -> Generation:
 
 
 def _drop_refused(settings: Mapping[str, object]) -> Generation:
-    """Add the settings one by one, and leave out each one that transformers refuses together with the accepted ones.
-
-    Example: of `do_sample = false`, `temperature = 0.6` and `eos_token_id = 2` the first and the third are accepted.
-    """
+    """Drop the settings that transformers refuses, tested one by one together with the accepted settings."""
     validated_all = _validate(settings)
     if not isinstance(validated_all, str):
         return Generation(validated_all, ())

@@ -71,10 +71,7 @@ def has_weights(folder: Path) -> bool:
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """Return the files from which transformers reads weights. Raises `ModelError` if a file is missing.
-
-    The files may be links, as in the hub's cache.
-    """
+    """Return the files from which transformers reads weights. Raises `ModelError` if a file is missing."""
     for single, index in ((SINGLE, INDEX), (PICKLE, PICKLE_INDEX)):
         if (folder / single).is_file():
             return [folder / single]
@@ -108,7 +105,6 @@ def _parts(index: Path) -> list[Path]:
 
 
 def _compare(index: Path, headers: Headers) -> None:
-    """Raise `ModelError` if the index names a tensor that is not in its part."""
     for name, part in weight_map(index).items():
         if name not in headers or headers[name].file.name != part:
             elsewhere = f" ({headers[name].file.name} has it)" if name in headers else ""

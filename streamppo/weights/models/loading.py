@@ -75,10 +75,9 @@ def empty(
     untied: bool = False,
     whole: bool = False,
 ) -> Any:
-    """Make the modules of the model at `path` with random weights, reading only its config.json.
+    """Make the model at `path` with random weights from its config.json. Raises `ModelError`.
 
-    With `untied`, the head is a separate weight, whatever config.json says. `whole` is as in `load`. Raises
-    `ModelError`.
+    With `untied`, the head is a separate weight, whatever config.json says. `whole` is as in `load`.
     """
     config = settings(path, untied=untied)
     # transformers would warn that flash-attn needs 16-bit weights; the learner's passes compute in 16 bits.
@@ -90,8 +89,8 @@ def empty(
 def stored_buffers(config: "PretrainedConfig") -> dict[str, Tensor]:
     """Read the buffers in the files of the model that `config` was read from, by name, in float32.
 
-    Training leaves them unchanged, so that no push has them. Examples: the bias of DeepSeek-V3's routers, and the
-    scale of each layer of Gemma 4. Raises `ModelError`.
+    Training and pushes leave them unchanged. Examples: the bias of DeepSeek-V3's routers, and the scale of each layer
+    of Gemma 4. Raises `ModelError`.
     """
     from transformers.core_model_loading import revert_weight_conversion
 

@@ -55,7 +55,7 @@ def settings(path: str | Path, *, untied: bool = False) -> "PretrainedConfig":
 
 
 def read_settings(path: str | Path) -> "PretrainedConfig":
-    """Read the configuration of the model at `path` without reading weights. Raises `ModelError` as `settings` does."""
+    """Read the configuration of the model at `path`, but no weights. Raises `ModelError` as `settings` does."""
     from transformers import AutoConfig
 
     if Path(path).is_dir():
@@ -98,9 +98,6 @@ def _sentence(path: str | Path, error: BaseException) -> str:
     return f"the model {str(path)!r} cannot be loaded with its config.json: {type(error).__name__}: {text}"
 
 
-# --- ties ----------------------------------------------------------------------------------------------------
-
-
 def is_tied(config: "PretrainedConfig") -> bool:
     """Return whether a configuration ties the head to the embedding."""
     return any(getattr(part, "tie_word_embeddings", False) for part in (config, config.get_text_config()))
@@ -112,7 +109,7 @@ def untie(config: "PretrainedConfig") -> None:
 
 
 def as_pushed(config: "PretrainedConfig", names: Iterable[str]) -> "PretrainedConfig":
-    """Make the head a separate weight in `config` if `names`, the tensors of a version, include it."""
+    """Make the head a separate weight in `config` if `names`, the tensors of a version, include the head."""
     tied, have = dict(pairs(config)), set(names)
     if is_tied(config) and tied.keys() & have:
         untie(config)
@@ -140,7 +137,8 @@ def heads_differ(path: str | Path, config: "PretrainedConfig") -> bool:
         # The files are missing or damaged. Loading them raises a more precise error.
         return False
     if stored is None:
-        return _pickles_differ(local, config)
+        tensors = headers.pickle_tensors(local)
+        return not all(tensors[head].equal(tensors[embedding]) for head, embedding in pairs_in_files(config, tensors))
     differ = {not are_equal(stored[head], stored[embedding]) for head, embedding in pairs_in_files(config, stored)}
     if len(differ) > 1:
         raise ModelError(f"the model {str(path)!r} has several heads, and only some of them equal its embedding")
@@ -148,7 +146,7 @@ def heads_differ(path: str | Path, config: "PretrainedConfig") -> bool:
 
 
 def pairs_in_files(config: "PretrainedConfig", file_names: Collection[str]) -> Iterator[tuple[str, str]]:
-    """Yield the names in the files (head, embedding) of each pair of which both are in the files."""
+    """Yield the names in the files of each pair (head, embedding) whose tensors are both in the files."""
     prefix: str = getattr(causal_class(config), "base_model_prefix", "")
     for head, embedding in pairs(config):
         of_head, of_embedding = (_in_files(name, file_names, prefix) for name in (head, embedding))
@@ -199,8 +197,3 @@ def are_equal(first_header: Header, second_header: Header) -> bool:
             if not np.array_equal(first, second) and not ((first == second) | zeros).all():
                 return False
     return True
-
-
-def _pickles_differ(model_folder: Path, config: "PretrainedConfig") -> bool:
-    tensors = headers.pickle_tensors(model_folder)
-    return not all(tensors[head].equal(tensors[embedding]) for head, embedding in pairs_in_files(config, tensors))

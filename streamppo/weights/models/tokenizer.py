@@ -20,7 +20,7 @@ FILES = (
 """Name patterns of a tokenizer's files."""
 PROCESSOR_TEMPLATE = "chat_template.json"
 PROCESSOR = ("*processor_config.json", PROCESSOR_TEMPLATE)
-"""Name patterns of the files by which a multimodal model reads pictures and sounds."""
+"""Name patterns of a multimodal model's files for pictures and sounds."""
 PIECES, FAST, TEKKEN = "tokenizer.model", "tokenizer.json", "tekken.json"
 ASCII = (*b"\t\n", *range(32, 127))
 """Bytes each of which is a character and, in tekken.json, a token."""
@@ -35,10 +35,7 @@ def load(path: str | Path) -> "PreTrainedTokenizerBase":
 
 
 def read(path: str | Path) -> "PreTrainedTokenizerBase":
-    """Read the tokenizer of the model at `path`.
-
-    Raises ValueError with the reason if files cannot be read, or if transformers reads other tokens from them.
-    """
+    """Read the tokenizer at `path`. Raises ValueError if that fails, or if transformers reads wrong tokens."""
     from transformers import AutoTokenizer
 
     try:
@@ -102,8 +99,7 @@ def _compare_tekken(tokenizer: "PreTrainedTokenizerBase", folder: Path) -> None:
 def write(tokenizer: "PreTrainedTokenizerBase", start: str | Path | None, folder: Path) -> str:
     """Write the `tokenizer` of the model at `start` into `folder`. Raises `OSError` if the disk refuses.
 
-    Returns a sentence if the original files are copied instead. A tokenizer without `start` is new and has no such
-    files.
+    Returns a sentence if the original files are copied instead. Without `start` the tokenizer is new.
     """
     tokenizer.init_kwargs.pop("auto_map", None)
     if start is None:
@@ -121,10 +117,7 @@ def write(tokenizer: "PreTrainedTokenizerBase", start: str | Path | None, folder
 
 
 def copy(start: str | Path, folder: Path, why: str) -> str:
-    """Replace the tokenizer's files in `folder` by those of the model at `start`. Raises `OSError` if the disk refuses.
-
-    Returns a sentence with the reason `why`.
-    """
+    """Replace the tokenizer's files in `folder` by those of the model at `start`. Raises `OSError`."""
     source = local_folder(start)
     for pattern in FILES:
         for path in folder.glob(pattern):
