@@ -99,11 +99,10 @@ class QueueActor(ArchivedRuns):
 
     @ray.method
     async def begin(self, version: int) -> int:
-        """Begin for a new driver, whose learner starts at `version`, and return the newest version.
+        """Begin for a new driver, whose learner starts at `version`. Returns the newest version.
 
-        All earlier actors have ended, so the slots that they sampled are reopened. The learner repeats the updates from
-        `version` to the newest version, each with the configuration that it first had. Raises `CheckpointError` if the
-        new configuration changes a setting that is fixed for the run.
+        All earlier actors have ended, so the slots that they sampled are reopened. Raises `CheckpointError` if the new
+        configuration changes a setting that is fixed for the run.
         """
         self._queue.reopen_all()
         self._tickets.clear()
@@ -145,10 +144,7 @@ class QueueActor(ArchivedRuns):
 
     @ray.method
     async def forget(self, before: int) -> None:
-        """Delete the archived batches of versions below `before`.
-
-        Also delete the journal's rows of attempts at slots older than all held slots and all remaining batches.
-        """
+        """Delete archived batches of versions below `before`, and endings at slots older than all held and archived."""
         archived = [
             version.archived for version in self._published.values() if version.archived and version.version > before
         ]
@@ -178,8 +174,7 @@ class QueueActor(ArchivedRuns):
     async def issue(self, actor: str, engine_version: int, limit: int, call: int) -> bytes:
         """Wait for tickets and return up to `limit` of them; an empty tuple after a timeout.
 
-        If the engine swaps during the wait, the actor's next `weights_after` reports the new version, which may admit
-        more slots. An actor increments `call` after it has received tickets; a repeated `call` gets the same tickets.
+        An actor increments `call` after it has received tickets; a repeated `call` gets the same tickets.
         """
         self._note_call(actor, engine_version)
         try:
@@ -219,7 +214,7 @@ class QueueActor(ArchivedRuns):
 
         `cut_for` is the newest version for which `actor` has cut and delivered all due segments. If the queue has
         shards, `trajectories` are records. The call also returns up to `limit` tickets as `issue` does, but never waits
-        for tickets. Delivery and issue thus take one call and one transaction.
+        for tickets.
         """
         self._last_call_s[actor] = time.monotonic()
         if self._queue.limits is None and not self._shards:
@@ -234,10 +229,9 @@ class QueueActor(ArchivedRuns):
 
     @ray.method
     async def weights_after(self, actor: str, version: int, have: int) -> "list[PushedRefs]":
-        """Return the pushes, in order, that lead from version `have` (-1: no weights) to the newest version.
+        """Wait for a version above `version`, the engine's; return the pushes, in order, from `have` (-1: none) to it.
 
-        `version` is the version that the engine holds. Waits for a newer version; returns an empty list after a
-        timeout.
+        Returns an empty list after a timeout.
         """
         self._note_call(actor, version)
         if (newest := self._newest()) is None or newest <= version:
@@ -292,8 +286,6 @@ class QueueActor(ArchivedRuns):
             self._shares = ShareCollector(self._publish)
         return encode(await self._shares.result(share))
 
-    # --- implementation --------------------------------------------------------------------------------------
-
     def _store(self, actor: str, cut_for: int, trajectories: bytes, failures: bytes) -> None:
         """Store a delivery, then serve the waiting callers, which take precedence over the delivering actor."""
         try:
@@ -343,10 +335,7 @@ class QueueActor(ArchivedRuns):
         from_queue: Callable[[Callable[[], Batch]], Awaitable[BatchRef]],
         from_shards: Callable[[Batch], Awaitable[list[BatchRef]]],
     ) -> list[BatchRef] | None:
-        """Wait for the batch of `version` and return its references; None after `stop`.
-
-        `from_shards` makes the references for a batch of records, `from_queue` for the batch that its argument returns.
-        """
+        """Wait for the batch of `version`; return its references, made by `from_shards` if the queue has shards."""
         if version < self._queue.state.version:
             # Wait for the transaction that gives the archive's files their final names.
             await self._commits.commit()
@@ -369,11 +358,9 @@ class QueueActor(ArchivedRuns):
         self._journal.write(transaction.changes, transaction.versions, self._archive.settle)
 
     def _first_prompt(self) -> int:
-        """The first prompt whose trajectories the shards must keep; 0 without shards."""
         return self._queue.state.first_prompt(self._queue.settings.samples_per_prompt) if self._shards else 0
 
     def _drop_from_shards(self, transaction: Transaction) -> None:
-        """Tell the shards to drop the trajectories that a transaction has consumed or ended."""
         consumed, ended = transaction.consumed, transaction.changes.ended
         if self._shards and (consumed or ended):
             self._shards.drop([*consumed, *(attempt.identity for attempt in ended)], transaction.horizon)

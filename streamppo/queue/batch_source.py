@@ -23,7 +23,6 @@ from streamppo.weights.shares import EncodedRecord, RankShare, ShareCollector
 if TYPE_CHECKING:
     from streamppo.weights.transport import BucketRef
 
-
 BEAT_S = 5.0
 """Seconds between two heartbeats of a rollout actor or a rank, also during long work."""
 
@@ -93,12 +92,10 @@ class ArchivedRuns:
 
     @ray.method
     async def archived_versions(self, run: str) -> list[int]:
-        """Return the versions whose batches are archived in the folder `run`."""
         return (await asyncio.to_thread(_open_archive, run)).versions()
 
     @ray.method
     async def archived_batch(self, run: str, version: int) -> bytes:
-        """Return the encoded `Batch` on which the run trained from `version`."""
         return await asyncio.to_thread(lambda: encode(_open_archive(run).batch(version)))
 
 
@@ -113,17 +110,14 @@ class ArchiveSource(ArchivedRuns):
 
     @ray.method
     async def take(self, version: int) -> "list[BatchRef] | None":
-        """Return the batch on which the run trained from `version`."""
         return [await self._refs.batch(version, lambda: self._archive.batch(version))]
 
     @ray.method
     async def outline(self, version: int) -> "list[BatchRef] | None":
-        """Return the outline of the batch on which the run trained from `version`."""
         return [await self._refs.outline(version, lambda: self._archive.batch(version))]
 
     @ray.method
     async def tokens(self, version: int, rows: bytes) -> "list[BatchRef] | None":
-        """Return the token ids of the batch's trajectories at `rows` (int32)."""
         return [await self._refs.tokens(version, rows, lambda: self._archive.batch(version))]
 
     @ray.method
@@ -149,7 +143,6 @@ class ArchiveSource(ArchivedRuns):
 
     @ray.method
     async def digests(self) -> dict[int, str]:
-        """Return the digest of every replayed version."""
         return self._digests
 
 

@@ -51,8 +51,8 @@ class PairedDifference(WireStruct, frozen=True):
 def common_version(first_run: Path, second_run: Path, configs: tuple[Config, Config]) -> int | None:
     """The version after which two runs differ; None if task or seed differ, or if no version has equal weights.
 
-    If a run is a fork, this is the version at which the run was forked, provided that both runs have equal weights
-    there; if both runs are forks, the later such version. Otherwise this is the newest version with equal weights.
+    If a run was forked at a version where both runs have equal weights, this is that version (of two, the later one).
+    Otherwise this is the newest version with equal weights.
     """
     ours, theirs = configs
     if ours.task != theirs.task or ours.seed != theirs.seed:

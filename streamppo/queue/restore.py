@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Generator, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 from zlib import crc32
 
@@ -68,16 +68,13 @@ def _fill(remote: Store, life: str, run: Path) -> None:
     if remote.names(store.MODEL):
         remote.fetch_folder(store.MODEL, run / store.MODEL)
     journal, token = _restore_journal(remote, f"{JOURNAL}/{life}", run)
-    try:
+    with closing(journal):
         _restore_archive(remote, run / ARCHIVE, journal)
         _restore_shards(remote, f"{SHARDS}/{life}", run, journal, token)
         _restore_files(remote, f"{RUN}/{life}", run, journal)
-    finally:
-        journal.close()
 
 
 def _restore_archive(remote: Store, archive: Path, journal: Journal) -> None:
-    """Fetch the files of every archived batch, and rename each copy to its name in the archive."""
     for version, files in checksums(journal.versions().values()).items():
         for path, checksum in zip(Archive(archive, {}).paths(version, len(files)), files, strict=True):
             name = archive_copy_name(path, checksum)
@@ -87,10 +84,7 @@ def _restore_archive(remote: Store, archive: Path, journal: Journal) -> None:
 
 
 def _restore_files(remote: Store, folder: str, run: Path, journal: Journal) -> None:
-    """Restore the other files that a resume reads, each from its newest intact copy.
-
-    If there is no intact copy of the configuration, the newest configuration in the journal is saved.
-    """
+    """Restore the other files that a resume reads from intact copies, or else the journal's configuration."""
     for file in RUN_FILES:
         if (content := _newest_intact(remote, folder, file)) is not None:
             with durable.naming(run / file, CheckpointError):
@@ -111,10 +105,7 @@ def _newest_intact(remote: Store, folder: str, file: str) -> bytes | None:
 
 
 def _restore_journal(remote: Store, folder: str, run: Path) -> tuple[Journal, str]:
-    """Restore the journal of a run from its newest intact copy and the transactions after it.
-
-    Returns the journal, and the token of the claim under which copy and transactions were written.
-    """
+    """Restore the journal from its newest intact copy and later transactions; return it and the token of its claim."""
     names, claims = list(filter(is_journal_copy, remote.names(folder))), remote.names(owner.OWNERS)
     bases = [name for name in names if name.endswith(BASE)]
     # `_restore_base` tries the last one first, so sort copies under the newest claim of the address to the end.
@@ -179,11 +170,8 @@ def _restore_shards(remote: Store, folder: str, run: Path, journal: Journal, tok
 
 
 def _shard_trajectories(remote: Store, folder: str, token: str) -> Iterator[dict[Identity, bytes]]:
-    """Yield the encoded trajectories in each of a shard's files, except truncated files, which were not acknowledged.
-
-    Files under the claim of `token` come first, so that their trajectories take precedence over those of another folder
-    that used the address.
-    """
+    """Yield the encoded trajectories of each file of a shard, except truncated files, which were not acknowledged."""
+    # Files under the claim of `token` come first: a store keeps the first of two trajectories of an identity.
     for name in sorted(remote.names(folder), key=lambda name: claim_token(name) != token):
         try:
             row = copies.read_row(remote, folder, name)

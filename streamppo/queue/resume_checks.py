@@ -14,10 +14,7 @@ from streamppo.types import decode
 
 
 def configs(journal: Journal) -> dict[int, Config]:
-    """The run's configurations, each by the first version that it applied to.
-
-    Raises `JournalError` for a configuration written by another version of streamppo.
-    """
+    """The run's configurations by their first version. Raises `JournalError` for one by another streamppo version."""
     try:
         return {version: decode(encoded, Config) for version, encoded in journal.configs().items()}
     except UNREADABLE as error:

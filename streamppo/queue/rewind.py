@@ -131,12 +131,13 @@ def _slots(
     counters = journal.counters()
     assert counters is not None, "a run with versions has counters"
     opened = _opened(versions, version, counters.opened, shape)
-    later = [
-        published
+    identities = [
+        trajectory.identity
         for published in versions.values()
-        if published.version > version and _reaches(published, opened, shape)
+        if published.version > version and published.archived is not None
+        if published.archived.first_prompt * shape.samples_per_prompt < opened
+        for trajectory in archive.batch(published.version - 1).trajectories
     ]
-    identities = [identity for published in later for identity in _identities(archive, published.version - 1)]
     identities += [slot.identity for slot in journal.slots()]
     numbered = ((_number(identity, shape), identity) for identity in identities)
     to_come = {number: identity for number, identity in numbered if number < opened}
@@ -164,10 +165,9 @@ def _slots(
 
 
 def _opened(versions: Mapping[int, PublishedVersion], version: int, most: int, shape: GroupShape) -> int:
-    """The number of slots of all prompts up to the newest one in batches before `version`; at most `most`.
+    """The number of slots up to the newest prompt in batches before `version`; at most `most`, the run's opened slots.
 
-    `most` is the number of slots that the run has opened. The newest prompt may be in any batch: with segments, or
-    after `max_lag` was reduced, many later batches may have only older prompts.
+    With segments, or after `max_lag` was reduced, many later batches may have only older prompts.
     """
     later = [published for published in versions.values() if published.version > version]
     if dropped := [published.version for published in later if published.archived is None]:
@@ -177,15 +177,6 @@ def _opened(versions: Mapping[int, PublishedVersion], version: int, most: int, s
         )
     newest = max(published.last_prompt for published in versions.values() if published.version <= version)
     return min(shape.slots_of(newest).stop, most)
-
-
-def _reaches(published: PublishedVersion, opened: int, shape: GroupShape) -> bool:
-    """True if the batch of `published` is archived and may have slots below `opened`."""
-    return published.archived is not None and published.archived.first_prompt * shape.samples_per_prompt < opened
-
-
-def _identities(archive: Archive, version: int) -> list[Identity]:
-    return [trajectory.identity for trajectory in archive.batch(version).trajectories]
 
 
 def _number(identity: Identity, shape: GroupShape) -> int:

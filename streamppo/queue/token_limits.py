@@ -18,6 +18,7 @@ def read_token_limits(config: Config, model_path: str) -> TokenLimits:
 
     Raises `ModelError` if config.json cannot be read or does not name the size of the vocabulary.
     """
+    sources = config.task.sources.values() if isinstance(config.task, DataTask) and config.environment is None else ()
     try:
         settings = json.loads(durable.read(_config_file(model_path)))
         # Multimodal models have the settings of their text model in `text_config`.
@@ -27,7 +28,7 @@ def read_token_limits(config: Config, model_path: str) -> TokenLimits:
     return TokenLimits(
         vocabulary=vocabulary,
         completion=longest_completion(config),
-        prompt=_prompt_limit(config),
+        prompt=max((source.max_prompt_tokens for source in sources), default=None),
         candidates=config.rollout.excludes_tokens,
         components=config.algorithm.compared_components,
         teacher=bool(config.algorithm.teacher.url),
@@ -43,9 +44,3 @@ def _config_file(model_path: str) -> Path:
     from transformers.utils.hub import cached_file
 
     return Path(str(cached_file(model_path, "config.json")))
-
-
-def _prompt_limit(config: Config) -> int | None:
-    if config.environment is not None or not isinstance(config.task, DataTask):
-        return None
-    return max(source.max_prompt_tokens for source in config.task.sources.values())

@@ -143,13 +143,9 @@ class TicketLine:
 
 
 class Polls:
-    """Long polls: each returns empty after `shortest_s` seconds, or later if many calls wait.
-
-    An empty reply costs as much as any other reply, so `EMPTY_PER_S` bounds their rate.
-    """
+    """Long polls: each returns empty after `shortest_s` s, or later, so that at most `EMPTY_PER_S` a second do."""
 
     EMPTY_PER_S = 50
-    """The maximum of empty replies per second."""
 
     def __init__(self, shortest_s: float) -> None:
         self.waiting = 0
@@ -157,7 +153,7 @@ class Polls:
 
     @asynccontextmanager
     async def bound_wait(self) -> AsyncGenerator[None]:
-        """Raise `TimeoutError` in the block after `shortest_s` seconds, or later if many wait (`EMPTY_PER_S`)."""
+        """Raise `TimeoutError` in the block when the poll must return."""
         self.waiting += 1
         try:
             async with asyncio.timeout(max(self._shortest_s, self.waiting / self.EMPTY_PER_S)):
@@ -213,7 +209,6 @@ class VersionWaiters:
         self._events: dict[int, asyncio.Event] = {}
 
     async def above(self, version: int) -> None:
-        """Wait until a version above `version` is published."""
         await self._events.setdefault(version, asyncio.Event()).wait()
 
     def wake(self, version: int) -> None:

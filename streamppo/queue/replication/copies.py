@@ -55,11 +55,9 @@ class ReplicaWriter:
             self._retry(lambda: self._store.put(folder, {name: file}))
 
     def sizes(self, folder: str) -> dict[str, int]:
-        """The size in bytes of each file in a folder at the address."""
         return self._retry(lambda: self._store.sizes(folder))
 
     def names(self, folder: str) -> list[str]:
-        """The names of the files in a folder at the address."""
         return self._retry(lambda: self._store.names(folder))
 
     def delete(self, folder: str, name: str) -> bool:
@@ -96,8 +94,5 @@ def is_life(name: str) -> bool:
 
 
 def next_life(before: str) -> str:
-    """Return a name for the next life, after `before`: unique, even if the run is restored twice from one life.
-
-    Example: 0001-5e6f7a8b follows 0000.
-    """
+    """Return a unique name for the life after `before`. Example: 0001-5e6f7a8b follows 0000."""
     return f"{int(before.partition('-')[0]) + 1:04d}-{uuid4().hex[:8]}"

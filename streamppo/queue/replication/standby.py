@@ -100,7 +100,6 @@ class CopiedJournal(Journal):
         versions: Sequence[PublishedVersion] = (),
         before_commit: Callable[[PublishedVersion], None] | None = None,
     ) -> None:
-        """Write a transaction as `Journal.write` does, and copy it."""
         super().write(changes, versions, before_commit)
         if versions:
             self._refuse_others()
@@ -111,20 +110,16 @@ class CopiedJournal(Journal):
         self._copy(WriteEntry(changes=changes, made=tuple(versions)))
 
     def configure(self, version: int, config: bytes) -> None:
-        """Record a configuration as `Journal.configure` does, and copy it."""
         super().configure(version, config)
         self._copy_run()
         self._copy(ConfigureEntry(version=version, config=config))
 
     def forget(self, before: int, first_slot: int) -> None:
-        """Forget batches as `Journal.forget` does, and delete their copies."""
         dropped = [item for item in checksums(self.versions().values()).items() if item[0] < before]
         super().forget(before, first_slot)
         self._copy(ForgetEntry(before=before, first_slot=first_slot))
         for _, name in self._archive_files(dict(dropped)):
             self._copies.delete(ARCHIVE, name)
-
-    # --- copying ---------------------------------------------------------------------------------------------
 
     def _copy(self, entry: Entry) -> None:
         self._copies.put(self._folder, transaction_name(self._number, self._token), encode(entry))
@@ -208,15 +203,11 @@ class CopiedTrajectoryStore(TrajectoryStore):
             self._copies.delete(self._folder, old)
 
     def write(self, encoded: Mapping[Identity, bytes]) -> None:
-        """Write trajectories as `TrajectoryStore.write` does, and copy them."""
         super().write(encoded)
         self._copy(encoded)
 
     def drop(self, identities: Iterable[Identity], first_prompt: int) -> None:
-        """Drop trajectories as `TrajectoryStore.drop` does, and delete their copies.
-
-        If a deletion fails, the next call of `drop` repeats it.
-        """
+        """Drop trajectories, and delete their copies; the next call repeats a deletion that fails."""
         dropped = set(identities)
         super().drop(dropped, first_prompt)
         for old in self._needless(dropped, first_prompt):

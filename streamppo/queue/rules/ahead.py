@@ -45,15 +45,12 @@ class NeededLag:
         if left_over is None or has_surplus:
             self.left_over.clear()
             if left_over is None and is_full and self.since_rise > self.lag // 2:
-                self._rise(at_most)
+                if self.has_fallen:
+                    self.patience = min(MOST_PATIENCE, 2 * self.patience)
+                self.lag, self.since_rise = min(at_most, self.lag + 1 if self.has_fallen else 2 * self.lag + 1), 0
             return
         self.left_over.append(left_over)
         if len(self.left_over) >= self.patience * (self.lag + 1):
             if standing := min(self.left_over):
                 self.lag, self.has_fallen = max(FIRST, self.lag - standing), True
             self.left_over.clear()
-
-    def _rise(self, at_most: int) -> None:
-        if self.has_fallen:
-            self.patience = min(MOST_PATIENCE, 2 * self.patience)
-        self.lag, self.since_rise = min(at_most, self.lag + 1 if self.has_fallen else 2 * self.lag + 1), 0

@@ -43,10 +43,7 @@ class RowCurriculum:
         self._are_rows_new = True
 
     def map_rows(self, rows: RowNumbers) -> None:
-        """Use these rows. If they differ from the previous rows, every count becomes 0.
-
-        Raises `QueueError` if the actors of one driver have different rows.
-        """
+        """Use these rows; if they are new, every count becomes 0. Raises `QueueError` if two actors send other rows."""
         state = self._state
         before = NO_ROWS if state.rows is None else state.rows.numbers
         if rows != before and not self._are_rows_new:
@@ -121,8 +118,7 @@ def _counts(rewards: Sequence[float], settings: QueueSettings) -> bool:
 def no_signal_reason(group: Sequence[Trajectory], resample: Resample) -> str | None:
     """The reason why a group has no learning signal, or None if it has one.
 
-    `validation.defect` refuses a new delivery without the component. A group without the component was delivered under
-    an earlier configuration, and is not judged.
+    A group that was delivered under an earlier configuration may lack the component, and is not judged.
     """
     name = resample.component
     if name and any(name not in trajectory.components for trajectory in group):

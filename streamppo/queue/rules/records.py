@@ -25,7 +25,6 @@ Ending: TypeAlias = Literal["too_old", "failed", "dead_letter", "lost", "abandon
 GIVEN_UP: tuple[Ending, ...] = ("abandoned", "resampled")
 """The endings of an attempt that also abandon the slot."""
 
-
 NO_ROWS = RowNumbers(sources=(), seed=0)
 """The rows of a queue without a curriculum."""
 
@@ -75,7 +74,6 @@ class GroupShape(NamedTuple):
     unit_size: int
 
     def slots_of(self, prompt: int) -> range:
-        """The numbers of the slots of a prompt."""
         first = prompt * self.samples_per_prompt
         return range(first, first + self.samples_per_prompt)
 

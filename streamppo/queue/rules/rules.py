@@ -63,8 +63,6 @@ class QueueRules:
         elif state.rows is not None:
             state.forget_rows()
 
-    # --- rollout's side --------------------------------------------------------------------------------------
-
     @phase("issue")
     def issue(self, actor: str, engine_version: int, limit: int, call: int) -> tuple[Ticket, ...]:
         """Issue up to `limit` tickets to `actor`: first for reopened slots, oldest first, then for new ones.
@@ -79,7 +77,9 @@ class QueueRules:
         if call > last:
             slots = list[Slot]()
             while len(slots) < limit and self.has_ticket(engine_version):
-                slot = self._next_open()
+                if not self.state.open:
+                    self._open_unit()
+                slot = heapq.heappop(self.state.open)
                 slot.issue(actor, call)
                 self.state.issues(slot)
                 self._touch(slot)
@@ -90,10 +90,7 @@ class QueueRules:
         return tuple([Ticket(identity=slot.identity, slot=slot.number) for slot in issued])
 
     def has_ticket(self, engine_version: int) -> bool:
-        """True if `issue` can give a reopened or a new slot to an engine of this version.
-
-        If an engine of one version can get a slot, so can an engine of any later version.
-        """
+        """True if `issue` can give a slot to an engine of this version, and so to an engine of any later version."""
         state, settings = self.state, self.settings
         while state.open and state.open[0].state is not OPEN:
             heapq.heappop(state.open)
@@ -141,7 +138,8 @@ class QueueRules:
             self._count_delivered(trajectory.num_sampled, "dead_letters")
             self.state.pending_changes.dead_letters.append(DeadLetter(trajectory=trajectory, reason=reason))
             self.state.counts["dead_letters"] += 1
-            self._fail(slot, "dead_letter", reason, FailedAttempt.refused(trajectory))
+            refused = FailedAttempt("engine", trajectory.num_sampled, -1, trajectory.source)
+            self._fail(slot, "dead_letter", reason, refused)
             return False
         self._count_delivered(trajectory.num_sampled)
         if trajectory.finish == "cut":
@@ -166,7 +164,8 @@ class QueueRules:
         slot = self._find_issued(failure.identity)
         self._count_delivered(failure.tokens, "failed" if slot else "duplicates")
         if slot is not None:
-            self._fail(slot, "failed", failure.reason, FailedAttempt.of(failure))
+            attempt = FailedAttempt(failure.stage, failure.tokens, failure.version, failure.source)
+            self._fail(slot, "failed", failure.reason, attempt)
 
     def mark_dead(self, actor: str) -> None:
         """Mark `actor` dead for good, and reopen its slots; this is no failure of the slots."""
@@ -186,8 +185,6 @@ class QueueRules:
             self.mark_dead(actor)
         # Actors that were marked dead have ended too, so new actors may use their names.
         self.state.fenced.clear()
-
-    # --- the learner's side ----------------------------------------------------------------------------------
 
     @phase("take")
     def take(self, version: int, *, leased_only: bool = False) -> Batch | None:
@@ -240,20 +237,11 @@ class QueueRules:
         if self.settings.as_needed:
             self._follow_need(is_full=is_full)
 
-    # --- transitions -----------------------------------------------------------------------------------------
-
     def _follow_need(self, *, is_full: bool) -> None:
-        """Adapt the needed lag to the version that was just published."""
         state, size = self.state, self.settings.batch_size
         has_batch, has_surplus = state.version in state.leases, state.held > (state.needed.lag + 1) * size
         left_over = state.ready_units // self.settings.batch_units if has_batch else None
         state.needed.follow(left_over, is_full=is_full, has_surplus=has_surplus, at_most=self.settings.flow_lag)
-
-    def _next_open(self) -> Slot:
-        """Pop the slot to issue next from the heap. `has_ticket` must be true."""
-        if not self.state.open:
-            self._open_unit()
-        return heapq.heappop(self.state.open)
 
     def _open_unit(self) -> None:
         state, size = self.state, self.settings.unit_size
@@ -300,7 +288,6 @@ class QueueRules:
         self._recent.check()
 
     def _reopen(self, slot: Slot, ending: Ending, reason: str) -> None:
-        """End the slot's attempt, and open the slot for the next attempt."""
         self._end(slot, ending, reason)
         if slot.state is READY:
             slot.unit.missing += 1
@@ -360,5 +347,4 @@ class QueueRules:
 
 
 def _num_sampled(trajectories: Sequence[Trajectory]) -> int:
-    """The number of sampled tokens in all trajectories."""
     return sum(trajectory.num_sampled for trajectory in trajectories)

@@ -26,7 +26,7 @@ import numpy as np
 from msgspec import structs
 
 from streamppo.errors import TooManyFailures
-from streamppo.types import Failure, Identity, Trajectory, flags, ints
+from streamppo.types import Identity, Trajectory, flags, ints
 
 NO_CALL = -1
 """The request number of a slot's later parts: an actor continues a completion without requesting a ticket."""
@@ -77,37 +77,24 @@ class TrajectoryRecord(Trajectory, frozen=True):
 
     @property
     def num_tokens(self) -> int:
-        """The length of the completion, T."""
         return self.length
 
     @property
     def num_sampled(self) -> int:
-        """The number of tokens that the policy sampled."""
         return sum(count for _, count in self.ages)
 
     @property
     def oldest_version(self) -> int:
-        """The version of the oldest token that the policy sampled."""
         return self.ages[0][0]
 
 
-SHARD_COLUMNS: dict[str, Any] = dict.fromkeys(
+SHARD_COLUMNS: dict[str, Any] = {"explanation": ""} | dict.fromkeys(
     (
-        "prompt_tokens",
-        "tokens",
-        "logprobs",
-        "versions",
-        "mask",
-        "token_rewards",
-        "candidates",
-        "candidate_counts",
-        "teacher_logprobs",
-        "routes",
-        "branches",
-        "turns",
+        *("prompt_tokens", "tokens", "logprobs", "versions", "mask", "token_rewards", "candidates", "candidate_counts"),
+        *("teacher_logprobs", "routes", "branches", "turns"),
     ),
     b"",
-) | {"explanation": ""}
+)
 """The fields of a trajectory that are empty in its record."""
 
 
@@ -134,16 +121,6 @@ class FailedAttempt(NamedTuple):
     tokens: int
     oldest: int
     source: str
-
-    @classmethod
-    def of(cls, failure: Failure) -> "FailedAttempt":
-        """The attempt that `failure` reports."""
-        return cls(failure.stage, failure.tokens, failure.version, failure.source)
-
-    @classmethod
-    def refused(cls, trajectory: Trajectory) -> "FailedAttempt":
-        """The attempt of a trajectory that cannot be trained on."""
-        return cls("engine", trajectory.num_sampled, -1, trajectory.source)
 
 
 @dataclass(slots=True, eq=False)
@@ -174,17 +151,14 @@ class Slot:
         return self.number < other.number
 
     def move(self, to: SlotState) -> None:
-        """Change the state along an arrow of the diagram."""
         assert to in NEXT[self.state], f"slot {self.number} was {self.state} and cannot become {to}"
         self.state = to
 
     def issue(self, actor: str, call: int) -> None:
-        """Give the ticket to `actor`, as an answer to its request `call`."""
         self.move(ISSUED)
         self.actor, self.call = actor, call
 
     def store(self, trajectory: Trajectory) -> None:
-        """Store the finished trajectory."""
         self.move(READY)
         self.trajectory, self.actor = trajectory, None
 
@@ -213,7 +187,6 @@ class Unit:
 
     @property
     def trajectories(self) -> list[Trajectory]:
-        """The stored trajectories."""
         return [slot.trajectory for slot in self.slots if slot.trajectory is not None]
 
     def end(self) -> None:

@@ -59,7 +59,6 @@ class QueueSettings(NamedTuple):
 
     @property
     def batch_units(self) -> int:
-        """The number of units in a batch."""
         return self.batch_size // self.unit_size
 
     @property
@@ -74,10 +73,7 @@ class QueueSettings(NamedTuple):
                 return None
 
     def admitted_lag(self, adapted: int | None, needed: int) -> int:
-        """The lag that admission aims at; at most `needed` if `as_needed` is set.
-
-        `adapted` is the value that the learner has sent, or None.
-        """
+        """The lag that admission aims at. `adapted` is the value that the learner has sent, or None."""
         lag = min(self.flow_lag, needed) if self.as_needed else self.flow_lag
         if self.first_lag is None:
             return lag
@@ -249,7 +245,6 @@ class QueueState:
         self.rows = self.pending_changes.rows = KnownRows(numbers=rows, since=since)
 
     def count_zero_variance(self, row: int, count: int) -> None:
-        """Set the count of a data row: the number of its latest consecutive groups without a learning signal."""
         if count != self.zero_variance.get(row, 0):
             self.pending_changes.zero_variance[row] = count
         if count:
@@ -258,7 +253,6 @@ class QueueState:
             self.zero_variance.pop(row, None)
 
     def issues(self, slot: Slot) -> None:
-        """Count `slot` as issued to its actor."""
         assert slot.actor is not None
         self.issued[slot.actor] += 1
 

@@ -46,10 +46,7 @@ from streamppo.queue.rules.state import QueueSettings, QueueState
 
 
 class ChosenUnits(NamedTuple):
-    """The units of a batch, oldest first, and the number of their tokens to mask; no units if there are too few.
-
-    `too_old` are the units that were found too old to be trained on.
-    """
+    """A batch's units, oldest first (none if too few), its number of masked tokens, and units too old to train on."""
 
     units: Sequence[Unit]
     masked_tokens: int

@@ -117,7 +117,6 @@ def _numbers(trajectory: Trajectory) -> str | None:
 
 
 def _teacher(trajectory: Trajectory) -> str | None:
-    """Check that teacher log-probs cover all tokens, and that those of sampled tokens are finite and not positive."""
     column = trajectory.teacher_logprobs
     if not column:
         return None
@@ -130,7 +129,6 @@ def _teacher(trajectory: Trajectory) -> str | None:
 
 
 def _candidates(trajectory: Trajectory) -> str | None:
-    """Check that each token's candidates ascend, and that a sampled token is one of its candidates."""
     if not trajectory.candidate_counts and not trajectory.candidates:
         return None
     if len(trajectory.candidate_counts) != len(trajectory.tokens) or len(trajectory.candidates) % 4:
@@ -148,13 +146,11 @@ def _candidates(trajectory: Trajectory) -> str | None:
 
 
 def _routes(trajectory: Trajectory) -> str | None:
-    """Check that every token of prompt and completion, except the last, has the same number of experts."""
     tokens = (len(trajectory.prompt_tokens) + len(trajectory.tokens)) // 4 - 1
     return routes.flaw(trajectory.routes, trajectory.route_bytes, tokens)
 
 
 def _branches(trajectory: Trajectory) -> str | None:
-    """Check that branches form a valid tree, turns fit the mask, and the trajectory is a whole completion."""
     if not trajectory.branches and not trajectory.turns:
         return None
     if trajectory.finish == "cut" or trajectory.identity.segment or trajectory.prefix:

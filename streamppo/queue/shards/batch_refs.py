@@ -77,11 +77,9 @@ class BatchRefs:
         self._batches, self._refs = _TaskCache[Batch](), _TaskCache[BatchRef]()
 
     async def batch(self, version: int, read: Callable[[], Batch]) -> BatchRef:
-        """Return the reference of the whole batch."""
         return await self._refs.get(version, "whole", lambda: self._put(encode_slowly(read())))
 
     async def outline(self, version: int, read: Callable[[], Batch]) -> BatchRef:
-        """Return the reference of the batch's `Outline`."""
         batch = await self._batches.get(version, "", read)
         return await self._refs.get(
             version, "outline", lambda: self._put(encode_slowly(batch_parts.make_outline(batch)))

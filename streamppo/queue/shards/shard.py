@@ -97,13 +97,11 @@ class QueueShard:
 
     @ray.method
     async def take(self, part: bytes) -> BatchRef:
-        """Return the trajectories of an encoded `BatchPart`."""
         named = decode(part, BatchPart)
         return await self._refs.batch(named.version, lambda: self._batch(named))
 
     @ray.method
     async def outline(self, part: bytes) -> BatchRef:
-        """Return the `Outline` of an encoded `BatchPart`."""
         named = decode(part, BatchPart)
         return await self._refs.outline(named.version, lambda: self._batch(named))
 
@@ -133,8 +131,6 @@ class QueueShard:
     async def report(self) -> bytes:
         """Return the time spent in this process: a `PhaseTime` by the name of each phase."""
         return encode(process.spent())
-
-    # --- implementation --------------------------------------------------------------------------------------
 
     async def _write(self, encoded: dict[Identity, bytes]) -> None:
         """Wait until these trajectories are in the journal. Calls during a transaction share the next transaction."""

@@ -64,7 +64,6 @@ class Shards:
         return await asyncio.gather(*(self._actors[shard].take.remote(part) for shard, part in self._parts(batch)))
 
     async def outline(self, batch: Batch) -> list[BatchRef]:
-        """Return the outlines of the batch's parts."""
         return await asyncio.gather(*(self._actors[shard].outline.remote(part) for shard, part in self._parts(batch)))
 
     async def tokens(self, batch: Batch, rows: bytes) -> list[BatchRef]:
@@ -87,7 +86,6 @@ class Shards:
             actor.drop.remote(encode(by_shard.get(number, ())), first_prompt)
 
     async def phase_times(self) -> list[dict[str, PhaseTime]]:
-        """Return the time that each shard has spent, by phase."""
         answers = await asyncio.gather(*(actor.report.remote() for actor in self._actors))
         return [decode(answer, dict[str, PhaseTime]) for answer in answers]
 

@@ -88,7 +88,6 @@ class Archive:
         self._asides: dict[int, list[Path]] = {}
 
     def versions(self) -> list[int]:
-        """The versions of the archived batches, in order."""
         return sorted(self.checksums)
 
     def version_before(self, update: int | None) -> int:
@@ -104,10 +103,7 @@ class Archive:
         return versions[-1] if update is None else update - 1
 
     def write(self, batch: Batch, record: TokenRecord | None = None) -> ArchivedBatch:
-        """Write `batch` durably under a temporary name; `settle` renames it. Return the journal's record of the file.
-
-        `record` has one number for each completion token. Raises `JournalError` if the disk refuses.
-        """
+        """Write `batch` under a temporary name; return the journal's record. Raises `JournalError`."""
         return self.gather(batch.version, [write(self.folder, batch, record or TokenRecord())])
 
     def gather(self, version: int, written: Sequence[WrittenFile]) -> ArchivedBatch:
@@ -120,10 +116,7 @@ class Archive:
         )
 
     def settle(self, published: PublishedVersion) -> None:
-        """Give the files of the batch that made a version their final names; from then on the batch counts.
-
-        Call it within the transaction that records the batch. Raises `JournalError` if the disk refuses.
-        """
+        """Give the files of a version's batch their final names, in the transaction that records it."""
         if published.archived is None:
             return
         version, files = published.version - 1, published.archived.files
@@ -134,10 +127,7 @@ class Archive:
         self.checksums[version] = files
 
     def sweep(self) -> None:
-        """Delete the temporary files of dead writers, and the files of versions before the first that is kept.
-
-        Call it only after fencing the journal.
-        """
+        """Delete temporary files of dead writers, and files that are not kept. Call it after fencing the journal."""
         first = min(self.checksums, default=0)
         with durable.naming(self.folder, JournalError):
             for path in self.folder.glob("*"):
@@ -192,7 +182,6 @@ class Archive:
         return _path(self.folder, version)
 
     def paths(self, version: int, count: int) -> list[Path]:
-        """The paths of the `count` files of the batch of `version`."""
         parts = [f".{number + 1}-of-{count}" for number in range(count)] if count > 1 else [""]
         return [_path(self.folder, version, part) for part in parts]
 
@@ -222,10 +211,7 @@ def checksums(versions: Iterable[PublishedVersion]) -> dict[int, tuple[str, ...]
 
 @phase("archive")
 def write(folder: Path, batch: Batch, record: TokenRecord) -> WrittenFile:
-    """Write a batch, or a part of one, durably under a temporary name; `record` has one number per completion token.
-
-    Raises `JournalError` if the disk refuses.
-    """
+    """Write a batch, or a part of a batch, durably under a temporary name. Raises `JournalError` if that fails."""
     path = _path(folder, batch.version)
     aside = durable.aside(path.with_name(f"{path.name}.{uuid4().hex}"))
     with durable.naming(path, JournalError):
@@ -267,7 +253,6 @@ def _read(path: Path, expected: str) -> tuple[dict[str, Column], Attributes]:
 
 
 def _merge_columns(parts: Sequence[tuple[dict[str, Column], Attributes]]) -> tuple[dict[str, Column], Attributes]:
-    """Join the columns of a whole batch from its parts."""
     batch = batch_parts.merge([to_batch(columns, attributes) for columns, attributes in parts])
     if len({frozenset(columns).intersection(RECORD_COLUMNS) for columns, _ in parts}) > 1:
         raise JournalError(f"the batch of version {batch.version} came in parts with different columns")

@@ -52,7 +52,6 @@ EACH = ("token_rewards", "candidate_counts", "teacher_logprobs")
 IDENTITY = ("prompt", "sample", "attempt", "segment")
 """The columns with an identity's numbers; `segment` exists only with segments."""
 
-
 TYPES: dict[str, tuple[str, ...]] = {
     **dict.fromkeys((*IDENTITY, "prefix", "task", "actor", "finish", "source"), ("int64",)),
     **dict.fromkeys(("tokens", "versions", "prompt_tokens"), ("int32",)),
@@ -125,7 +124,6 @@ def _ends(columns: Mapping[str, Column], name: str, rows: int, of: str) -> Colum
 
 
 def _verify_values(columns: Mapping[str, Column], attributes: Attributes, rows: int) -> None:
-    """Raise `ValueError` for numbers and words that no trajectory can have."""
     if not rows or not np.logical_or.reduceat(columns["mask"], columns["offsets"][:-1].astype(np.int64)).all():
         raise ValueError("a trajectory without a token that the policy sampled")
     for name, words in attributes.words().items():
@@ -150,7 +148,6 @@ def _verify_values(columns: Mapping[str, Column], attributes: Attributes, rows: 
 
 
 def _verify_trees(columns: Mapping[str, Column]) -> None:
-    """Raise `ValueError` for branches that are not a tree, and for turns that do not fit the mask."""
     prompts = np.diff(columns["prompt_offsets"]).tolist()
     for name, flaw in (("branches", branches.flaw), ("turns", turns.flaw)):
         if name not in columns:

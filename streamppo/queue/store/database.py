@@ -50,7 +50,9 @@ class Database:
             self._db.execute("pragma trusted_schema = off")
             if read_only:
                 self._db.execute("begin")
-            self._verify_structure()
+            ((structure, *_),) = self._db.execute("pragma integrity_check(1)").fetchall()
+            if structure != "ok":
+                raise JournalError(f"{path}: damaged: {structure}")
             if not read_only:
                 self._db.execute("pragma journal_mode = wal")
                 # With `full`, acknowledged transactions survive a power failure, not only a kill.
@@ -73,8 +75,6 @@ class Database:
             finally:
                 copy.close()
 
-    # --- for subclasses --------------------------------------------------------------------------------------
-
     @contextmanager
     def _errors_named(self) -> Generator[None]:
         try:
@@ -84,10 +84,7 @@ class Database:
 
     @contextmanager
     def _transaction(self) -> Generator[sqlite3.Connection]:
-        """Run the block in a transaction: committed at its end, rolled back on an error.
-
-        Raises as `_begin` and `_verify_places` do.
-        """
+        """Run the block in a transaction: committed at its end, rolled back on an error. Raises `JournalError`."""
         with self._errors_named():
             self._verify_places()
             self._begin()
@@ -150,13 +147,6 @@ class Database:
     def _check(self, table: str, row: bytes, checksum: int) -> None:
         if not isinstance(row, bytes) or crc32(row) != checksum:  # pyright: ignore[reportUnnecessaryIsInstance]
             raise JournalError(f"{self.path}: damaged: a row of {table!r} does not match its checksum")
-
-    # --- verification ----------------------------------------------------------------------------------------
-
-    def _verify_structure(self) -> None:
-        ((first, *_),) = self._db.execute("pragma integrity_check(1)").fetchall()
-        if first != "ok":
-            raise JournalError(f"{self.path}: damaged: {first}")
 
     def _verify_format(self, tables: str, number: int, *, read_only: bool) -> None:
         """Create the tables of a new file. Raises `JournalError` for a different format or an empty read-only file."""

@@ -115,7 +115,6 @@ class Journal(Database):
 
     @property
     def number(self) -> int:
-        """The number of the last transaction."""
         return self._number
 
     def fence(self) -> None:
@@ -206,7 +205,6 @@ class Journal(Database):
         return self._rows("slots", query, SavedSlot, numbers.start, numbers.stop)
 
     def leases(self) -> list[Lease]:
-        """The leased batches, ordered by version."""
         return self._rows("leases", "select row, checksum from leases order by version", Lease)
 
     def versions(self) -> dict[int, PublishedVersion]:
@@ -255,8 +253,6 @@ class Journal(Database):
             db.execute("delete from ended where number < ?", (first_slot,))
             db.execute("delete from skipped where number < ?", (first_slot,))
 
-    # --- implementation --------------------------------------------------------------------------------------
-
     @contextmanager
     def _numbered_transaction(self, *, fencing: bool = False) -> Generator[sqlite3.Connection]:
         """Run the block in a transaction with the next number; afterwards write the number to the tip."""
@@ -281,13 +277,11 @@ class Journal(Database):
         return with_link(published, self.configs(), before[0].link if before else "")
 
     def _counts(self, table: str, query: str, *arguments: int) -> Counts:
-        """Decode the counts in the rows (key, row, checksum) of a query."""
         with self._errors_named():
             rows = self._db.execute(query, arguments).fetchall()
         return tuple((key, self._decode(table, row, checksum, int)) for key, row, checksum in rows)
 
     def _transactions(self) -> int:
-        """The recorded number of the last transaction."""
         rows = self._rows("state", "select value, checksum from state where name = 'number'", int)
         return rows[0] if rows else 0
 

@@ -28,10 +28,7 @@ ONE = "prompt = ? and sample = ? and attempt = ? and segment = ?"
 
 
 class TrajectoryStore(Database):
-    """The journal of shard `number` of the run in the folder `run`; several threads may use it concurrently.
-
-    All methods raise `JournalError`, which names the file, if SQLite or the disk refuses.
-    """
+    """The journal of shard `number` of the run in the folder `run`; several threads may use it concurrently."""
 
     def __init__(self, run: Path, number: int) -> None:
         file = path(run, number)
