@@ -8,8 +8,8 @@ environment of functions and programs has OPENAI_BASE_URL, OPENAI_API_KEY, ANTHR
 STREAMPPO_PROMPT. A function returns a number, a `Reward`, a `Done`, or None if a scorer gives the reward. A program may
 print {"reward": 1.0} as its last line.
 
-Agents run in the same kind of processes as reward functions (tasks/rewards/processes), which return a `Reward`. So the
-result of a run, an `AgentOutcome`, is sent as JSON in the explanation of a `Reward`.
+Agents run in the processes of reward functions (tasks/rewards/processes), which return a `Reward`. So the result of a
+run, an `AgentOutcome`, is sent as JSON in the explanation of a `Reward`.
 """
 
 import asyncio
@@ -47,9 +47,9 @@ TAIL = 2**16
 QUOTED = 1000
 """Number of characters from the end of the output that a failure quotes."""
 ENDING_S = 1.0
-"""Seconds to wait for the end of a run's remaining tasks after they are cancelled."""
+"""Seconds to wait for a run's remaining tasks to end after their cancellation."""
 TIMED_OUT = object()
-"""Returned in place of the result of a run that exceeded its time limit."""
+"""Stands for the result of a run that exceeded its time limit."""
 RUN_PARAMETERS = ("prompt", "base_url", "api_key")
 """Parameters of an agent's function that are not columns of the row."""
 
@@ -66,7 +66,7 @@ class AgentOutcome(WireStruct, frozen=True):
     """The result of a run: its rewards, or the reason for its failure. `score` is None if the agent returned no reward.
 
     `output` is the end of what the run printed; failures quote it. `lingers` is true if a thread or task of the run
-    continues. Such a thread could read the key of a later run from the environment, so the process gets no other run.
+    continues. The process then gets no other run, because the thread could read a later run's key.
     """
 
     score: float | None = None
@@ -113,7 +113,7 @@ class Agent:
         return Reward(explanation=utf8_safe(msgspec.json.encode(outcome).decode()))
 
     def _lingers(self) -> bool:
-        """True if a task or a thread of the run continues; idle threads do not count."""
+        """Return True if a task or a thread of the run continues; idle threads do not count."""
         assert self._runner is not None
         others = {*threading.enumerate()} - {threading.current_thread(), *self._threads.idle()}
         return bool(others or asyncio.all_tasks(self._runner.get_loop()))
@@ -158,7 +158,7 @@ class Agent:
         code = None
         with contextlib.suppress(subprocess.TimeoutExpired):
             code = process.wait(call.timeout_s)
-        # A thread ends when no process has its pipe open. The program's children may have it open, so end them first.
+        # A thread ends when no process has its pipe open, so the program's children must end first.
         reaper.end_descendants()
         for thread in threads:
             thread.join(1.0)
@@ -185,14 +185,13 @@ class Agent:
 
 
 class _Threads(ThreadPoolExecutor):
-    """The thread pool of `asyncio.to_thread`; its threads are kept for the next run."""
+    """The thread pool of `asyncio.to_thread`. The next run uses the same threads."""
 
     def __init__(self) -> None:
         super().__init__(thread_name_prefix="agent")
         self._under_way = set[Future[Any]]()
 
     def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
-        """See `Executor.submit`."""
         future = super().submit(fn, *args, **kwargs)
         self._under_way.add(future)
         future.add_done_callback(self._under_way.discard)
@@ -212,15 +211,13 @@ class _Tail(io.TextIOBase):
 
     @property
     def text(self) -> str:
-        """The last `TAIL` characters."""
         return "".join(self._parts)[-TAIL:]
 
     def writable(self) -> bool:
-        """Always true."""
         return True
 
     def write(self, text: str) -> int:
-        """Append `text`. When more than 2 * `TAIL` characters are kept, keep only the last `TAIL`."""
+        """Append `text`. When more than 2 * `TAIL` characters are stored, keep only the last `TAIL`."""
         self._parts.append(text[-TAIL:])
         self._length += len(self._parts[-1])
         if self._length > 2 * TAIL:
@@ -229,13 +226,13 @@ class _Tail(io.TextIOBase):
         return len(text)
 
     def follow(self, pipe: IO[bytes]) -> None:
-        """Keep the end of a pipe's output, until its last writer closes it."""
+        """Append the output of a pipe until its last writer closes it."""
         with pipe:
             while chunk := os.read(pipe.fileno(), TAIL):
                 self.write(chunk.decode(errors="replace"))
 
     def quoted(self) -> str:
-        """Return "; its output ends: ..." with the end of the text, for a failure's reason; "" if there is no text."""
+        """Return "; its output ends: ..." for the reason of a failure; "" if there is no text."""
         text = self.text.strip()
         return f"; its output ends: {text[-QUOTED:]!r}" if text else ""
 
@@ -260,7 +257,7 @@ def load(name: str) -> Callable[..., object]:
 
 
 def variables(call: AgentCall, prompt: str) -> dict[str, str]:
-    """Return the environment variables in which programs find their endpoint."""
+    """Return the environment variables that tell a program its endpoint and its prompt."""
     environment = {"OPENAI_BASE_URL": f"{call.address}/v1", "OPENAI_API_KEY": call.key}
     environment |= {"ANTHROPIC_BASE_URL": call.address, "ANTHROPIC_API_KEY": call.key}
     # The agent must call the endpoint directly, not through a proxy of the machine.
@@ -339,7 +336,6 @@ def _last_line(text: str) -> object:
 
 
 def _outcome(value: object) -> AgentOutcome:
-    """Make the outcome of a run from its returned or printed reward."""
     match value:
         case None:
             return AgentOutcome()

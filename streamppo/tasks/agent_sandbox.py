@@ -26,7 +26,7 @@ from streamppo.tasks.scorers import bubblewrap
 from streamppo.tasks.scorers.capture import Ran, RunLimits
 
 CONNECTIONS = 256
-"""Maximum number of connections of one program that are relayed concurrently."""
+"""Maximum number of a program's connections that are relayed concurrently."""
 CHUNK_BYTES = 2**16
 ADDRESS_MIB = 2**22
 """Limit on the address space of one process. It is high, because Node and Java reserve far more than they use."""
@@ -47,7 +47,7 @@ try:
 except OSError as error:
     sys.exit(f"{{words[0]!r}} cannot be started: {{error}}")
 """
-"""The script that starts in the sandbox. The program then replaces it in the same process, under the same limits."""
+"""The script that starts in the sandbox. Later the program replaces it in the same process, under the same limits."""
 
 
 class AgentProgram(NamedTuple):
@@ -106,7 +106,6 @@ class AgentBubblewrap:
                 raise TaskError(f"environment.command names {word!r}, which its sandbox lacks: {HINT}")
 
     async def run(self, program: AgentProgram) -> Ran:
-        """See `AgentSandbox.run`."""
         address = urlsplit(program.address)
         outer, inner = socket.socketpair()
         with outer, inner:
@@ -135,7 +134,7 @@ class AgentBubblewrap:
         )
 
     def _absolute(self, word: str) -> str:
-        """Make the path of a configured file absolute, because the program starts in another folder."""
+        """Make the path of a configured file absolute: the program starts in another folder."""
         path = os.path.abspath(word)
         within = any(Path(path).is_relative_to(file) for file in self._files)
         return path if within and os.path.exists(path) else word
@@ -147,7 +146,7 @@ class AgentBubblewrap:
 
 
 async def _relay_connections(channel: socket.socket, host: str, port: int) -> None:
-    """Wait for the sandbox's listening socket, and relay its connections to the endpoint until cancelled."""
+    """Receive the sandbox's listening socket, and relay its connections to the endpoint until cancelled."""
     channel.setblocking(False)
     loop, ready = asyncio.get_running_loop(), asyncio.Event()
     loop.add_reader(channel, ready.set)

@@ -12,8 +12,6 @@ from streamppo.types import Message, Template
 
 ARGUMENTS = "chat_template_kwargs"
 """TRL's column of chat template arguments."""
-
-
 PARTS = ("text", "input_text", "output_text")
 """OpenAI's types of text parts in a message."""
 
@@ -21,7 +19,7 @@ PARTS = ("text", "input_text", "output_text")
 def message(item: object, where: str) -> Message:
     """Read one message with all its fields that are not null. Raises `TaskError` if `item` is not a message.
 
-    `item` is a dict, or its JSON. If its content is a list of parts, their texts are joined.
+    `item` is a dict or its JSON. If the content is a list of parts, their texts are joined.
     """
     match item := _parse_column(item):
         case {"role": str(role), **other_fields}:
@@ -44,7 +42,7 @@ def message(item: object, where: str) -> Message:
 
 
 def template(row: Row, tools: str, base: Template, where: str) -> Template:
-    """Add to `base` a row's tools, of the column named `tools`, and its `ARGUMENTS`. Raises `TaskError` if invalid."""
+    """Add to `base` the tools (column `tools`) and `ARGUMENTS` of a row. Raises `TaskError` if they are invalid."""
     tool_list, arguments = _parse_column(row.get(tools)) if tools else None, _parse_column(row.get(ARGUMENTS))
     if not tool_list and not arguments:
         return base
@@ -65,7 +63,6 @@ def template(row: Row, tools: str, base: Template, where: str) -> Template:
 
 
 def _text(content: object, where: str) -> object:
-    """Join the texts of a content that is a list of parts. Raises `TaskError` for a part that is not text."""
     if not isinstance(content, list):
         return content
     texts: list[str] = []
@@ -85,7 +82,7 @@ def _text(content: object, where: str) -> object:
 
 
 def _read_arguments(call: object) -> object:
-    """Parse the arguments of a call if they are JSON, as OpenAI's are: a template would encode the JSON a second time.
+    """Parse the JSON arguments of a call, as OpenAI writes them: a template would encode the JSON a second time.
 
     `call` itself may be JSON too.
     """
@@ -100,7 +97,7 @@ def _read_arguments(call: object) -> object:
 
 
 def _parse_column(value: object) -> object:
-    """If `value` is JSON, as in tables with a fixed schema, return the parsed value; otherwise return it unchanged."""
+    """Return the parsed value if `value` is JSON, as in tables with a fixed schema, and otherwise `value`."""
     if not isinstance(value, str):
         return value
     try:
@@ -110,7 +107,7 @@ def _parse_column(value: object) -> object:
 
 
 def _without_nulls(value: object) -> object:
-    """Remove nulls at any depth, because tables fill a row's missing fields with nulls."""
+    """Remove nulls at any depth: tables fill missing fields of a row with nulls."""
     match value:
         case Mapping():
             return {key: _without_nulls(item) for key, item in value.items() if item is not None}

@@ -21,11 +21,10 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 SENTINEL = "qk7vAssistantTurn"
-"""Placeholder for an assistant's text, searched in the rendered conversation. It occurs in no template."""
+"""Placeholder for an assistant's text, searched in the rendered conversation. No template contains it."""
 WORDS = "qk7vWords"
 """Placeholder for the text of any other message, to check that a template writes the message."""
 PLAIN = Template()
-"""A template without arguments and tools."""
 RESERVED = {
     *("conversation", "messages", "tools", "add_generation_prompt", "continue_final_message", "tokenize"),
     *("padding", "truncation", "max_length", "return_tensors", "return_dict", "tokenizer_kwargs"),
@@ -41,7 +40,7 @@ CLOCK = (
     "{% set written.text = written.text.replace(directive, text) %}"
     "{% endfor %}{{ written.text.replace('\\0', '%') }}{% endmacro +%}"
 )
-"""A macro named `NOW` that writes a fixed time. Put before a chat template, it replaces the function.
+"""A macro named `NOW` that writes a fixed time. It is put before a chat template, and replaces the function.
 
 Its variable `streamppo_clock` has the text of every directive, such as %d.
 """
@@ -57,8 +56,8 @@ class AfterTurn(NamedTuple):
     """The rendered `text` after an assistant's words, or after the last argument of its calls.
 
     After calls, `others` are the texts that the template writes at the same place if no message follows, and if a
-    user's message follows. The beginning that all texts share ends the calls and the turn. `again` is the text between
-    two calls, if the template can write two. `again` begins with the end of the first call.
+    user's message follows. The common beginning of all texts ends the calls and the turn. `again` is the text between
+    two calls, if the template can write two: it begins with the end of the first call.
     """
 
     text: str
@@ -81,8 +80,8 @@ class ChatTemplate:
     def render(self, messages: Sequence[Message], template: Template) -> str:
         """Render a prompt and the opening of the answer. A last message of the assistant is left open, to be continued.
 
-        Names of control tokens in the messages are escaped, see `ControlTokens`. Raises `TaskError` if there is no
-        template, or if it rejects the messages or leaves out one of them.
+        Names of control tokens in the messages are escaped (`ControlTokens`). Raises `TaskError` if there is no
+        template, or if the template rejects the messages or leaves out one of them.
         """
         rendered = self._render_open(messages, template)
         shape = (*map(_message_shape, messages), *_template_shape(template))
@@ -124,7 +123,7 @@ class ChatTemplate:
         return self._apply(messages, template, add_generation_prompt=not continues, continue_final_message=continues)
 
     def render_conversation(self, messages: Sequence[Message], template: Template) -> str:
-        """Render a finished conversation. Raises `TaskError` if there is no template, or if it rejects the messages."""
+        """Render a finished conversation. Raises `TaskError` without a template, or if it rejects the messages."""
         return self._apply(messages, template, add_generation_prompt=False)
 
     def missing_opening(self) -> str:
@@ -182,7 +181,7 @@ class ChatTemplate:
         return AfterTurn(suffixes[0])
 
     def _after_calls(self, said: Sequence[Message], template: Template, calls: Calls) -> AfterTurn:
-        """Return what `after_turn` returns for a turn with `calls`, whose arguments the template writes."""
+        """Return the result of `after_turn` for a turn with `calls`, whose arguments the template writes."""
 
         def turn(*calls_made: dict[str, Any]) -> tuple[Message, ...]:
             return Message(role="user", content="?"), Message(role="assistant", content="", tool_calls=calls_made)
@@ -234,7 +233,7 @@ class ChatTemplate:
     def _needs_parts(self, role: str, template: Template) -> bool:
         """Return True if the chat template writes a content of `role` only as a list of parts, as multimodal ones may.
 
-        A role whose message the template writes in neither form, because it stands alone, is like the user's.
+        If the template writes neither form, because a single message of the role is invalid, the user's form counts.
         """
         key = role, str(template.arguments.get("chat_template", ""))
         if key not in self._lists_parts:
@@ -251,7 +250,7 @@ class ChatTemplate:
         return self._lists_parts[key]
 
     def _timed(self, template: Template, tools: list[dict[str, Any]] | None) -> dict[str, Any]:
-        """Return the arguments of `template`, and if the chat template calls `NOW`, those by which it writes `clock`.
+        """Return the arguments of `template`. If the chat template calls `NOW`, add those that make it write `clock`.
 
         A macro writes the time, because newer versions of transformers pass no functions to a template.
         """
@@ -261,7 +260,6 @@ class ChatTemplate:
         return {**template.arguments, "chat_template": CLOCK + text, "streamppo_clock": self._clock}
 
     def _refuse_choice(self, template: Template) -> None:
-        """Raise `TaskError` if the tokenizer has several named templates and none is the default."""
         named: object = self._tokenizer.chat_template
         if not isinstance(named, dict) or "chat_template" in template.arguments:
             return
@@ -292,19 +290,16 @@ def _directives(moment: datetime) -> dict[str, str]:
 
 
 def _message_shape(message: Message) -> tuple[object, ...]:
-    """Return the properties of a message, besides its words, on which a template may depend."""
+    """Return the properties of a message, except its words, on which a template may depend."""
     presence = bool(message.text.strip()), bool(message.tool_calls), bool(message.tool_call_id), bool(message.name)
     return message.role, *presence, *sorted(message.fields)
 
 
 def _template_shape(template: Template) -> tuple[object, ...]:
-    """Return whether there are tools, for which a tokenizer may have a separate template, and the arguments."""
     return bool(template.tools), repr(template.arguments)
 
 
 def _text_arguments(chat: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the messages with the arguments of their calls as JSON."""
-
     def with_text(call: dict[str, Any]) -> dict[str, Any]:
         function = call.get("function")
         if not isinstance(function, dict) or isinstance(function.get("arguments"), str):
@@ -323,7 +318,6 @@ def parts(content: object) -> object:
 
 
 def _with_sentinel(call: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a call with the sentinel as its only argument."""
     function = {**call.get("function", {}), "arguments": {"value": SENTINEL}}
     return {"type": "function", **call, "function": function}
 

@@ -2,7 +2,7 @@
 
 plain         values of any library     ->   None, bool, int, float, str, bytes, list, dict, Decimal, Fraction, UUID,
                                              datetime, date, time, timedelta
-pack, unpack  these                    <->   msgpack, with extensions for types that it lacks
+pack, unpack  plain values             <->   msgpack, with extensions for types that it lacks
 """
 
 import datetime
@@ -19,10 +19,10 @@ from streamppo.tasks.dataset_files import Row, Unreadable
 
 ATOMS = frozenset({type(None), bool, int, float, str, bytes})
 EXACT = frozenset({Decimal, Fraction, UUID, datetime.date, datetime.time, datetime.timedelta})
-"""Types that `plain` leaves unchanged. It replaces the time zone of a datetime by a fixed offset."""
+"""Further types that `plain` leaves unchanged."""
 
 PLAIN_TYPES: Mapping[type, Callable[..., object]] = {kind: kind for kind in (int, float, bytes, Decimal, Fraction)}
-"""For each of these plain types, the function that converts a value of a subclass to it."""
+"""For each of these plain types, the function that converts a value of a subclass to the type."""
 
 
 class NotPlain(Exception):
@@ -77,7 +77,6 @@ def plain(value: object) -> object:
 
 
 def _plain_subclass(value: object) -> object:
-    """Convert a value of a subclass of a plain type, or a library's array."""
     if isinstance(value, str):
         return str.__str__(value)
     for kind, make in PLAIN_TYPES.items():
@@ -96,7 +95,7 @@ def _plain_array(value: np.generic | np.ndarray) -> object:
 
 
 def _fixed_offset(value: datetime.datetime) -> datetime.datetime | None:
-    """Return a datetime with a fixed offset in place of its zone; None for pandas' NaT."""
+    """Replace the time zone of a datetime by its offset; return None for pandas' NaT."""
     text = value.isoformat()
     return None if text == "NaT" else datetime.datetime.fromisoformat(text)
 
@@ -107,7 +106,6 @@ def _key(name: object) -> object:
 
 
 # --- between processes ---------------------------------------------------------------------------------------
-
 
 INTEGER, TEXT, PAIRS, DECIMAL, FRACTION, IDENTIFIER, DATETIME, DATE, TIME, TIMEDELTA = range(1, 11)
 """Codes of the msgpack extensions."""
@@ -136,7 +134,7 @@ def pack(value: object) -> object:
     """Convert a plain value for msgpack; return other values unchanged."""
     kind = type(value)
     if kind is str:
-        return value if _is_utf8(str(value)) else msgspec.msgpack.Ext(TEXT, _bytes(str(value)))
+        return value if _is_utf8(str(value)) else msgspec.msgpack.Ext(TEXT, str(value).encode(errors="surrogatepass"))
     if kind in (type(None), bool, float, bytes):
         return value
     if isinstance(value, int):
@@ -155,7 +153,7 @@ def pack(value: object) -> object:
 
 
 def unpack(code: int, data: memoryview) -> object:
-    """Return the value of an extension; used as msgspec's `ext_hook`."""
+    """Return the value of an extension, as msgspec's `ext_hook`."""
     if code == TEXT:
         return bytes(data).decode(errors="surrogatepass")
     if code == PAIRS:
@@ -172,7 +170,3 @@ def _is_utf8(text: str) -> bool:
     except UnicodeEncodeError:
         return False
     return True
-
-
-def _bytes(text: str) -> bytes:
-    return text.encode(errors="surrogatepass")

@@ -7,8 +7,8 @@ control token. Here only names that the chat template writes become control toke
     ids       a twin of the tokenizer, whose control tokens have private names, tokenises the rendered text:
               the template's names become private names; escaped names become names again, plain text for the twin
 
-The twin splits, merges and normalises texts as the tokenizer does. The twin is made when a text first contains the name
-of a control token.
+The twin splits, merges and normalises texts as the tokenizer does. It is made when a text first contains the name of a
+control token.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 MARK = "qk7vTextOfControlToken"
-"""Prefix of an escaped name. Letters and digits pass unchanged through every template, also through JSON."""
+"""Prefix of an escaped name. Every template, also one that writes JSON, leaves letters and digits unchanged."""
 ESCAPED = re.compile(f"{MARK}(\\d+)z")
 DELIMITER = "\U0010fffd"
 """Delimiter of private names of control tokens: a private-use character."""
 RENAMED = ("Unigram", "WordLevel", "WordPiece")
 """Model types whose vocabulary may contain the name of a control token as a word."""
 LIST_ENTRY = "chat_control_tokens"
-"""The entry of tokenizer_config.json with the control tokens that a chat template writes."""
+"""The entry of tokenizer_config.json that lists the control tokens of a chat template."""
 TRUSTED_ROLES = ("system", "assistant")
 """Roles in whose messages non-special markers, such as thinking tags, stay control tokens."""
 T = TypeVar("T")
@@ -61,7 +61,7 @@ class ControlTokens:
         self._unknown = self._ids.get(str(tokenizer.unk_token))
 
     def find(self, text: str) -> str | None:
-        """Return the first special token's name in `text`, if there is one."""
+        """Return the name of the first special token in `text`, if there is one."""
         return match[0] if self._special_names and (match := self._special_names.search(text)) else None
 
     def escape(self, value: T, role: str) -> T:
@@ -86,11 +86,10 @@ class ControlTokens:
                 return value
 
     def restore(self, text: str) -> str:
-        """Replace every escaped name by the original name."""
         return ESCAPED.sub(lambda match: self._names[int(match[1])], text) if MARK in text else text
 
     def text_ids(self, text: str) -> list[int]:
-        """Return the ids of a text, in which control tokens' names are plain text. Raises `TaskError` as `ids` does."""
+        """Return the ids of a text in which control tokens' names are plain text. Raises `TaskError` as `ids` does."""
         _refuse_marks(text)
         return self._encode(text, 0)
 
@@ -149,7 +148,7 @@ def _any_of(names: Iterable[str]) -> re.Pattern[str] | None:
 
 
 def _private(number: int) -> str:
-    """Return the twin's name of control token `number`."""
+    """Return the name of control token `number` in the twin."""
     return f"{DELIMITER}{number}{DELIMITER}"
 
 
@@ -160,7 +159,6 @@ def _refuse_marks(text: str) -> None:
 
 
 def _rename(model: dict[str, object], renamed: Mapping[str, str]) -> None:
-    """Replace names of control tokens in the model's vocabulary by their private names."""
     if model["type"] not in RENAMED:
         return
     match model["vocab"]:

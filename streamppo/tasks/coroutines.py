@@ -1,4 +1,4 @@
-"""Runs users' coroutines: within a time limit, with a call before and after each step, or at once up to the first wait.
+"""Runs users' coroutines: within a time limit, with calls before and after each step, or at once up to the first wait.
 
 A step is the code between two waits of a coroutine; it blocks the event loop. A coroutine may swallow its cancellation.
 """
@@ -7,7 +7,7 @@ import asyncio
 import types
 from collections.abc import Awaitable, Callable, Coroutine, Generator
 from functools import partial
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 T = TypeVar("T")
 
@@ -35,35 +35,25 @@ async def within(limit: asyncio.Timeout, call: Awaitable[T]) -> T:
     return result
 
 
-class StepObserver(Protocol):
-    """Observes the steps of a coroutine."""
-
-    def enter(self) -> None:
-        """Called before a step."""
-        ...
-
-    def leave(self) -> None:
-        """Called after a step."""
-        ...
-
-
-async def observe_steps(coroutine: Coroutine[Any, Any, T], observer: StepObserver) -> T:
-    """Run `coroutine`; call `observer` before and after each of its steps."""
+async def observe_steps(coroutine: Coroutine[Any, Any, T], enter: Callable[[], None], leave: Callable[[], None]) -> T:
+    """Run `coroutine`; call `enter` before each of its steps and `leave` after it."""
     # A task accepts an `async def`, but not the generator of `types.coroutine`.
-    return await _step_by_step(coroutine, observer)
+    return await _step_by_step(coroutine, enter, leave)
 
 
 @types.coroutine
-def _step_by_step(coroutine: Coroutine[Any, Any, T], observer: StepObserver) -> Generator[object, object, T]:
+def _step_by_step(
+    coroutine: Coroutine[Any, Any, T], enter: Callable[[], None], leave: Callable[[], None]
+) -> Generator[object, object, T]:
     step: Callable[[], object] = partial(coroutine.send, None)
     while True:
-        observer.enter()
+        enter()
         try:
             wait = step()
         except StopIteration as end:
             return end.value
         finally:
-            observer.leave()
+            leave()
         try:
             step = partial(coroutine.send, (yield wait))
         # Raise the error, which may be a cancellation, inside the coroutine.
@@ -74,7 +64,7 @@ def _step_by_step(coroutine: Coroutine[Any, Any, T], observer: StepObserver) -> 
 class EagerCoroutine(Generator[Any, Any, T]):
     """Runs `coroutine` up to its first wait at once, and the remainder in the task that awaits this object.
 
-    So a reward that never waits needs no timer; a timer costs more than most such rewards. If the coroutine ends
+    A reward that never waits then needs no timer, which costs more than most such rewards. If the coroutine ends
     without a wait, `result` is its result. Otherwise `result` is None, and this object must be awaited once. `start_s`
     is the event loop's time at the start. The constructor passes on an error raised before the first wait.
     """
@@ -89,7 +79,6 @@ class EagerCoroutine(Generator[Any, Any, T]):
             self.result = end.value
 
     def __await__(self) -> Generator[Any, Any, T]:
-        """Continue the coroutine, starting with its first wait."""
         return self
 
     def send(self, value: Any, /) -> Any:
@@ -100,5 +89,4 @@ class EagerCoroutine(Generator[Any, Any, T]):
         return self._first_wait
 
     def throw(self, *error: Any) -> Any:
-        """Raise an error or a cancellation inside the coroutine."""
         return self._coroutine.throw(*error)

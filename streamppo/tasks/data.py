@@ -19,31 +19,27 @@ ANSWER = "answer"
 MEDIA_COLUMNS = ("image", "images", "video", "videos", "audio", "audios")
 """Names of columns with pictures and sounds in multimodal data sets."""
 MEDIA_MARKS = tuple(f"<{name}>" for name in ("image", "video", "audio"))
-"""Placeholders of pictures and sounds in prompts, for example in verl's rows."""
+"""Placeholders of pictures and sounds in prompts, for example in the rows of verl."""
 SPECIALS = 8
 """Maximum number of tokens that a tokenizer adds to a text. Every other token covers at least one byte of the text."""
 
 
 class Measure(Protocol):
-    """The methods of a tokenizer that measure a prompt."""
+    """The part of a tokenizer that measures prompts."""
 
-    def render(self, prompt: Prompt) -> str:
-        """Return the whole text of a prompt."""
-        ...
+    def render(self, prompt: Prompt) -> str: ...
 
-    def ids(self, prompt: Prompt) -> Sized:
-        """Return the tokens of a prompt."""
-        ...
+    def ids(self, prompt: Prompt) -> Sized: ...
 
 
 VisitPrompt: TypeAlias = Callable[[str, Prompt], object]
-"""Called for every prompt: (location of its row, prompt)."""
+"""A function that is called for every prompt, with (location of its row, prompt)."""
 
 
 class Data:
     """The prompts of a source, or of its first `limit` rows. Raises `TaskError` with file and row for an unusable row.
 
-    `lengths` counts the prompts that are "skipped" or "truncated". `keys` has `split.key` of each training prompt,
+    `lengths` counts the prompts that are "skipped" or "truncated". `keys` has the `split.key` of each training prompt,
     `held_out_keys` that of each held-out prompt. `notes` are sentences about files and columns.
     """
 
@@ -100,7 +96,6 @@ class Data:
             )
 
     def _keys(self, prompts: Sequence[Prompt]) -> list[bytes]:
-        """Return `split.key` of each prompt without the source's system message."""
         return [split.key(prompt.text.removeprefix(self._source.system)) for prompt in prompts]
 
     def _read(self, data: str, of_split: str) -> Sequence[Prompt]:
@@ -134,7 +129,7 @@ class Data:
         return converted
 
     def _fits(self, prompt: Prompt, where: str, source: Source, tokenizer: Measure) -> bool:
-        """Return True if the prompt is used; count it if it is too long."""
+        """Return False if the prompt is skipped. Counts a prompt that is too long."""
         limit = source.max_prompt_tokens
         try:
             if len(tokenizer.render(prompt).encode(errors="surrogatepass")) + SPECIALS <= limit:
@@ -159,7 +154,7 @@ class Data:
 
 
 def _source_of_subset(source: Source) -> Source:
-    """If the data are local, replace their folders in `source` by the folders of the source's subset."""
+    """Replace each local folder in `source` by the folder of the source's subset in it."""
     evaluation = source.evaluation
     if evaluation is not None:
         evaluation = dataset_files.subset_folder(evaluation, source.subset, is_required=False)
@@ -190,18 +185,18 @@ def prompt(row: Row, where: str, name: str, source: Source) -> Prompt:
     text, messages = content(_column(row, source.prompt, where), where, source)
     columns = reward_columns(row, where, source)
     row_source = row.get("data_source")
+    template = Template(arguments=source.template, control_tokens=source.control_tokens)
     return Prompt(
         text=text,
         columns=columns,
         messages=messages,
         source=row_source if isinstance(row_source, str) else name,
         max_tokens=source.max_prompt_tokens if source.too_long == "truncate" else None,
-        template=_template(row, where, source, chats=bool(messages)),
+        template=chat.template(row, source.tools, template, where) if messages else template,
     )
 
 
 def _has_value(value: object) -> bool:
-    """True unless a value is null or empty."""
     return value is not None and not (isinstance(value, str | bytes | list | tuple | dict) and not value)
 
 
@@ -225,16 +220,10 @@ def present_columns(row: Row, source: Source) -> Source:
     )
 
 
-def _template(row: Row, where: str, source: Source, *, chats: bool) -> Template:
-    """Return the chat template's tools and arguments, from `source` and, if the prompt is a chat, from the row."""
-    base = Template(arguments=source.template, control_tokens=source.control_tokens)
-    return chat.template(row, source.tools, base, where) if chats else base
-
-
 def _answer_column(row: Row, name: str) -> str:
-    """Return the name of the answer's column. In verl's rows it is `reward_model.ground_truth`.
+    """Return the name of the answer's column. In the rows of verl it is `reward_model.ground_truth`.
 
-    A column `answer` beside it does not count: in verl's conversion of gsm8k it has the worked solution.
+    A column `answer` beside `reward_model` does not count: in verl's conversion of gsm8k it has the worked solution.
     """
     nested = row.get("reward_model")
     if (name == ANSWER or name not in row) and isinstance(nested, Mapping) and "ground_truth" in nested:
@@ -252,7 +241,6 @@ def has_column(row: Row, name: str) -> bool:
 
 
 def _column(row: Row, name: str, where: str) -> object:
-    """Return the value at a dotted name. Raises `TaskError` if there is none."""
     try:
         return _value(row, name)
     except KeyError as error:
@@ -260,7 +248,6 @@ def _column(row: Row, name: str, where: str) -> object:
 
 
 def _value(row: Row, name: str) -> object:
-    """Return the value at a dotted name. Raises KeyError if there is none."""
     value: object = row
     for part in [name] if name in row else name.split("."):
         if not isinstance(value, Mapping):

@@ -19,9 +19,9 @@ if TYPE_CHECKING:
 Row: TypeAlias = Mapping[str, Any]
 """The columns of one row of data, by name; values may have any type."""
 QUOTED = 200
-"""Maximum characters of a row's value in an error."""
+"""Maximum number of characters of a row's value that an error quotes."""
 BATCH = 1024
-"""Number of rows of a parquet file that are in memory as Python objects at a time."""
+"""Number of rows of a parquet file that are Python objects in memory at a time."""
 
 
 class Unreadable(NamedTuple):
@@ -43,7 +43,7 @@ def rows(data: str, split: str, subset: str = "") -> Iterator[tuple[str, Row]]:
 
 
 def may_be_hub_name(name: str) -> bool:
-    """Return False for the name of a data file, and for a path.
+    """Return False for a path and for the name of a data file.
 
     A name on the hub has at most one slash and begins with a letter or digit.
     """
@@ -52,7 +52,7 @@ def may_be_hub_name(name: str) -> bool:
 
 
 def subset_folder(data: str, subset: str, *, is_required: bool) -> str:
-    """Return the folder of the configuration `subset` in the folder `data`; return `data` if it is a name on the hub.
+    """Return the folder of the subset `subset` in the folder `data`; return `data` if it is a name on the hub.
 
     Example: in a copy of openai/gsm8k the subset `main` is the folder `main`. Raises `TaskError` if a required folder
     is missing.
@@ -110,7 +110,7 @@ def _jsonl(path: Path, form: str) -> Iterator[Row]:
 
 
 def _json(path: Path) -> Iterator[Row]:
-    """Read a list of objects, or, as `datasets` does, one object in each line."""
+    """Read a list of objects or, as `datasets` does, one object in each line."""
     begin = next((text for line in _text_lines(path) if (text := line.strip())), b"")
     if not begin.startswith(b"["):
         yield from _jsonl(path, f"{path.name} must be a list of objects, or one object in each line, in UTF-8")
@@ -124,13 +124,11 @@ def _json(path: Path) -> Iterator[Row]:
 
 
 def _text_lines(path: Path) -> Iterator[bytes]:
-    """Yield the lines of a file in UTF-8 without its byte order mark."""
     for number, line in enumerate(_lines(path)):
         yield line if number else line.removeprefix(codecs.BOM_UTF8)
 
 
 def _lines(path: Path) -> Iterator[bytes]:
-    """Yield the lines of a file, which may be gzipped. Raises `TaskError` if it cannot be read."""
     try:
         with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as lines:
             yield from lines
@@ -177,7 +175,6 @@ def _csv(path: Path, delimiter: str) -> Iterator[Row]:
 
 
 def _decode_lines(path: Path) -> Iterator[str]:
-    """Yield the lines of a file as text in UTF-8, with or without a byte order mark."""
     encoding = "utf-8-sig"
     for number, line in enumerate(_lines(path), start=1):
         try:
@@ -188,7 +185,6 @@ def _decode_lines(path: Path) -> Iterator[str]:
 
 
 def _duplicates(names: list[str]) -> str:
-    """Quote the repeated names; "" if there are none."""
     return ", ".join(repr(name) for name in dict.fromkeys(names) if names.count(name) > 1)
 
 
@@ -204,7 +200,6 @@ def _parquet(path: Path) -> Iterator[Row]:
 
 
 def _arrow(path: Path) -> Iterator[Row]:
-    """Read the Arrow stream format written by `datasets`."""
     import pyarrow.ipc
 
     try:
@@ -216,7 +211,7 @@ def _arrow(path: Path) -> Iterator[Row]:
 
 
 def _rows(batch: "pyarrow.RecordBatch", where: Path) -> Iterator[Row]:
-    """Yield the rows of a batch. A column with a value that Python cannot represent is `Unreadable` in each row.
+    """Yield the rows of a batch. If Python cannot represent a column's values, each row has `Unreadable` there.
 
     Raises `TaskError` for two columns with the same name.
     """
@@ -246,7 +241,6 @@ def _rows(batch: "pyarrow.RecordBatch", where: Path) -> Iterator[Row]:
 
 
 def _has_json(kind: "pyarrow.DataType") -> bool:
-    """Return True for a type that contains Arrow's JSON type, which `datasets` uses for columns of mixed values."""
     import pyarrow as pa
 
     if pa.types.is_struct(kind):
@@ -261,7 +255,6 @@ def _is_list(kind: "pyarrow.DataType") -> bool:
 
 
 def _parse_json(value: Any, kind: "pyarrow.DataType") -> Any:
-    """Return a value of the type `kind` with its JSON texts parsed."""
     import pyarrow as pa
 
     if value is None:
@@ -274,7 +267,7 @@ def _parse_json(value: Any, kind: "pyarrow.DataType") -> Any:
 
 
 def _in_microseconds(kind: "pyarrow.DataType") -> "pyarrow.DataType":
-    """Replace nanoseconds in a type by microseconds, because Python's datetime has no nanoseconds."""
+    """Replace nanoseconds in a type by microseconds: Python's datetime has no nanoseconds."""
     import pyarrow as pa
 
     types = pa.types

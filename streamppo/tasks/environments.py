@@ -28,14 +28,14 @@ from streamppo.types import Message, Prompt, Reward
 
 
 class Observation(NamedTuple):
-    """The environment's answer to a turn, and that turn's reward."""
+    """The environment's answer to a turn, and the reward of that turn."""
 
     said: Said | list[Message]
     reward: float = 0.0
 
 
 class Done(NamedTuple):
-    """The end of a trajectory, with the reward of its last turn; each of `components` is logged as reward_NAME."""
+    """The end of a trajectory, with the reward of its last turn. Each of `components` is logged as reward_NAME."""
 
     reward: float = 0.0
     components: Mapping[str, float] = MappingProxyType({})
@@ -45,13 +45,9 @@ class Done(NamedTuple):
 class Environment(Protocol):
     """A user's environment; see the module's docstring."""
 
-    async def reset(self, prompt: Prompt) -> Said | list[Message]:
-        """Start a trajectory; return the first prompt."""
-        ...
+    async def reset(self, prompt: Prompt) -> Said | list[Message]: ...
 
-    async def step(self, text: str) -> "Said | list[Message] | Observation | Done":
-        """Answer one turn of the policy."""
-        ...
+    async def step(self, text: str) -> "Said | list[Message] | Observation | Done": ...
 
 
 Make: TypeAlias = Callable[[], Awaitable[Environment]]
@@ -65,7 +61,6 @@ def load(config: Config) -> Make:
         member = getattr(environment, method, None)
         if not asyncio.iscoroutinefunction(member) and (member is not None or method != "close"):
             raise TaskError(f"environment.name {config.name!r} has no `async def {method}`")
-
     environment_class = cast(Callable[..., Environment], environment)
     plugins.check_arguments(environment_class, config.arguments, f"environment.name {config.name!r}")
 
@@ -76,14 +71,13 @@ def load(config: Config) -> Make:
 
 
 class EnvSession:
-    """A running environment; every method raises `EnvironmentFailed` if the environment fails."""
+    """A running environment. Every method raises `EnvironmentFailed` if the environment fails."""
 
     def __init__(self, environment: Environment, calls: EnvironmentCalls) -> None:
         self._environment = environment
         self._calls = calls
 
     async def begin(self, prompt: Prompt) -> Said:
-        """Start the trajectory; return the first prompt."""
         return _check_message(await _within_time("reset", self._calls, partial(self._environment.reset, prompt)))
 
     async def step(self, text: str) -> Observation | Done:
@@ -99,7 +93,6 @@ class EnvSession:
         return Observation(_check_message(answer))
 
     async def close(self) -> None:
-        """Call the environment's `close`, if it has one."""
         close = getattr(self._environment, "close", None)
         if close is not None:
             await _within_time("close", self._calls, close)
@@ -149,8 +142,4 @@ def _check_message(value: object) -> Said:
 
 
 def _is_message(value: object) -> bool:
-    match value:
-        case Message(role=str(), content=str() | None):
-            return True
-        case _:
-            return False
+    return isinstance(value, Message) and isinstance(value.role, str) and isinstance(value.content, str | None)

@@ -25,7 +25,7 @@ SPLITS = frozenset({"train", "training", "test", "testing", "validation", "valid
 
 
 class SplitFiles(NamedTuple):
-    """The files of a split, and the names of ambiguous files whose paths mention the split."""
+    """The files of a split, and the names of other files whose paths mention the split."""
 
     of_split: list[Path]
     doubtful: list[str]
@@ -37,7 +37,7 @@ def find(folder: Path, split: str) -> SplitFiles:
     Raises `TaskError` if there are none, if two differ only in their endings, or if one has an unsupported format.
     """
     if is_saved_dataset(folder / split):
-        # Each split has a saved folder, whose state.json lists its files. Other files there may be a cache of `map`.
+        # A saved folder may have other files too, such as the cache of `map`: state.json lists the data files.
         folder /= split
     if is_saved_dataset(folder):
         try:
@@ -78,14 +78,14 @@ def is_saved_dataset(folder: Path) -> bool:
 
 
 def ending(path: Path) -> str:
-    """Return the ending of a supported file, "" for others and for descriptions of data sets."""
+    """Return the ending of a supported file, "" for other files and for descriptions of data sets."""
     if path.name in DESCRIPTIONS:
         return ""
     return next((suffix for suffix in ENDINGS if path.name.endswith(suffix)), "")
 
 
 def _visible_files(folder: Path) -> Iterator[Path]:
-    """Yield the relative paths of all visible files, sorted."""
+    """Yield the relative paths of all visible files in the folder, sorted."""
     for path in sorted(folder.rglob("*")):
         name = path.relative_to(folder)
         if path.is_file() and not any(part.startswith(".") for part in name.parts):
@@ -93,7 +93,6 @@ def _visible_files(folder: Path) -> Iterator[Path]:
 
 
 def _stem(name: Path) -> str:
-    """Return a file's name without its ending."""
     known = ending(name) or (match[0] if (match := UNSUPPORTED.search(name.name)) else "")
     return name.name.removesuffix(known)
 
@@ -103,12 +102,11 @@ def _is_named(stem: str, split: str) -> bool:
 
 
 def _belongs_to(name: Path, split: str) -> bool:
-    """Return True if a file belongs to the split and to no other."""
+    """Return True if a file belongs to the split and to no other split."""
     named = {part for part in name.parts[:-1] if part in SPLITS or part == split}
     named |= {candidate for candidate in SPLITS | {split} if _is_named(_stem(name), candidate)}
     return named == {split}
 
 
 def _mentions(name: Path, split: str) -> bool:
-    """Return True if a part of the path begins with the split's name."""
     return any(re.match(re.escape(split) + r"(?![a-z0-9])", part) for part in name.parts)

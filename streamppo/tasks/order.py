@@ -9,9 +9,9 @@ import numpy as np
 from streamppo.types import WireStruct
 
 BLOCK = 1024
-"""Length of a mixture's blocks. In every block the sources occur in proportion to their weights."""
+"""Length of the blocks of a mixture. In every block the sources occur in proportion to their weights."""
 EASIEST = 0.1
-"""A ramp begins with this share of the rows: the easiest ones."""
+"""A ramp begins with the easiest rows: this share of all rows."""
 
 
 class ShuffledOrder:
@@ -28,7 +28,6 @@ class ShuffledOrder:
         self.count, self.key = count, key
 
     def __call__(self, position: int) -> int:
-        """Return the row at `position` >= 0."""
         epoch, within = divmod(position, self.count)
         return int(self._permutation(epoch)[within])
 
@@ -46,7 +45,6 @@ class RampedOrder:
         self._after = ShuffledOrder(len(difficulty), seed)
 
     def __call__(self, position: int) -> int:
-        """Return the row at `position` >= 0."""
         if position >= self._ramp:
             return self._after(position - self._ramp)
         count = len(self._by_difficulty)
@@ -71,14 +69,16 @@ class Mixture:
         self._block = lru_cache(maxsize=2)(lambda number: self._arrange(np.random.default_rng((seed, number, key))))
 
     def __call__(self, position: int) -> tuple[int, int]:
-        """Return (index of the source, position in its own stream)."""
+        """Return (index of the source, position in the stream of the source)."""
         block, within = divmod(position, self._size)
         sources, ranks = self._block(block)
         source = int(sources[within])
         return source, block * self._counts[source] + int(ranks[within])
 
     def _arrange(self, generator: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
-        """Arrange one block: return each position's source, and how often the source occurs before it in the block."""
+        """Return the source of each position in a block, and how often the source occurs before that position in the
+        block.
+        """
         sources = generator.permutation(np.repeat(np.arange(len(self._counts)), self._counts))
         ranks = np.empty(self._size, dtype=np.int64)
         for source, count in enumerate(self._counts):
@@ -89,7 +89,7 @@ class Mixture:
 class PromptOrder:
     """Maps the number of a prompt to its source and row.
 
-    `orders` has the order of each source. `weights` has each source's weight in the mixture, by name.
+    `orders` has the order of each source. `weights` has the weight of each source in the mixture, by name.
     """
 
     def __init__(self, orders: Sequence[Callable[[int], int]], weights: Mapping[str, float], seed: int) -> None:
@@ -97,7 +97,7 @@ class PromptOrder:
         self._mixture = Mixture(weights, seed) if len(orders) > 1 else None
 
     def __call__(self, number: int) -> tuple[int, int]:
-        """Return (index of the source, index of the row in its training rows) of prompt `number` >= 0."""
+        """Return (index of the source, index among the training rows of the source) of prompt `number` >= 0."""
         source, position = self._mixture(number) if self._mixture else (0, number)
         return source, self._orders[source](position)
 
@@ -105,7 +105,7 @@ class PromptOrder:
 class SourceRows(WireStruct, frozen=True):
     """One source of shuffled prompts: its name and weight, the number of its training rows, the key of its order.
 
-    `content` is a CRC of the rows' prompts.
+    `content` is a CRC of the texts of the prompts.
     """
 
     name: str
@@ -131,7 +131,7 @@ class RowNumbers(WireStruct, frozen=True):
         ]
 
     def of_prompts(self) -> Callable[[int], int]:
-        """Return the function from a prompt's number to its row's number among the rows of all sources."""
+        """Return the function from the number of a prompt to the number of its row."""
         orders = [ShuffledOrder(source.count, *source.key) for source in self.sources]
         place = PromptOrder(orders, {source.name: source.weight for source in self.sources}, self.seed)
         firsts = np.cumsum([0, *(source.count for source in self.sources)]).tolist()

@@ -45,12 +45,11 @@ def export_path() -> None:
 
 
 def child_environment() -> dict[str, str]:
-    """Return the environment for a child process that can import all modules that this process can."""
+    """Return the environment for a child process that can import the same modules as this process."""
     return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
 
 
 def _shadowing_modules(folder: Path) -> list[Path]:
-    """Return the modules and packages in `folder` that would hide modules of Python or of imported libraries."""
     installed = {
         name
         for name, module in sys.modules.items()
@@ -116,7 +115,7 @@ def _path_hint(where: str, attribute: str, error: BaseException) -> str:
 
 
 def remedy(error: BaseException) -> str:
-    """Return the command that installs a missing or too old module; "" if no extra has the module."""
+    """Return the command that installs a missing or too old module; "" if no extra of streamppo has the module."""
     if not isinstance(error, ImportError) or not error.name:
         return ""
     # The extras of a checkout that is not installed are unknown.
@@ -137,16 +136,16 @@ def extra_of(module: str, requirements: Iterable[str]) -> str:
 
 
 def load_and_try(name: str, field: str, test: Callable[[Callable[..., object]], None]) -> Callable[..., object]:
-    """Import a user's function and try it. Raises `TaskError` if it fails."""
+    """Import a user's function and call `test` on it. Raises `TaskError` if either fails."""
     imported = function(name, field)
     call(f"{field} {name!r}", test, imported)
     return imported
 
 
 def parameters_of(function: Callable[..., object], subject: str) -> Mapping[str, inspect.Parameter]:
-    """Return the parameters of a function or class. Raises `TaskError` if it has no signature, as in compiled modules.
+    """Return the parameters of a function or class.
 
-    The message begins with `subject`.
+    Raises `TaskError`, with a message that begins with `subject`, if there is no signature, as in compiled modules.
     """
     try:
         return inspect.signature(function).parameters
@@ -155,9 +154,9 @@ def parameters_of(function: Callable[..., object], subject: str) -> Mapping[str,
 
 
 def check_arguments(factory: Callable[..., object], arguments: Mapping[str, object], subject: str) -> None:
-    """Check arguments against a class's constructor.
+    """Check arguments for a class's constructor.
 
-    Raises `TaskError` for an unknown or missing argument; the message begins with `subject` and names it.
+    Raises `TaskError` for an unknown or missing argument; the message begins with `subject` and names the argument.
     """
     parameters = parameters_of(factory, subject).values()
     named = {p.name for p in parameters if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)}
@@ -178,7 +177,7 @@ def check_names(arguments: Iterable[str], named: Set[str], subject: str, *, take
 
 
 def _from_file(name: str) -> ModuleType:
-    """Import the module at a path; a relative path is searched in the current folder and `sys.path`."""
+    """Import the module at a path. A relative path is searched in the current folder and `sys.path`."""
     for folder in ("", *sys.path):
         path = (Path(folder) / name).resolve()
         if path.is_file():

@@ -1,4 +1,4 @@
-"""Splits rows into training and evaluation by the content of their prompts, so that both share no prompt."""
+"""Splits rows into training and evaluation by the content of their prompts, so that the two parts share no prompt."""
 
 import unicodedata
 from collections.abc import Iterable, Sequence
@@ -71,7 +71,7 @@ def describe_repeats(keys: Iterable[bytes], name: str) -> Sequence[str]:
 
 
 def describe_overlap(held_out: Sequence[bytes], training: set[bytes], name: str) -> Sequence[str]:
-    """Return a sentence with the number of evaluation prompts that are in the training rows too, if there are any."""
+    """Return a sentence with the number of evaluation prompts that are also in the training rows, if there are any."""
     count = sum(key in training for key in held_out)
     if not count:
         return ()

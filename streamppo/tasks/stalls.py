@@ -1,8 +1,8 @@
 """Finds steps of environments that block the event loop: logs and counts them, and extends other calls' deadlines.
 
 All environments of a rollout actor share its event loop with the engine and the heartbeats. A step that computes or
-sleeps without awaiting blocks all of these, and cannot be ended. Such a step is logged with file and line. Its duration
-counts only for its own call: the deadlines of all other calls are extended by this time.
+sleeps without awaiting blocks all of them, and cannot be ended. The step is logged with file and line. The deadlines of
+all calls except the step's are extended by its duration.
 """
 
 import asyncio
@@ -20,7 +20,7 @@ from streamppo.tasks import user_traceback
 from streamppo.tasks.coroutines import TooLate, observe_steps, within
 
 HELD_S = 0.5
-"""A longer step counts as blocking the event loop."""
+"""A step that runs longer than this blocks the event loop."""
 CHECK_S = 0.1
 T = TypeVar("T")
 log = logging.getLogger(__name__)
@@ -28,14 +28,14 @@ log = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class _Step:
-    """A running step; `place` is its file and line, and is empty until the step blocks the loop."""
+    """A running step. `place` is its file and line; until the step blocks the loop, `place` is empty."""
 
     since_s: float
     place: str = ""
 
 
 class EventLoopStalls:
-    """Watches the calls of the environments `name`, each bounded by `timeout_s`. Counts stalls by file and line."""
+    """Watches the calls of environment `name`, each bounded by `timeout_s`. Counts blocking steps by file and line."""
 
     def __init__(self, name: str, timeout_s: float) -> None:
         self.timeout_s = timeout_s
@@ -46,7 +46,6 @@ class EventLoopStalls:
         self._watcher: threading.Thread | None = None
 
     def begin(self) -> None:
-        """Start watching this thread's event loop."""
         loop = asyncio.get_running_loop()
         if loop.get_task_factory() is None:
             loop.set_task_factory(_make_task)  # pyright: ignore[reportArgumentType]
@@ -88,7 +87,7 @@ class EventLoopStalls:
 
 
 class EnvironmentCalls:
-    """Makes the calls of one environment one after the other, and records the steps of all tasks that they start."""
+    """Makes the calls of one environment in turn, and observes the steps of all tasks that the calls start."""
 
     def __init__(self, stalls: EventLoopStalls) -> None:
         self.held_at = ""
@@ -96,13 +95,15 @@ class EnvironmentCalls:
         self._before: _Step | None = None
 
     async def call(self, call: Callable[[], Awaitable[T]]) -> T:
-        """Make one call. Raises `TooLate` with a reason if it takes longer than `timeout_s`, including its stalls."""
+        """Make one call. Raises `TooLate` with a reason if the call takes longer than `timeout_s`, blocking steps
+        included.
+        """
         stalls, self.held_at = self._stalls, ""
         stalls.begin()
         token, limit = _CALLS.set(self), asyncio.timeout(stalls.timeout_s)
         stalls.open[self] = limit
         try:
-            return await within(limit, observe_steps(_awaited(call), self))
+            return await within(limit, observe_steps(_awaited(call), self.enter, self.leave))
         except TooLate as error:
             held = f": {self.held_at} does not await" if self.held_at else ""
             raise TooLate(f"took more than {stalls.timeout_s:g} s{held}") from error
@@ -111,11 +112,9 @@ class EnvironmentCalls:
             _CALLS.reset(token)
 
     def enter(self) -> None:
-        """Record that a step begins."""
         self._before, self._stalls.step = self._stalls.step, _Step(time.monotonic())
 
     def leave(self) -> None:
-        """Record that a step has ended."""
         step, self._stalls.step = self._stalls.step, self._before
         if step is not None:
             self._stalls.count_step(self, step)
@@ -127,7 +126,8 @@ _CALLS: ContextVar[EnvironmentCalls | None] = ContextVar("CALLS", default=None)
 
 def _make_task(loop: asyncio.AbstractEventLoop, coroutine: Coroutine[Any, Any, T], **options: Any) -> asyncio.Task[T]:
     calls = _CALLS.get()
-    return asyncio.Task(coroutine if calls is None else observe_steps(coroutine, calls), loop=loop, **options)
+    observed = coroutine if calls is None else observe_steps(coroutine, calls.enter, calls.leave)
+    return asyncio.Task(observed, loop=loop, **options)
 
 
 async def _awaited(call: Callable[[], Awaitable[T]]) -> T:

@@ -12,8 +12,7 @@ length limit: rollout.max_tokens, or less by a user's function:
     def limit(prompt: Prompt, identity: Identity | None) -> int      None for an evaluation's greedy answer
 
 The function is called in the rollout actor's event loop, once for each trajectory, so it must be fast. It may return a
-limit by source or difficulty, or a random limit. If it seeds a random limit by `identity`, a retried trajectory gets
-the same limit.
+random limit; if the function seeds the limit by `identity`, a retried trajectory gets the same limit.
 """
 
 import logging
@@ -33,9 +32,9 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedTokenizerFast
 
 SENTINEL = "\N{WHITE STAR}streamppo\N{BLACK STAR}"
-"""The assistant's text in a rendered test conversation; it occurs in no template."""
+"""The assistant's text in a test conversation; no template contains it."""
 SLACK = 4
-"""A stop string of n bytes is searched in the last n + `SLACK` tokens; the first of them may be part of a character."""
+"""A stop string of n bytes is searched in the last n + `SLACK` tokens; the first token may be part of a character."""
 
 log = logging.getLogger(__name__)
 
@@ -48,7 +47,6 @@ class Stop(NamedTuple):
 
     @property
     def ids(self) -> frozenset[int]:
-        """The stop tokens."""
         return frozenset(self.origins)
 
     def text(self, tokens: Ints, finish: str, decode: Callable[[Ints], str]) -> str:
@@ -66,7 +64,7 @@ class Stop(NamedTuple):
     def make_check(self, decode: Callable[[Sequence[int]], str]) -> Callable[[Ints], bool] | None:
         """Return a test of tokens [T]: True if the last token completes a stop string. None if there are no strings.
 
-        `decode` returns the text of tokens, including special ones.
+        `decode` returns the text of tokens, special tokens included.
         """
         if not self.strings:
             return None
@@ -93,7 +91,7 @@ def read(
 ) -> Stop:
     """Find all stops of the model at `model`; `configured` is rollout.stop.
 
-    Raises `ModelError` for an eos_token_id that is not a token.
+    Raises `ModelError` if an eos_token_id is not a token.
     """
     origins: dict[int, list[str]] = {}
     added = {} if tokenizer is None else tokenizer.get_added_vocab()
@@ -116,14 +114,14 @@ def end_of_turn(tokenizer: "PreTrainedTokenizerFast") -> int | None:
     turn: list[dict[str, object]] = [{"role": "user", "content": "?"}, {"role": "assistant", "content": SENTINEL}]
     turn_of_parts = [{**message, "content": parts(message["content"])} for message in turn]
     suffix = _suffix(tokenizer, turn) or _suffix(tokenizer, turn_of_parts)
-    # Of two names at the same position the longer one counts. Added tokens that are only white space do not end a turn.
+    # The longer of two names at the same position counts. Added tokens that are only white space do not end a turn.
     named = [(name, token) for name, token in tokenizer.get_added_vocab().items() if name.strip(" \n\t\u2581")]
     places = [(at, -len(name), token) for name, token in named if (at := suffix.find(name)) >= 0]
     return min(places)[2] if places else None
 
 
 def _suffix(tokenizer: "PreTrainedTokenizerFast", turn: list[dict[str, object]]) -> str:
-    """Return the text that the chat template writes after the assistant's words; "" if it does not write them."""
+    """Return the text that the chat template writes after the assistant's words; "" if it leaves out the words."""
     try:
         text = str(
             tokenizer.apply_chat_template(
@@ -131,7 +129,7 @@ def _suffix(tokenizer: "PreTrainedTokenizerFast", turn: list[dict[str, object]])
             )
         )
     except FAULTS as error:
-        # This is no error, because the template may still render the task's prompts.
+        # The template may still render the task's prompts.
         log.debug("the chat template writes no plain turn: %s", error)
         return ""
     return text.rpartition(SENTINEL)[2] if SENTINEL in text else ""
@@ -140,7 +138,6 @@ def _suffix(tokenizer: "PreTrainedTokenizerFast", turn: list[dict[str, object]])
 def _eos(
     model: str | Path, hf_config: "PreTrainedConfig", tokenizer: "PreTrainedTokenizerFast | None"
 ) -> list[tuple[str, object]]:
-    """Return (source, eos_token_id) for each source."""
     from transformers import GenerationConfig
 
     text_config = hf_config.get_text_config()
@@ -161,7 +158,7 @@ def _eos(
 
 
 def _ids(value: object, place: str, names: Mapping[str, int]) -> list[int]:
-    """Read the tokens in a value of eos_token_id, which published models write in many forms; -1 means no token."""
+    """Return the tokens in a value of eos_token_id, which published models write in many forms; -1 means no token."""
     match value:
         case None:
             return []

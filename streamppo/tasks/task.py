@@ -3,32 +3,18 @@
 from collections.abc import Callable, Mapping, Sequence
 from itertools import chain, islice, zip_longest
 from types import MappingProxyType
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 from zlib import crc32
 
 from streamppo.config.task import ArithmeticTask, CalculatorTask, DataTask, GymTask, VerifiersTask
 from streamppo.config.task import Task as TaskConfig
 from streamppo.tasks import split
 from streamppo.tasks.data import Data, Measure, VisitPrompt
-from streamppo.tasks.library import gym, verifiers
-from streamppo.tasks.library.arithmetic import Arithmetic, difficulty
+from streamppo.tasks.library import arithmetic, gym, verifiers
 from streamppo.tasks.library.calculator import demonstrations
 from streamppo.tasks.order import PromptOrder, RampedOrder, RowNumbers, ShuffledOrder, SourceRows
+from streamppo.tasks.split import SplitPrompts
 from streamppo.types import Prompt
-
-
-class TaskRows(Protocol):
-    """The training rows and held-out rows of a task."""
-
-    @property
-    def training(self) -> Sequence[Prompt]:
-        """Rows for training."""
-        ...
-
-    @property
-    def held_out(self) -> Sequence[Prompt]:
-        """Rows for evaluation only."""
-        ...
 
 
 class PromptStream(NamedTuple):
@@ -39,7 +25,7 @@ class PromptStream(NamedTuple):
     """
 
     name: str
-    rows: TaskRows
+    rows: Data | SplitPrompts
     order: Callable[[int], int]
     weight: float = 1.0
     lengths: Mapping[str, int] = MappingProxyType({})
@@ -47,11 +33,7 @@ class PromptStream(NamedTuple):
 
 
 class Task:
-    """The prompts of a task. Prompt number p is a function of only (configuration, seed, p).
-
-    A prompt can thus be rebuilt from an identity, and a resumed run continues with exactly the prompts of an
-    uninterrupted one.
-    """
+    """The prompts of a task. Prompt number p is a function of only (configuration, seed, p)."""
 
     def __init__(self, streams: Sequence[PromptStream], seed: int, demonstrations: Sequence[Prompt] = ()) -> None:
         self._streams = streams
@@ -62,17 +44,15 @@ class Task:
         )
 
     def prompt(self, number: int) -> Prompt:
-        """Return prompt `number` >= 0 of the training stream."""
         source, row = self._order(number)
         return self._streams[source].rows.training[row]
 
     def row_numbers(self) -> RowNumbers:
-        """Return the mapping from prompts to rows, for the queue, which has no rows. All streams must be shuffled."""
+        """Return the mapping from prompt numbers to row numbers, for the queue. All streams must be shuffled."""
         return RowNumbers(sources=tuple(map(_source_rows, self._streams)), seed=self._seed)
 
     @property
     def training(self) -> Sequence[Prompt]:
-        """All training prompts, each once."""
         if len(self._streams) == 1:
             return self._streams[0].rows.training
         return list(chain.from_iterable(stream.rows.training for stream in self._streams))
@@ -83,20 +63,18 @@ class Task:
         return self._demonstrations or self.training
 
     def held_out(self, limit: int | None) -> Sequence[Prompt]:
-        """Return the first `limit` held-out prompts (None: all), alternating over sources; always the same ones."""
+        """Return the first `limit` held-out prompts (None: all), alternating between the sources."""
         turns = zip_longest(*(stream.rows.held_out[:limit] for stream in self._streams))
         return list(islice((prompt for prompt in chain.from_iterable(turns) if prompt is not None), limit))
 
     def sources(self) -> set[str]:
-        """Return the source names of all prompts."""
         return {prompt.source for stream in self._streams for prompt in (*stream.rows.training, *stream.rows.held_out)}
 
     def notes(self) -> list[str]:
-        """Return sentences about repeated rows, evaluation prompts in the training rows, and omitted columns."""
         return [note for stream in self._streams for note in stream.notes]
 
     def lengths(self) -> dict[str, int]:
-        """Return the counts of too long prompts, by source and treatment (skipped or truncated)."""
+        """Return the counts of too long prompts. Example: {"gsm8k: skipped": 3}."""
         return {
             f"{stream.name}: {treatment}": count
             for stream in self._streams
@@ -136,7 +114,7 @@ def build(
             }
             return Task(_streams(config, rows, seed), seed)
         case CalculatorTask(first=first, second=second, held_out=held_out):
-            rows = Arithmetic(first, second, held_out, seed)
+            rows = arithmetic.rows(first, second, held_out, seed)
             stream = PromptStream("arithmetic", rows, ShuffledOrder(len(rows.training), seed))
             return Task([stream], seed, demonstrations(rows.training))
         case GymTask(dataset=name) | VerifiersTask(environment=name):
@@ -145,15 +123,15 @@ def build(
 
 
 def _arithmetic(config: ArithmeticTask, seed: int) -> PromptStream:
-    rows = Arithmetic(config.first, config.second, config.held_out, seed)
+    rows = arithmetic.rows(config.first, config.second, config.held_out, seed)
     order = ShuffledOrder(len(rows.training), seed)
     if config.ramp_prompts:
-        order = RampedOrder([difficulty(prompt) for prompt in rows.training], config.ramp_prompts, seed)
+        order = RampedOrder([arithmetic.difficulty(prompt) for prompt in rows.training], config.ramp_prompts, seed)
     return PromptStream("arithmetic", rows, order)
 
 
 def _streams(config: DataTask, data: Mapping[str, Data], seed: int) -> list[PromptStream]:
-    """Make the streams of all data sets; prompts held out by one set's share are removed from every training set."""
+    """Make the stream of each data set. A prompt held out of one data set is removed from all training rows."""
     excluded: set[bytes] = set()
     for rows in data.values():
         excluded.update(rows.held_out_keys if rows.is_divided else ())

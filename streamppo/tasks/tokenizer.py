@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import json
 from collections.abc import Callable, Sequence
+from itertools import takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -23,20 +24,20 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
 Said: TypeAlias = str | tuple[Message, ...]
-"""An environment's message: messages for the chat template, or a plain text."""
+"""What an environment says: messages for the chat template, or a plain text."""
 PADDING, END = 0, 1
 """Token ids of the character tokenizer."""
 SPECIALS = 3
-"""Number of special tokens of the character tokenizer. They precede the characters: padding, end and unknown."""
+"""Number of special tokens of the character tokenizer: padding, end and unknown. They precede the characters."""
 
 CACHED_PROMPTS = 256
-"""Number of prompts whose token ids are cached. The samples of a prompt start within a short time."""
+"""Number of prompts whose token ids are cached."""
 PROBE = "a"
-"""A probe text, to find the tokens that a tokenizer adds around a text."""
+"""A text that shows which tokens the tokenizer adds around a text."""
 UNKNOWN = -1
-"""Value of `_turn_end` until the token at a turn's end has been computed."""
+"""Value of `_turn_end` until the token at a turn's end has been found."""
 NAMED = ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
-"""Names of the special tokens that the text of a completion never contains."""
+"""Names of the special tokens that are left out of a completion's text."""
 
 
 class Tokenizer:
@@ -72,18 +73,16 @@ class Tokenizer:
 
     @property
     def hf(self) -> PreTrainedTokenizerFast:
-        """The transformers tokenizer."""
         return self._tokenizer
 
     @property
     def has_template(self) -> bool:
-        """True if it has a chat template."""
         return bool(self._tokenizer.chat_template)
 
     def response_parser(
         self, context: Sequence[int] = (), tools: Sequence[dict[str, Any]] = ()
     ) -> Callable[[str], object] | None:
-        """Return a parser for the text of a turn that follows `context`; None if the tokenizer does not describe turns.
+        """Return a parser for a turn's text after `context`; None if the tokenizer does not describe the form of turns.
 
         The description is a `response_template`, or in older versions of transformers a `response_schema`. With a
         template of newer versions, the arguments of calls get the types that `tools` declare.
@@ -100,7 +99,6 @@ class Tokenizer:
         return self._tokenizer.get_vocab()
 
     def texts(self, tokens: Sequence[int]) -> list[str]:
-        """Return the text of each token separately, including special ones."""
         return [self._tokenizer.decode([token]) for token in tokens]
 
     def name(self, token: int) -> str:
@@ -112,7 +110,7 @@ class Tokenizer:
         return tuple(sorted(set(range(vocabulary)).difference(self.numbers().values())))
 
     def beyond(self, vocabulary: int) -> tuple[str, ...]:
-        """Return the names of the tokens beyond the `vocabulary` embedding rows of a model."""
+        """Return the names of the tokens whose ids are at least `vocabulary`, a model's number of embedding rows."""
         return tuple(name for name, token in self.numbers().items() if token >= vocabulary)
 
     def is_spare(self, name: str) -> bool:
@@ -122,7 +120,7 @@ class Tokenizer:
         return token in self._control.special and token not in (self.eos_id, *self._leading_ids) and not is_written
 
     def spell(self, tokens: Sequence[int]) -> str:
-        """Return the text of `tokens`, including special ones."""
+        """Return the text of `tokens`, special tokens included."""
         if self._fast is not None and self._plain:
             return self._fast.decode(tokens, skip_special_tokens=False)
         return self._tokenizer.decode(tokens, skip_special_tokens=False)
@@ -136,8 +134,8 @@ class Tokenizer:
     def render(self, prompt: Prompt) -> str:
         """Return the text of a prompt: its messages in the chat template with the opening of the answer, or its text.
 
-        If its last message is the assistant's, that message is left open to be continued. For messages it raises
-        `TaskError` if the tokenizer has no template, or if the template rejects them.
+        If the last message is the assistant's, it is left open to be continued. For messages it raises `TaskError` if
+        the tokenizer has no template, or if the template rejects them.
         """
         if not prompt.messages:
             return prompt.text
@@ -148,15 +146,15 @@ class Tokenizer:
         return self._chat.leaves_out_tools(prompt.messages, prompt.template)
 
     def find_control_token(self, prompt: Prompt) -> str | None:
-        """Return the first special token spelled in a prompt's text, if there is one."""
+        """Return the first special token whose name is in a prompt's text, if there is one."""
         texts = [message.text for message in prompt.messages] or [prompt.text.removeprefix(self._bos)]
         return next((name for text in texts if (name := self._control.find(text))), None)
 
     def ids(self, prompt: Prompt) -> list[int]:
         """Return all token ids of a prompt. Raises `TaskError` if there are none.
 
-        A template writes its special tokens itself. A plain text gets the tokenizer's leading special tokens once, and
-        no trailing ones, because the policy continues there.
+        A template writes its special tokens itself. A plain text gets the tokenizer's leading special tokens once, but
+        no trailing ones, because the policy continues the text.
         """
         if prompt.messages:
             ids = self._rendered_ids(self._chat.render(prompt.messages, prompt.template))
@@ -184,25 +182,24 @@ class Tokenizer:
     def turn_end(self) -> int | None:
         """Return the token that the chat template writes after an assistant's message; None if it writes none.
 
-        The token is the first special or added token after the message: `<|im_end|>` for Qwen, `<end_of_turn>` for
-        Gemma, none for GLM, whose turns end with the role of the next turn.
+        Examples: `<|im_end|>` for Qwen, `<end_of_turn>` for Gemma, none for GLM, whose turns end with the role of the
+        next turn.
         """
         if self._turn_end is UNKNOWN:
             self._turn_end = stop.end_of_turn(self._tokenizer)
         return self._turn_end
 
     def missing_opening(self) -> str:
-        """See `ChatTemplate.missing_opening`."""
         return self._chat.missing_opening()
 
     def observation(self, said: Said, template: Template = PLAIN, last: int | None = None, calls: Calls = ()) -> Ints:
         """Return the token ids [O] of an environment's words after a turn, with the opening of the next turn.
 
-        The policy's tokens are not tokenised again: a conversation is rendered with a placeholder for them, and the ids
-        are those of the text after the placeholder. `calls` are the calls at the end of the turn, if known. The end of
-        the turn is included only if `last`, the turn's last token, does not end a turn. A plain text is tokenised
-        without a template. Raises `TaskError` if there is no template, or if the template refuses the messages, leaves
-        them out, rewrites earlier turns, or ends the assistant's turn without a token.
+        A conversation is rendered with a placeholder for the policy's words, and only the text after the placeholder is
+        tokenised. `calls` are the calls at the end of the turn, if known. The end of the turn is included only if
+        `last`, the turn's last token, does not end a turn. A plain text is tokenised without a template. Raises
+        `TaskError` if there is no template, or if the template refuses the messages, leaves them out, rewrites earlier
+        turns, or ends the assistant's turn without a token.
         """
         if isinstance(said, str):
             return np.asarray(self._text_ids(said, template), dtype=np.int32)
@@ -219,17 +216,18 @@ class Tokenizer:
         return np.asarray(ids[start:], dtype=np.int32)
 
     def _ids_after_calls(self, suffix: AfterTurn, end: int | None) -> list[int]:
-        """Return the ids of `suffix` from the turn's `end` on or, if it is not there, after the end of the calls."""
+        """Return the ids of `suffix` from the turn's `end` on or, without this token, after the end of the calls."""
         ids = self._rendered_ids(suffix.text)
         closed = min(_common_length(ids, self._rendered_ids(other)) for other in suffix.others)
         if end in ids[:closed]:
             return ids[ids.index(end) :]
         # Some templates open an answer after calls whatever follows. The text before a second call has no such opening.
-        second_call = [] if suffix.again is None else [_common_length(ids, self._rendered_ids(suffix.again))]
-        return ids[min([closed, *second_call]) :]
+        if suffix.again is not None:
+            closed = min(closed, _common_length(ids, self._rendered_ids(suffix.again)))
+        return ids[closed:]
 
     def _observation_start(self, ids: list[int], end: int | None, last: int | None) -> int:
-        """Find the position at which an observation begins in `ids`, which follow an assistant's words."""
+        """Return the index in `ids`, the ids after an assistant's words, at which an observation begins."""
         if end not in ids and ids and ids[0] in self._control.added:
             # Either turns end with the role of the next turn, or the last turn of a conversation ends with another
             # token than earlier turns.
@@ -288,7 +286,7 @@ class Tokenizer:
         return self._ids(text)
 
     def _prompt_text_ids(self, text: str, template: Template) -> list[int]:
-        """Return the ids of a text, after the leading special tokens; a bos spelled in the text is not repeated."""
+        """Return the ids of a text after the leading special tokens. A bos at the start of the text is not repeated."""
         before = self._leading_ids
         if self._bos and text.startswith(self._bos):
             text = text.removeprefix(self._bos)
@@ -298,7 +296,6 @@ class Tokenizer:
         return ids if not before or ids[: len(before)] == before else [*before, *ids]
 
     def _find_leading_ids(self) -> list[int]:
-        """Return the ids that the post-processor adds before a text."""
         with_specials, without_specials = self._ids(PROBE, specials=True), self._ids(PROBE)
         places = range(len(with_specials) - len(without_specials) + 1)
         return with_specials[
@@ -319,7 +316,7 @@ class Tokenizer:
 def unknown(path: str | Path, rows: int) -> tuple[int, ...]:
     """Return the ids below `rows` that the tokenizer at `path` lacks; none if there is no tokenizer.
 
-    transformers, whose import takes seconds, is used only if the tokenizer's own file lacks some ids.
+    Transformers, whose import takes seconds, is used only if tokenizer.json lacks some ids.
     """
     if _ids_in_file(Path(path) / "tokenizer.json").issuperset(range(rows)):
         return ()
@@ -331,7 +328,7 @@ def unknown(path: str | Path, rows: int) -> tuple[int, ...]:
 
 
 def _ids_in_file(file: Path) -> set[int]:
-    """Return the ids in a tokenizer's file; none if the file is missing or has another form."""
+    """Return the ids in a tokenizer's file; none if the file is missing or has an unknown form."""
     try:
         content = json.loads(durable.read(file))
         vocabulary = content["model"]["vocab"]
@@ -342,18 +339,15 @@ def _ids_in_file(file: Path) -> set[int]:
 
 
 def _common_length(first: Sequence[int], second: Sequence[int]) -> int:
-    """Return the length of the common beginning of two sequences."""
-    pairs = enumerate(zip(first, second, strict=False))
-    return next((at for at, (a, b) in pairs if a != b), min(len(first), len(second)))
+    return len(list(takewhile(lambda pair: pair[0] == pair[1], zip(first, second, strict=False))))
 
 
 def _decodes_plainly(tokenizer: PreTrainedTokenizerFast) -> bool:
-    """Return True if `decode` only calls the backend: it cleans up no spaces, and its class does not override it."""
-    from transformers import PreTrainedTokenizerFast
+    """Return True if `decode` only calls the backend's `decode`."""
+    from transformers import PreTrainedTokenizerFast as Base
 
-    base = PreTrainedTokenizerFast
     kind = type(tokenizer)
-    is_backends = getattr(kind, "_decode", None) is base._decode and kind.decode is base.decode
+    is_backends = getattr(kind, "_decode", None) is Base._decode and kind.decode is Base.decode
     return is_backends and not tokenizer.clean_up_tokenization_spaces
 
 

@@ -17,7 +17,7 @@ PACKAGES = ("site-packages", "dist-packages")
 """Names of folders of libraries, which may also be outside this environment."""
 
 USER_ERRORS = (Exception, SystemExit, asyncio.CancelledError)
-"""Errors of user code that fail one trajectory. `is_cancellation` tells which a coroutine must re-raise."""
+"""Errors of user code that fail one trajectory. A coroutine must re-raise those with `is_cancellation`."""
 
 
 def is_cancellation(error: BaseException) -> bool:
@@ -35,7 +35,7 @@ def format_user_error(error: BaseException) -> str:
 
 
 def errors_of(error: BaseException) -> Iterator[BaseException]:
-    """Yield the error itself; for a group, the errors in it and in the groups within it."""
+    """Yield the error itself or, for a group, all errors in it at any depth."""
     if isinstance(error, BaseExceptionGroup):
         for inner in error.exceptions:
             yield from errors_of(inner)
@@ -44,7 +44,7 @@ def errors_of(error: BaseException) -> Iterator[BaseException]:
 
 
 def describe(value: object, write: Callable[[object], str] = repr) -> str:
-    """Return `write(value)`, or a description of its error: a user's `__repr__` and `__str__` may raise."""
+    """Return `write(value)`, or a description of the error if a user's `__repr__` or `__str__` raises."""
     try:
         return write(value)
     # User code may raise any exception.
@@ -74,7 +74,7 @@ def locate_thread(thread: int) -> str:
 
 
 def _innermost(frames: Iterable[tuple[FrameType, int]]) -> str:
-    """Return "file:line" of the last user frame in `frames`, which come outermost first."""
+    """Return "file:line" of the last user frame in `frames`, which come outermost first; "" if there is none."""
     user_frames = [
         (frame.f_code.co_filename, line) for frame, line in frames if _is_user_code(frame.f_code.co_filename)
     ]

@@ -15,11 +15,11 @@ from streamppo.terminal import quoted
 from streamppo.types import Prompt
 
 CONTEXT = 256
-"""The model's context length in tokens: the bound on a prompt plus its answer."""
+"""The context length of builtin:tiny in tokens: the bound on a prompt plus its answer."""
 CHARACTERS = 256
-"""Maximum number of distinct characters for a model of this size."""
+"""Maximum number of distinct characters that builtin:tiny can learn."""
 SPECIAL = re.compile("<eos>")
-"""The end of a turn in demonstrations of several turns: a single token."""
+"""The end of a turn in demonstrations of several turns. It is a single token."""
 
 
 class Lesson(NamedTuple):
@@ -34,13 +34,12 @@ class Characters:
     """Measures prompts as the character tokenizer of builtin:tiny does."""
 
     def render(self, prompt: Prompt) -> str:
-        """Return the text of a prompt. Raises `TaskError` if it has messages."""
         if prompt.messages:
             raise TaskError(f"{BUILTIN} has no chat template: use plain text prompts, without `chat` and `system`")
         return prompt.text
 
     def ids(self, prompt: Prompt) -> bytes:
-        """Return the tokens of a prompt: its bytes; for ASCII text one per character."""
+        """Return the bytes of a prompt: one token each. Raises `TaskError` if the prompt has messages."""
         return _bytes(self.render(prompt))
 
 
@@ -90,7 +89,7 @@ def _problem(prompt: Prompt, measure: Characters) -> Prompt:
 
 
 def _length(problem: Prompt) -> int:
-    """Count the tokens of a prompt and its answer, including the end-of-sequence token."""
+    """Count the tokens of a prompt and its answer, with the end-of-sequence token."""
     return len(_bytes(SPECIAL.sub(".", problem.text) + _answer(problem))) + 1
 
 
@@ -99,7 +98,7 @@ def _bytes(text: str) -> bytes:
 
 
 def _normal(text: str) -> str:
-    """Normalise to NFC (letters composed with their accents), as the tokenizer does."""
+    """Normalise to NFC, as the tokenizer does."""
     return unicodedata.normalize("NFC", text)
 
 
@@ -109,5 +108,5 @@ def _answer(prompt: Prompt) -> str:
 
 
 def _sort_characters(characters: Iterable[str]) -> str:
-    """Sort characters, letters and digits first."""
+    """Sort characters; letters and digits come first."""
     return "".join(sorted(characters, key=lambda character: (not character.isalnum(), character)))

@@ -1,42 +1,33 @@
 """Procedural addition: "12+34=" asks for "46"."""
 
-from collections.abc import Sequence
-
 import numpy as np
 
 from streamppo.errors import TaskError
 from streamppo.tasks.scorers import gold
-from streamppo.tasks.split import held_out_count
+from streamppo.tasks.split import SplitPrompts, held_out_count
 from streamppo.types import Prompt, ScoredText
 
 ALPHABET = "0123456789+="
 
 
-class Arithmetic:
-    """All problems a + b with a and b in the given ranges, ends included. The seed decides which are held out.
+def rows(first: tuple[int, int], second: tuple[int, int], held_out: float, seed: int) -> SplitPrompts:
+    """Make all problems a + b with a and b in the given ranges, ends included. The seed decides which are held out.
 
     a + b and b + a are on the same side of the split, so that no held-out problem is a swapped training problem.
     """
-
-    def __init__(self, first: tuple[int, int], second: tuple[int, int], held_out: float, seed: int) -> None:
-        pairs = [(a, b) for a in range(first[0], first[1] + 1) for b in range(second[0], second[1] + 1)]
-        unordered = sorted({(min(pair), max(pair)) for pair in pairs})
-        generator = np.random.default_rng((seed, 0xADD))
-        cut = held_out_count(len(unordered), held_out)
-        training_pairs = {unordered[int(n)] for n in generator.permutation(len(unordered))[cut:]}
-        shuffled = [pairs[int(n)] for n in generator.permutation(len(pairs))]
-        self.training: Sequence[Prompt] = [
-            _prompt(*pair) for pair in shuffled if (min(pair), max(pair)) in training_pairs
-        ]
-        self.held_out: Sequence[Prompt] = [
-            _prompt(*pair) for pair in shuffled if (min(pair), max(pair)) not in training_pairs
-        ]
-        if not self.training:
-            raise TaskError(f"no addition of {first} and {second} is left to train on (held_out = {held_out:g})")
-
-
-def _prompt(a: int, b: int) -> Prompt:
-    return Prompt(text=f"{a}+{b}=", columns={"answer": str(a + b)}, source="arithmetic")
+    pairs = [(a, b) for a in range(first[0], first[1] + 1) for b in range(second[0], second[1] + 1)]
+    unordered = sorted({(min(pair), max(pair)) for pair in pairs})
+    generator = np.random.default_rng((seed, 0xADD))
+    cut = held_out_count(len(unordered), held_out)
+    training_pairs = {unordered[int(n)] for n in generator.permutation(len(unordered))[cut:]}
+    sides: tuple[list[Prompt], list[Prompt]] = [], []
+    for n in generator.permutation(len(pairs)):
+        a, b = pairs[int(n)]
+        is_held_out = (min(a, b), max(a, b)) not in training_pairs
+        sides[is_held_out].append(Prompt(text=f"{a}+{b}=", columns={"answer": str(a + b)}, source="arithmetic"))
+    if not sides[0]:
+        raise TaskError(f"no addition of {first} and {second} is left to train on (held_out = {held_out:g})")
+    return SplitPrompts(*sides)
 
 
 def difficulty(prompt: Prompt) -> int:

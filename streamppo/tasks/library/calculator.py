@@ -13,24 +13,22 @@ from streamppo.tasks.scorers import gold
 from streamppo.types import Prompt
 
 CALLS_OF = 5
-"""One in this many demonstrations begins with a call."""
+"""One of this many demonstrations begins with a call of the calculator."""
 
 
 class Calculator:
-    """Runs one trajectory. The component `tool` is 1 if the calculator was used, else 0."""
+    """The environment of one trajectory. The reward component `tool` is 1 if the policy used the calculator, else 0."""
 
     def __init__(self) -> None:
         self._calls = 0
         self._question = self._answer = ""
 
     async def reset(self, prompt: Prompt) -> str:
-        """Show the question."""
         self._question = prompt.text.removesuffix("=")
         self._answer = gold.text(prompt.columns.get("answer"))
         return prompt.text
 
     async def step(self, text: str) -> Observation | Done:
-        """Show the sum after a call; end the trajectory after an answer."""
         if text.endswith("="):
             self._calls += 1
             return Observation(f"{_sum(text[:-1] or self._question)}=")
@@ -39,7 +37,7 @@ class Calculator:
 
 
 def _sum(expression: str) -> str:
-    """Compute a sum; "+" for an expression that is not a sum."""
+    """Return the value of a sum, or "+" for an expression that is not a sum."""
     numbers = expression.split("+")
     return str(sum(map(int, numbers))) if all(number.isdigit() for number in numbers) else "+"
 

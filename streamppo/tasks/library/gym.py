@@ -18,7 +18,7 @@ from streamppo.types import Prompt, ScoredText
 
 
 def rows(config: GymTask, seed: int) -> SplitPrompts:
-    """Make the first `size` problems of a reasoning-gym data set; hold out a share of its distinct questions."""
+    """Make the first `size` problems of a reasoning-gym data set, and hold out a share of the distinct questions."""
     try:
         data = _library().create_dataset(config.dataset, size=config.size, seed=seed, **config.parameters)
     except (ValueError, TypeError, AssertionError) as error:
@@ -47,7 +47,7 @@ def _prompt(entry: Row, config: GymTask) -> Prompt:
 
 
 def score(trajectory: ScoredText, dataset: str, parameters: str, entry: str) -> float:
-    """Score the completion by reasoning-gym, 0 to 1. Not async, so that it runs in a process: some verifiers are slow.
+    """Return reasoning-gym's score of the completion, 0 to 1. Not async, so that slow verifiers run in a process.
 
     `parameters` is the JSON of the data set's parameters; `entry` is the problem as a Python literal.
     """

@@ -3,9 +3,9 @@
     [task]         kind = "verifiers", environment = "wordle"           tasks of a taskset
     [environment]  agent = "streamppo.tasks.library.verifiers:run"      its turns, tools and rewards
 
-The library plays a whole episode itself: its harness sends requests to its proxy, which forwards them to the run's
-endpoint. The requests of all seats of an environment belong to one run. `environment` is the id of a taskset, whose
-programs then run in processes on this machine, or a TOML file with an `[env]` table, as for verifiers' own commands.
+The library plays a whole episode: its harness sends requests to its proxy, which forwards them to the run's endpoint.
+`environment` is the id of a taskset, whose programs then run in processes on this machine, or a TOML file with an
+`[env]` table, as for the commands of `verifiers`.
 """
 
 import tomllib
@@ -23,7 +23,7 @@ from streamppo.tasks.split import SplitPrompts
 from streamppo.types import Prompt
 
 SPENT = "context_length_exceeded"
-"""Part of the error message of a run that has used all its requests or tokens."""
+"""Part of the error message of an episode that has used all its requests or tokens."""
 
 
 def rows(config: VerifiersTask, seed: int) -> SplitPrompts:
@@ -59,7 +59,7 @@ async def run(base_url: str, environment: str, row: str) -> Done:
 
 
 def _refuse_seats(environment: str, seats: Mapping[str, bool]) -> None:
-    """Raise `TaskError` unless the policy plays exactly one seat, which is trained: all its turns get one reward."""
+    """Raise `TaskError` unless the policy plays exactly one seat, which is trained: one reward is for all turns."""
     if untrained := [name for name, is_trained in seats.items() if not is_trained]:
         raise TaskError(
             f"{environment}: the seat {untrained[0]!r} is not to be trained, and the policy plays it: give it a "
@@ -85,17 +85,13 @@ def _environment(name: str) -> Any:
         seats = {
             seat: seat_config.model_copy(update={"runtime": local})
             for seat, seat_config in config
-            if _is_seat(seat_config)
+            if isinstance(seat_config, library.AgentConfig)
         }
         return loaders.load_environment(config.model_copy(update=seats))
     except Exception as error:
         raise TaskError(
             f"verifiers cannot load the environment {name!r}, which must be a taskset of verifiers.v1: {error}"
         ) from error
-
-
-def _is_seat(value: object) -> bool:
-    return isinstance(value, _library().AgentConfig)
 
 
 def _library() -> Any:

@@ -11,14 +11,12 @@ from streamppo.tasks.rewards.signature import Columns, Texts
 from streamppo.types import ScoredText
 
 CallBatch: TypeAlias = Callable[[Texts, Columns], Coroutine[Any, Any, tuple[Outcome, ...]]]
-"""Scores several trajectories: one outcome for each text."""
+"""Scores several trajectories: returns one outcome for each text."""
 CallOne: TypeAlias = Callable[[ScoredText, Row], Awaitable[Outcome]]
 """Scores one trajectory."""
 
 
 class _Waiting(NamedTuple):
-    """One waiting call."""
-
     text: ScoredText
     columns: Row
     done: asyncio.Future[Outcome]
@@ -27,9 +25,8 @@ class _Waiting(NamedTuple):
 class Batcher:
     """Sends up to `size` calls per batch and up to `places` batches concurrently; no call waits for a batch to fill.
 
-    If the call of a batch raises, dies or takes too long, its trajectories are scored one by one, so that one does not
-    fail the others. After a retryable failure the caller retries instead. A returned value is final, even if it is
-    invalid.
+    If a batch raises, dies or takes too long, its trajectories are scored one by one, so that one does not fail the
+    others. After a retryable failure the caller retries instead. A returned value is final, even if it is invalid.
     """
 
     def __init__(self, call: CallBatch, size: int, places: int) -> None:

@@ -14,15 +14,15 @@ from streamppo.tasks.rewards.outcome import QUOTED
 BUSY = (408, 425, 429, 500, 502, 503, 504)
 """Status codes after which a retry of the request may succeed."""
 CONNECTIONS = 32
-"""Connections of one client. httpx scans all connections of a client for every request, so more would be slow."""
+"""Connections of one client. For every request httpx scans all connections of its client, so more would be slow."""
 DIRECT: Mapping[str, httpx.AsyncBaseTransport | None] = dict.fromkeys(
     f"all://{host}" for host in ("localhost", "127.0.0.1", "[::1]")
 )
-"""Hosts that are called without the environment's proxy. A proxy would take these names for its own machine."""
+"""Hosts that are called without the environment's proxy: on the proxy's machine these names mean the proxy itself."""
 
 
 class Client:
-    """Posts JSON over several httpx clients in turn. Transport errors and busy servers are `Retryable`.
+    """Posts JSON over several httpx clients in turn. Transport errors and busy servers raise `Retryable`.
 
     `key_env` is the environment variable of a bearer token, or empty; raises `TaskError` if the variable is not set.
     """
@@ -57,6 +57,5 @@ class Client:
         return response.content
 
     async def close(self) -> None:
-        """Close all connections."""
         for client in self._clients:
             await client.aclose()

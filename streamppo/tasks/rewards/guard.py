@@ -23,17 +23,13 @@ log = logging.getLogger(__name__)
 
 
 class CallResult(Protocol):
-    """The result of a call; the call has failed if there is a `reason`."""
+    """The result of a call. A failed call has a `reason`, and is `retryable` if a retry may succeed."""
 
     @property
-    def reason(self) -> str:
-        """Reason of the failure; empty after a success."""
-        ...
+    def reason(self) -> str: ...
 
     @property
-    def retryable(self) -> bool:
-        """True if a retry of the call may succeed."""
-        ...
+    def retryable(self) -> bool: ...
 
 
 P = ParamSpec("P")
@@ -41,10 +37,7 @@ E = TypeVar("E", bound=CallResult)
 
 
 class Guard(Generic[P, E]):
-    """Bounds the calls of one scorer; `score` may be called from any number of coroutines.
-
-    The first failure with each reason is logged.
-    """
+    """Bounds the concurrent calls of one scorer. The first failure with each reason is logged."""
 
     def __init__(self, name: str, limits: Calls, call: Callable[P, Awaitable[E]]) -> None:
         self._name = name
@@ -114,13 +107,11 @@ class Guard(Generic[P, E]):
         return outcome
 
     async def _wait_for_rate(self) -> None:
-        """Space the starts of calls evenly."""
         now = time.perf_counter()
         self._next_s = max(self._next_s, now) + 1 / self._limits.calls_per_s
         await asyncio.sleep(self._next_s - 1 / self._limits.calls_per_s - now)
 
     def _count_failures(self, outcome: CallResult) -> None:
-        """Open the breaker after `breaker_failures` retryable failures without a success. Only a success closes it."""
         if not outcome.reason:
             self._failures = 0
             self._closed.set()

@@ -10,11 +10,9 @@ from streamppo.tasks.split import counted
 from streamppo.types import Reward, ScoredText, WireStruct, utf8_safe
 
 QUOTED = 200
-"""Characters of a bad value or an error quoted in a reason."""
-
-
+"""Number of characters of a bad value or an error that a reason quotes."""
 LARGEST = 1e16
-"""Bound on rewards, so that the squares of a batch's rewards and their sum fit float32."""
+"""Bound on rewards, so that the squares of a batch's rewards and the sum of the squares fit float32."""
 
 
 class Outcome(WireStruct, frozen=True):
@@ -40,7 +38,7 @@ def too_late(timeout_s: float) -> Outcome:
 
 
 def check(value: object, text: ScoredText) -> Outcome:
-    """Convert a number or a `Reward` to an outcome; anything else is a failure that quotes it."""
+    """Convert a number or a `Reward` to an outcome; any other value is a failure that quotes the value."""
     if isinstance(value, Reward):
         return _check_reward(value, text)
     try:

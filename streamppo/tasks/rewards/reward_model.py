@@ -3,7 +3,7 @@
 A Ray actor ends with the process that created it. Rollout actors may be replaced, so the driver creates the reward
 model's actor. If this actor dies, Ray restarts it; until then every call is a retryable failure.
 
-A conversation is rendered by the reward model's chat template; a plain text is prompt plus completion.
+A conversation is rendered by the reward model's chat template. A plain text is prompt plus completion.
 """
 
 from __future__ import annotations
@@ -103,18 +103,16 @@ def create(reward: Reward, options: Callable[[str], Mapping[str, object]]) -> Mo
 
     `options` returns the Ray options for a scorer's name, such as its placement.
     """
-    return {name: _create(name, config, options(name)) for name, config in reward.models().items()}
-
-
-def _create(name: str, config: ModelScorer, options: Mapping[str, object]) -> ActorProxy[RewardModel]:
-    actor = ray.remote(RewardModel).options(name=f"reward-{name}", max_restarts=-1, **options)
-    return actor.remote(
-        config.path, config.label, config.max_tokens, config.dtype, threads=config.threads, gpus=config.gpus
-    )
+    return {
+        name: ray.remote(RewardModel)
+        .options(name=f"reward-{name}", max_restarts=-1, **options(name))
+        .remote(config.path, config.label, config.max_tokens, config.dtype, threads=config.threads, gpus=config.gpus)
+        for name, config in reward.models().items()
+    }
 
 
 async def connect(actor: ActorProxy[RewardModel], config: ModelScorer) -> CallBatch:
-    """Wait until a reward model has loaded and return its call. Raises `TaskError` if it cannot load."""
+    """Wait until a reward model has loaded, and return its call. Raises `TaskError` if it cannot load."""
     from ray.exceptions import RayError, RayTaskError
 
     try:

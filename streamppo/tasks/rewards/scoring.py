@@ -28,12 +28,11 @@ if TYPE_CHECKING:
     from streamppo.tasks.rewards.service import Service
 
 MODEL_BATCHES = 2
-"""Concurrent batches of a reward model: while one is scored, the next is already sent."""
+"""Number of concurrent batches of a reward model: while one is scored, the next is already sent."""
 
 NAMED = "; the source of a row is its column data_source, if it has one"
 
 ScorerGuard: TypeAlias = Guard[[ScoredText, Row], Outcome]
-"""The bounds on the calls of one scorer."""
 
 log = logging.getLogger(__name__)
 
@@ -54,14 +53,14 @@ class Rewards:
     async def start(self, sources: set[str], *, every: bool = False) -> None:
         """Load every scorer, and log how it is called. `every` is true if `sources` are the sources of all prompts.
 
-        Raises `TaskError` if a scorer cannot be loaded, and if `match` raises it.
+        Raises `TaskError` if a scorer cannot be loaded, and as `match` does.
         """
         self.match(sources, every=every)
         for name, scorer in self._scorers.items():
             self._guards[name] = await self._build(name, scorer)
 
     async def score(self, prompt: Prompt, text: ScoredText) -> Reward:
-        """Return the weighted sum of all scores that apply. Without scorers it is 0: an environment gives the rewards.
+        """Return the weighted sum of all scores that apply; 0 without scorers: then an environment gives the rewards.
 
         Raises `RewardFailed` if a scorer fails, or if none applies.
         """
@@ -89,14 +88,12 @@ class Rewards:
         return reward
 
     def report(self) -> tuple[ScorerReport, ...]:
-        """Return the counters of every scorer."""
         return tuple(
             guard.report(self._pools[name].respawns if name in self._pools else 0)
             for name, guard in self._guards.items()
         )
 
     async def close(self) -> None:
-        """End every process and connection."""
         for started in self._pools.values():
             await started.close()
         for service in self._services.values():
@@ -178,7 +175,7 @@ class Rewards:
         return Guard(name, scorer, Batcher(call, size, places) if size > 1 else _call_single(call))
 
     async def _function(self, name: str, scorer: choices.FunctionScorer) -> tuple[CallBatch, int, int]:
-        """Load a function; return (its call, trajectories per call, concurrent calls)."""
+        """Load a function; return (its call, trajectories per call, number of concurrent calls)."""
         reward_signature, in_actor = detect(scorer)
         log.info("%s is %s", name, describe(scorer, reward_signature, in_actor=in_actor))
         size = scorer.batch_size if reward_signature.style.is_batched else 1
@@ -236,6 +233,6 @@ def _call_single(call: CallBatch) -> CallOne:
 
 
 def _weighted_sum(weights: list[float], columns: list[tuple[float, ...]]) -> tuple[float, ...]:
-    """Return the weighted sum of the columns that are not empty, which have equal lengths."""
+    """Return the weighted sum of the columns that are not empty; these have equal lengths."""
     pairs = [(weight, column) for weight, column in zip(weights, columns, strict=True) if column]
     return tuple(sum(weight * column[i] for weight, column in pairs) for i in range(len(pairs[0][1]))) if pairs else ()

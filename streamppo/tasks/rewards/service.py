@@ -21,7 +21,7 @@ class Service:
         self._client = Client(config.key_env, config.concurrency)
 
     async def call(self, texts: Texts, columns: Columns) -> tuple[Outcome, ...]:
-        """Score the trajectory in `texts`, which has only one."""
+        """Score the single trajectory in `texts`."""
         try:
             match self._config:
                 case ServiceScorer(url=url):
@@ -33,7 +33,6 @@ class Service:
             return (failure_of(error),)
 
     async def close(self) -> None:
-        """Close all connections."""
         await self._client.close()
 
     async def _judge(self, judge: JudgeScorer, text: ScoredText, columns: Row) -> Outcome:
@@ -74,5 +73,5 @@ def _question(text: ScoredText, columns: Row) -> dict[str, object]:
 
 
 def _fill(template: str, values: Row) -> str:
-    """Replace only known names in braces, because a completion may contain braces."""
+    """Replace only known names in braces: a completion may contain other braces."""
     return re.sub(r"\{(\w+)\}", lambda m: str(values[m[1]]) if m[1] in values else m[0], template)

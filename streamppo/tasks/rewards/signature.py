@@ -22,7 +22,7 @@ SIGNATURES = (
     "score(trajectory, **columns), score(prompts, completions, **columns), compute_score(data_source, solution_str, "
     "ground_truth, extra_info) and those of OpenRLHF, AReaL and verifiers"
 )
-"""The signatures that a refusal names."""
+"""The signatures that an error message lists."""
 
 
 class Signature(NamedTuple):
@@ -43,7 +43,7 @@ class Signature(NamedTuple):
     bound: frozenset[str] = frozenset()
 
     def columns(self, row: Row) -> dict[str, object]:
-        """Select the reward's columns. Raises `TaskError` if a needed one is missing."""
+        """Select the reward's columns in `row`. Raises `TaskError` if a required column is missing."""
         if not self.required_columns <= row.keys():
             missing, more = self.required_columns - row.keys(), ""
             if "prompt" in missing:
@@ -112,7 +112,6 @@ def _callable_of(reward: object, name: str) -> Callable[..., object]:
 
 
 def _style(parameters: Iterable[inspect.Parameter], name: str) -> tuple[Style, Set[str]]:
-    """Return the style, and the parameters that the style defines; all other parameters get columns."""
     named = {p.name: p for p in parameters if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)}
     first = next(iter(named.values()), None)
     if first is not None and (first.name == "trajectory" or first.annotation in (ScoredText, "ScoredText")):

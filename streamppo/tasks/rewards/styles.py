@@ -1,4 +1,4 @@
-"""The signatures of rewards: the parameters that each defines, and the values that these get.
+"""The signatures of rewards: the parameters that each defines, and the values that these parameters get.
 
 trajectory   score(trajectory: ScoredText, **columns)
 batched      TRL's: f(prompts, completions, completion_ids, **columns), for several trajectories
@@ -23,9 +23,9 @@ Value: TypeAlias = Callable[[ScoredText, Row], object]
 class Style(NamedTuple):
     """A signature. A reward has it if it has all parameters of one of `marks`.
 
-    Parameters that `parameters` lacks get columns; `**kwargs` gets none unless `takes_columns` is True. If `is_batched`
-    is True, each parameter gets a list with one value per trajectory. `answer` is the parameter that gets the row's
-    answer, "" if it gets that as a column.
+    Parameters that are not in `parameters` get columns; `**kwargs` gets none unless `takes_columns` is True. If
+    `is_batched` is True, each parameter gets a list with one value per trajectory. `answer` is the parameter that gets
+    the row's answer; "" if the answer is passed as a column.
     """
 
     name: str
@@ -36,7 +36,6 @@ class Style(NamedTuple):
     answer: str = ""
 
     def arguments(self, names: Iterable[str], texts: Sequence[ScoredText], rows: Sequence[Row]) -> dict[str, object]:
-        """Return the values of the parameters `names`."""
         values = {name: [self.parameters[name](*pair) for pair in zip(texts, rows, strict=True)] for name in names}
         return {name: value if self.is_batched else value[0] for name, value in values.items()}
 
@@ -47,12 +46,11 @@ def chat(messages: Iterable[Message]) -> list[dict[str, object]]:
 
 
 def _prompt(text: ScoredText, row: Row) -> object:
-    """Return the prompt; for a chat its messages. A final assistant message is left out: it begins the completion."""
+    """Return the prompt; for a chat its messages, without a final assistant message, which begins the completion."""
     return chat(text.prompt_messages) if text.messages else text.prompt
 
 
 def _completion(text: ScoredText, row: Row) -> object:
-    """Return the completion; for a chat its messages."""
     return chat(text.completion_messages) if text.messages else text.completion
 
 
@@ -70,7 +68,7 @@ def _extra_info(text: ScoredText, row: Row) -> object:
 
 
 def _info(text: ScoredText, row: Row) -> object:
-    """Return the row's `info`, which verifiers' rows may have as JSON; {} if there is none."""
+    """Return the row's `info`, which may be JSON in the rows of verifiers; {} if there is none."""
     info = row.get("info") or {}
     return json.loads(info) if isinstance(info, str) else info
 

@@ -15,7 +15,7 @@ NUMBER = re.compile(rf"(?:-\\?\$?|\\?\$?-?){INNER_DECIMAL}(?: ?/ ?{INNER_DECIMAL
 """Matches a number inside a text, without a full stop at its end. `VALUE` matches a text that is only a number."""
 MINUS = str.maketrans(dict.fromkeys("\N{MINUS SIGN}\N{SMALL HYPHEN-MINUS}\N{FULLWIDTH HYPHEN-MINUS}", "-"))
 GROUPS = re.compile("(?<=\\d)[\N{NO-BREAK SPACE}\N{NARROW NO-BREAK SPACE}\N{THIN SPACE}](?=\\d{3}(?!\\d))")
-"""A space between the thousands of a number."""
+"""Matches a space between the thousands of a number."""
 VALUE = re.compile(rf"([-+]?)\\?\$?([-+]?){DECIMAL}(?: ?/ ?{DECIMAL})? ?\\?%?")
 
 
@@ -52,7 +52,6 @@ def first_number(text: str) -> str | None:
 
 
 def _plain(text: str) -> str:
-    """Replace minus signs by hyphens, and remove the spaces between thousands."""
     return GROUPS.sub("", text.translate(MINUS))
 
 
@@ -78,5 +77,5 @@ def same_number(claim: str, expected: str) -> bool:
 
 
 def _fraction(decimal: str) -> Fraction:
-    """Parse a decimal. Raises `ValueError` above Python's limit of 4300 digits."""
+    # Above Python's limit of 4300 digits this raises ValueError.
     return Fraction(decimal.replace(",", ""))

@@ -22,7 +22,7 @@ from streamppo.tasks.scorers.capture import Ran, RunLimits
 
 NOBODY = "65534"
 MIN_VERSION = (0, 8, 0)
-"""The first version of bubblewrap with bounded tmpfs and without nested user namespaces."""
+"""The first version of bubblewrap that can bound a tmpfs and forbid nested user namespaces."""
 KERNEL = (
     "probably the machine or its container allows no user namespaces (sysctl user.max_user_namespaces, "
     "kernel.apparmor_restrict_unprivileged_userns; for containers see docs/security.md)"
@@ -34,10 +34,7 @@ ALTERNATIVE = (
 
 
 class Bubblewrap:
-    """A sandbox with at most `disk_mib` of files in each of /tmp and /dev/shm.
-
-    Raises `TaskError`, with the remedy, if it does not work here.
-    """
+    """A sandbox with `disk_mib` for files in each of /tmp and /dev/shm. Raises `TaskError` if it does not work here."""
 
     def __init__(self, disk_mib: int = 64) -> None:
         if missing := problem():
@@ -45,7 +42,6 @@ class Bubblewrap:
         self._disk_bytes = disk_mib * 2**20
 
     async def run(self, program: str, stdin: str, limits: RunLimits) -> Ran:
-        """See `Sandbox.run`."""
         return await asyncio.to_thread(self._run, program, stdin, limits)
 
     def _run(self, program: str, stdin: str, limits: RunLimits) -> Ran:
@@ -64,7 +60,7 @@ def run(
     inherits: tuple[int, ...] = (),
     address_mib: int | None = None,
 ) -> Ran:
-    """Run a Python program as `Sandbox.run` does; it can also read `files`, and has the descriptors `inherits`.
+    """Run a Python program as `Sandbox.run` does. It can also read `files`, and has the descriptors `inherits`.
 
     `address_mib` bounds the address space of each process; by default it is `limits.memory_mib`.
     """
@@ -139,7 +135,6 @@ def _as_nobody(bwrap: str, files: Sequence[str]) -> list[str]:
 
 
 def _system_mounts(files: Sequence[str]) -> list[str]:
-    """Return the arguments that mount the system's programs, our Python and `files` read-only."""
     mounts = ["--ro-bind", "/usr", "/usr"]
     for name in ("bin", "sbin", "lib", "lib32", "lib64"):
         path = Path("/", name)

@@ -19,11 +19,11 @@ from streamppo.tasks.scorers.launcher import FILE_BYTES
 
 LAUNCHER = Path(__file__).with_name("launcher.py")
 START_S = 5.0
-"""Time limit for the start of a sandbox, which does not count as the program's time."""
+"""Time limit for the start of a sandbox. It does not count as the program's time."""
 CHECK_S = 0.02
 """Time between two checks of the memory of all processes of a program."""
 SHARED_KIB = 16 * 2**10
-"""Only if the processes' shared memory adds up to more, pages that several processes share are counted once."""
+"""If the shared memory of the processes adds up to more, a page that several processes share is counted once."""
 
 
 class RunLimits(NamedTuple):
@@ -63,11 +63,9 @@ class StartSignal:
         os.close(self.writer)
 
     def arguments(self, limits: RunLimits) -> list[str]:
-        """Return the launcher's last arguments."""
         return [str(limits.memory_mib), str(int(limits.timeout_s) + 1), str(self.writer)]
 
     def has_begun(self) -> bool:
-        """Return True if the program has begun."""
         with contextlib.suppress(BlockingIOError):
             self._begun = self._begun or os.read(self._reader, 1) == b"1"
         return self._begun
@@ -76,8 +74,7 @@ class StartSignal:
 def run(command: list[str], stdin: str, limits: RunLimits, started: StartSignal, context: CommandContext) -> Ran:
     """Run a command whose last part is the launcher.
 
-    Raises `Retryable` if the program did not begin in time, and `TaskError` if the sandbox ended before the program
-    began.
+    Raises `Retryable` if the program did not begin in time, and `TaskError` if the sandbox ended before it began.
     """
     # Input and output are files, because the program's descendants could hold a pipe open. The files have no path,
     # because descendants could replace a path.
@@ -161,7 +158,7 @@ def _has_ended(process: subprocess.Popen[bytes], timeout_s: float) -> bool:
 def memory_bytes(pid: int) -> int:
     """Return the memory of a process and its descendants in bytes; 0 without Linux's /proc.
 
-    Counted are their anonymous and swapped memory, their shared memory (once), and the capacity of their sockets.
+    It is their anonymous and swapped memory, their shared memory (once), and the capacity of their sockets.
     """
     private, shared, sockets = 0, 0, 0
     members = [pid]
@@ -207,7 +204,6 @@ def _sockets(pid: int) -> int:
 
 @functools.cache
 def _socket_bytes() -> int:
-    """Return the bytes that one socket may buffer."""
     with contextlib.suppress(OSError, ValueError):
         return int(Path("/proc/sys/net/core/wmem_max").read_text())
     return 0

@@ -4,9 +4,9 @@
     .../app.slice/run-4711.scope               this process
     .../app.slice/streamppo-4711-5e6f7a8b      a program, with all that it starts
 
-capture.py measures the memory of all processes every 20 ms and enforces a program's limit. The group's limits are
-higher. The group's limits cover what the measurements miss: memory used between two of them, pipes full of data,
-children that have left the tree of processes. With cgroups of version 1, and in most containers, no group can be made.
+capture.py measures the memory of all processes every 20 ms and enforces a program's limit. The higher limits of the
+group cover what the measurements miss: memory used between two measurements, pipes full of data, children that have
+left the tree of processes. With cgroups of version 1, and in most containers, no group can be made.
 """
 
 import functools
@@ -26,7 +26,7 @@ NAME = "streamppo"
 SPARE_MIB = 256
 """Memory that the kernel counts and capture.py does not: files in /tmp and /dev/shm, page tables, file caches."""
 TASKS = 512
-"""Maximum processes and threads of a group. In `Local`, numpy alone starts a thread for each core."""
+"""Maximum number of processes and threads of a group. In `Local`, numpy alone starts a thread for each core."""
 ENTER = '{ echo 0 > "$0"; } 2>/dev/null; exec "$@"'
 """A shell command that moves its process into the group and then executes the command in its arguments."""
 REMOVED_S = 1.0
@@ -41,18 +41,17 @@ class ControlGroup:
 
     @property
     def enter(self) -> list[str]:
-        """The command prefix that runs a command in the group, or outside if it cannot enter the group."""
+        """The prefix of a command that then runs in the group, or outside if it cannot enter the group."""
         return ["/bin/sh", "-c", ENTER, str(self.folder / "cgroup.procs")]
 
     def has_killed(self) -> bool:
-        """Return True if the kernel has killed the group because of its memory."""
+        """Return True if the kernel has killed the group for its use of memory."""
         with suppress(OSError, ValueError):
             counts = dict(line.split() for line in (self.folder / "memory.events").read_text().splitlines())
             return counts.get("oom_kill", "0") != "0"
         return False
 
     def kill(self) -> None:
-        """Kill every process in the group."""
         with suppress(OSError):
             (self.folder / "cgroup.kill").write_text("1")
 
@@ -82,7 +81,7 @@ def group(memory_mib: int) -> Generator[ControlGroup | None]:
 
 @functools.cache
 def parent_group() -> Path | None:
-    """Find the nearest cgroup around this process in which groups with limits can be made; None without one."""
+    """Find the nearest cgroup around this process in which groups with limits can be made; None if there is none."""
     with suppress(OSError):
         for level in levels(durable.read_kernel(PROCESS_GROUP), durable.read_kernel(MOUNTS)):
             if _delegates(level) and _is_usable(level):
@@ -112,7 +111,7 @@ def _delegates(level: Path) -> bool:
 
 
 def _is_usable(level: Path) -> bool:
-    """Return True if a process can enter a new group. Removes the groups of dead processes too."""
+    """Return True if a process can enter a new group in `level`. Removes the groups of dead processes."""
     for old in level.glob(f"{NAME}-*-*"):
         with suppress(OSError):
             if not Path("/proc", old.name.split("-")[1]).exists():

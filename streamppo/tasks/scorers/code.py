@@ -21,7 +21,7 @@ TEST_PROGRAM = re.sub(r"^from streamppo.*\n", "", "".join(TEXTS), flags=re.MULTI
 """The program for both sides of a code test, as one source, because sandboxes lack our package."""
 DONE = '"done"'
 REMEMBERED = 1024
-"""The first operations of a row's tests are cached for this many rows."""
+"""Number of rows whose tests' first operations are cached."""
 QUOTED = 300
 """Number of characters of an output that an explanation quotes."""
 
@@ -49,13 +49,13 @@ class Exchange:
         self.operations = operations
         self.answers: list[str] = []
         self.reason: str | None = None
-        """The reason for its failure, "" if it passed, None while it is running."""
+        """The reason for the test's failure, "" if the test passed, None while it is running."""
         self._short = ""
         self._certain = -1
         self._before: list[str] = []
 
     def take_answers(self, ran: Ran, limits: RunLimits) -> None:
-        """Store the program's answers; the program may have ended before the last answer."""
+        """Store the program's answers. The program may have ended before the last answer."""
         self._before = self.answers
         lines = [line for line in ran.stdout.split("\n") if line]
         self._short = "" if lines[-1:] == [DONE] else _failure_of(ran, limits) or "the program ended before its test"
@@ -98,8 +98,7 @@ class CodeTests:
 
     Every test runs the program again, for at most `test_timeout_s`; all tests together have `all_timeout_s`, which must
     be below the reward's `timeout_s`. A test that does not pass in time has failed. `sandbox` is a class,
-    `package.module:name`. The scorer is sync. So the reward's `processes` bound the number of concurrent programs, and
-    the time in which a call waits for a process does not count.
+    `package.module:name`. The scorer is sync, so the reward's `processes` bound the number of concurrent programs.
     """
 
     def __init__(
@@ -118,7 +117,7 @@ class CodeTests:
 
     @staticmethod
     def place(arguments: Mapping[str, object]) -> str:
-        """Describe the sandbox that the scorer's `arguments` name. Raises `TaskError` if it does not work here."""
+        """Return where programs run with the scorer's `arguments`. Raises `TaskError` if that does not work here."""
         name = str(arguments.get("sandbox", DEFAULT))
         _sandbox(name)
         return f"programs run in {name}{', which does not isolate them' if name.endswith('sandbox:Local') else ''}"
@@ -135,7 +134,7 @@ class CodeTests:
         return Reward(score=score, components={"passed": passed}, explanation=explanation)
 
     async def _failures(self, program: str, tests: list[Test]) -> list[str]:
-        """Return the reason for every test's failure; "" for a test that passes."""
+        """Return the reason for the failure of each test; "" for a test that passes."""
         end = time.monotonic() + self._all_timeout_s
         codes = [test for test in tests if isinstance(test, str)]
         of_codes = iter(await self._test_codes(program, codes, end) if codes else [])
@@ -173,7 +172,7 @@ class CodeTests:
         return [exchange.reason or "" for exchange in exchanges]
 
     async def _first_of(self, codes: list[str], end: float) -> list[Operations]:
-        """Return the operations that tests need before any answer, which are the same for every program."""
+        """Return the operations that tests need before any answer; they are the same for every program."""
         key = json.dumps(codes)
         if key in self._first:
             return self._first[key]
@@ -222,7 +221,6 @@ def extract_program(completion: str) -> str:
 
 
 def _sandbox(name: str) -> Sandbox:
-    """Make the sandbox of class `name`. Raises `TaskError` if that fails."""
     make = cast(Callable[[], Sandbox], plugins.load(name, "sandbox"))
     try:
         return make()
@@ -280,7 +278,7 @@ def _failure_of(ran: Ran, limits: RunLimits) -> str:
 
 
 def _verdicts(text: str) -> list[Verdict]:
-    """Read the checker's lines up to one that a limit has truncated."""
+    """Read the lines of the checker up to the first line that a limit has truncated."""
     verdicts: list[Verdict] = []
     for line in filter(None, text.split("\n")):
         try:

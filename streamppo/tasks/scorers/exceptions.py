@@ -11,8 +11,8 @@ An exception is raised in the checker as Python's class with the program's messa
 import ast
 import builtins
 import sys
+from contextlib import AbstractContextManager
 from types import TracebackType
-from typing import Protocol
 
 ITERATION = (StopIteration, StopAsyncIteration, GeneratorExit)
 QUOTED = 300
@@ -22,17 +22,7 @@ ACCEPT, WATCH = "__accept__", "__watch__"
 
 
 class Refused(TypeError):
-    """The program returned something that a test cannot use. The test's code cannot accept this exception."""
-
-
-class Manager(Protocol):
-    """The object of a `with` statement."""
-
-    def __enter__(self) -> object: ...
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> bool | None: ...
+    """The program returned something that a test cannot use. No code of a test accepts this exception."""
 
 
 class Exceptions:
@@ -42,7 +32,7 @@ class Exceptions:
         self.unaccepted: list[BaseException] = []
 
     def record(self, error: BaseException) -> BaseException:
-        """Record an exception, which fails the test unless it is accepted; return it."""
+        """Record an exception, which fails the test unless its code accepts the exception; return it."""
         if isinstance(error, Refused) or not _called_by_raises():
             self.unaccepted.append(error)
         return error
@@ -59,7 +49,7 @@ class Exceptions:
             return
         self.unaccepted = [exception for exception in self.unaccepted if exception is not error]
 
-    def _watch(self, manager: Manager) -> Manager:
+    def _watch(self, manager: AbstractContextManager[object]) -> AbstractContextManager[object]:
         accept = self._accept
 
         class Watch:

@@ -12,7 +12,7 @@ class Pattern:
         self._pattern = re.compile(pattern, re.DOTALL)
 
     def __call__(self, trajectory: ScoredText) -> float:
-        """Return the score. Sync, because a regular expression can take very long."""
+        """Sync, because a regular expression can take very long."""
         return float(self._pattern.fullmatch(trajectory.completion) is not None)
 
 
@@ -43,7 +43,6 @@ class Overlong:
         self._margin = margin
 
     async def __call__(self, trajectory: ScoredText) -> float:
-        """Return the penalty."""
         if trajectory.finish == "length":
             return -1.0
         beyond = self._max_tokens - self._margin - trajectory.num_tokens

@@ -13,7 +13,7 @@ QUOTED = 80
 
 
 def text(answer: object) -> str:
-    """Return a gold answer as text. Raises `TaskError` for anything except finite numbers and nonempty texts."""
+    """Return a gold answer as text. Raises `TaskError` unless it is a finite number or a text that is not empty."""
     if isinstance(answer, str) and answer.strip():
         return answer
     is_number = isinstance(answer, int | float | Decimal | Fraction) and not isinstance(answer, bool)
@@ -27,7 +27,7 @@ def text(answer: object) -> str:
 
 
 def completion(answer: object) -> str:
-    """Return a gold answer as a completion would have it; "" if it is neither a text nor a finite number."""
+    """Return a gold answer as it would stand in a completion; "" if it is neither a text nor a finite number."""
     try:
         return text(answer)
     except TaskError:

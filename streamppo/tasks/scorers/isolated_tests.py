@@ -31,9 +31,9 @@ Operation: TypeAlias = dict[str, Data]
 """{"do": "name" | "call" | "attribute" | "items", ...}; {"answer": n} is the value of the n-th operation."""
 
 ITEMS = 100_000
-"""Maximum items taken from an iterator of the program."""
+"""Maximum number of items taken from an iterator of the program."""
 OPERATIONS = 2_000
-"""Maximum operations of one test."""
+"""Maximum number of operations of one test."""
 OBJECT = object()
 UNREADABLE = (
     *(ArithmeticError, AttributeError, ImportError, LookupError, MemoryError),
@@ -119,7 +119,7 @@ def _encode_error(error: Exception) -> dict[str, Data]:
 
 
 class Trace:
-    """The operations of one test. The first ones have answers; stand-ins for the other answers pass every check."""
+    """The operations of one test. The first operations have answers; stand-ins for the others pass every check."""
 
     def __init__(self, operations: list[Operation], answers: list[dict[str, Data]]) -> None:
         self._known = list(zip(operations, answers, strict=False))
@@ -155,7 +155,7 @@ class Trace:
         raise self.exceptions.record(value)
 
     def refusal(self, message: str) -> BaseException:
-        """Return an exception that fails the test, even if the test catches it."""
+        """Return an exception that fails the test, even if the test catches the exception."""
         return self.exceptions.record(Refused(message))
 
 
@@ -179,8 +179,8 @@ def _value_of(answer: dict[str, Data], arguments: tuple[object, ...]) -> object:
 class RemoteObject:
     """An object of the program, or a value that is not known yet. A test can call it and get its attributes.
 
-    A test that compares an object of the program, or uses its truth value or length, fails with `TypeError`, because
-    the program would decide the result.
+    A test that compares an object of the program, or uses its truth value or length, fails with `TypeError`: the
+    program could choose the result.
     """
 
     def __init__(self, trace: Trace, place: int | None) -> None:
@@ -213,7 +213,6 @@ class RemoteObject:
         return {"answer": self._place}
 
     def stand_in(self, *_: object) -> object:
-        """Return a stand-in for an unknown result."""
         if not self._trace.guesses:
             raise self._trace.refusal(
                 "an object of the program cannot be compared or computed with; tests compare only data"
@@ -249,7 +248,7 @@ def _encode_for_program(value: object) -> Data:
 
 
 def _apply_change(argument: object, new: object) -> None:
-    """Change the test's argument in the same way as the program has changed its copy."""
+    """Change the argument in the test as the program has changed its copy."""
     match argument, new:
         case (list(), list()) | (bytearray(), bytearray()):
             argument[:] = new
@@ -288,7 +287,7 @@ def verdict(code: str, operations: list[Operation], answers: list[dict[str, Data
 
 
 def fix_random_numbers(text: str) -> None:
-    """Make random numbers and ids the same in each run of `text`, because tests and programs run several times."""
+    """Make random numbers and ids the same in each run of `text`: tests and programs run several times."""
     if any(word in text for word in ("random", "uuid", "secrets", "shuffle")):
         import random
 
@@ -299,7 +298,7 @@ def fix_random_numbers(text: str) -> None:
 
 
 def run_test(test: dict[str, Data]) -> dict[str, Data]:
-    """Run one test of a checker's task; see `verdict`."""
+    """Run one test of a checker's task, and return its `verdict`."""
     code = str(test["code"])
     fix_random_numbers(code)
     try:
@@ -347,7 +346,6 @@ def _without_asserts(tree: ast.Module) -> ast.Module:
 
 
 def _run_in_fork(run: Callable[[], dict[str, Data]], timeout_s: float) -> dict[str, Data]:
-    """Call `run` in a fork, which is killed at its time limit."""
     reader, writer = os.pipe()
     child = os.fork()
     if child == 0:

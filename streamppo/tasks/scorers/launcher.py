@@ -19,7 +19,7 @@ PR_SET_PDEATHSIG, PR_SET_SECCOMP, PR_SET_NO_NEW_PRIVS = 1, 22, 38
 FILE_BYTES = 16 * 2**20
 PROCESSES = 64
 FILES = 256
-"""Maximum number of descriptors of one process: each may be a socket full of data."""
+"""Maximum number of a process's descriptors: each may be a socket full of data."""
 ENOSYS = 38
 UNACCOUNTED_CALLS = {
     "x86_64": (0xC000003E, [29, 64, 68, 240, 248, 249, 250, 298, 319, 321, 323, 425, 447]),
@@ -58,7 +58,6 @@ def main(around: str, parent: int, memory_mib: int, cpu_s: int, ready: int) -> N
 
 
 def _leave_network() -> bool:
-    """Enter a new network namespace without an active interface; False if the kernel does not allow it."""
     if sys.platform != "linux":
         return False
     return ctypes.CDLL(None).unshare(CLONE_NEWUSER | CLONE_NEWNET | CLONE_NEWIPC) == 0
@@ -95,7 +94,7 @@ def unaccounted_calls_filter(machine: str) -> bytes:
 
 
 def _die_with(parent: int) -> None:
-    """Make the kernel kill this process when its parent ends. Call it after `_leave_network`, which resets it."""
+    """Make the kernel kill this process when its parent ends. Call it after `_leave_network`, which undoes it."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() != parent:

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 Expressions: TypeAlias = "list[Basic | MatrixBase | str]"
 """An answer parsed by math-verify: its formulas and its text."""
 REMEMBERED = 1024
-"""Number of rows whose parsed answers are cached for all completions of their prompts."""
+"""Number of rows whose parsed answers are cached, for all completions of a prompt."""
 
 
 async def gsm8k(trajectory: ScoredText, answer: str | float) -> float:
@@ -58,7 +58,7 @@ class Math:
     """
 
     def __init__(self, boxed_only: bool = True) -> None:
-        # The import takes 0.5 s. Here it is done only if needed, and once in the template, before processes are forked.
+        # The import takes 0.5 s, so it is done only if needed, and in the template, before processes are forked.
         import math_verify
 
         # math-verify warns that its timeouts are off. They would use SIGALRM; our timeout kills the process.
@@ -68,7 +68,6 @@ class Math:
         self._parse_cached = lru_cache(maxsize=REMEMBERED)(self._parse_bare)
 
     def __call__(self, trajectory: ScoredText, answer: str | float) -> float:
-        """Return 1.0 for an equal answer, else 0.0."""
         expected_text, expected = self.read_answer(answer)
         inside = extract_boxed(trajectory.completion)
         if inside is None and self._boxed_only:
@@ -88,7 +87,7 @@ class Math:
         return inner, expressions
 
     def _parse_bare(self, latex: str) -> Expressions:
-        """Parse bare LaTeX, which math-verify reads only inside dollars or boxes."""
+        # math-verify reads LaTeX only inside dollars or boxes.
         return self._parse(f"\\boxed{{{latex}}}")
 
     def _parse(self, text: str) -> Expressions:

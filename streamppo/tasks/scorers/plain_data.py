@@ -10,8 +10,6 @@ from typing import Any, NoReturn, TypeAlias
 Data: TypeAlias = "bool | int | str | list[Data] | dict[str, Data] | None"
 """A value as JSON; lists, tuples, sets, floats and so on are objects with one key, the type's name."""
 SMALL = 2**53
-
-
 PLAIN: dict[str, Callable[..., object]] = {
     "int": lambda text: int(text, 16),
     "float": float.fromhex,
@@ -32,7 +30,6 @@ def _attribute(module: str, name: str) -> Any:
 
 
 def _parts(array: Any) -> list[Any]:
-    """Return [dtype, shape, bytes] of an array of numbers."""
     if array.dtype.kind not in "biufc":
         raise NotData
     return [array.dtype.str, list(array.shape), array.tobytes()]
@@ -91,7 +88,7 @@ LIBRARY: dict[str, tuple[str, Callable[[Any], list[Any]], Callable[..., object]]
 
 
 def encode(value: object, other: Callable[[object], Data]) -> Data:
-    """Encode a value as data; a subclass becomes its base type, and `other` encodes any other value."""
+    """Encode a value as data. A subclass becomes its base type; `other` encodes values of unknown types."""
     match value:
         case None | bool():
             return value
@@ -147,7 +144,7 @@ def decode(data: Data, answers: Callable[[int], object]) -> object:
 
 
 def _encode_library_value(value: object, other: Callable[[object], Data]) -> Data:
-    """Encode a value of a library class; None for other values. Imports no library for the check."""
+    """Encode a value of a class in `LIBRARY`; None for other values. The check imports no library."""
     fields = getattr(type(value), "_fields", None)
     if isinstance(value, tuple) and isinstance(fields, tuple):
         parts = [type(value).__name__, list(fields), list(value)]
@@ -160,7 +157,7 @@ def _encode_library_value(value: object, other: Callable[[object], Data]) -> Dat
 
 
 def data_alone(_: object) -> NoReturn:
-    """Raise `NotData`: the callback for `encode` and `decode` where only data is allowed."""
+    """Raise `NotData`. This is the callback for `encode` and `decode` where only data is allowed."""
     raise NotData
 
 

@@ -33,9 +33,9 @@ class Sandbox(Protocol):
 
 @contextmanager
 def scratch_folder() -> Generator[str]:
-    """Make a temporary folder for a program, and remove it afterwards, whatever the program left in it.
+    """Make a temporary folder for a program, and remove it afterwards, whatever the program left there.
 
-    Python's removal fails at a thousand nested folders, or if a child that has escaped adds files meanwhile.
+    `shutil.rmtree` fails at a thousand nested folders, and if a child that has escaped still adds files.
     """
     folder = tempfile.mkdtemp(prefix="streamppo-")
     try:
@@ -53,9 +53,8 @@ def scratch_folder() -> Generator[str]:
 class Local:
     """A process in its own group and an empty folder, with limits on memory, CPU time, file size and processes.
 
-    The process is not isolated: the program sees the machine's files and runs as the trainer's user. The program has no
-    network if the kernel allows a network namespace. On Linux the program ends with its parent process, even after kill
-    -9.
+    The process is not isolated: the program sees the machine's files and runs as the trainer's user. It has no network
+    if the kernel allows a network namespace. On Linux it ends with its parent process, even after kill -9.
     """
 
     def __init__(self, require_no_network: bool = False) -> None:
@@ -65,7 +64,6 @@ class Local:
         self._around = "require" if require_no_network else "try"
 
     async def run(self, program: str, stdin: str, limits: RunLimits) -> Ran:
-        """See `Sandbox.run`."""
         return await asyncio.to_thread(self._run, program, stdin, limits)
 
     def _run(self, program: str, stdin: str, limits: RunLimits) -> Ran:

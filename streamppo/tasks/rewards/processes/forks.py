@@ -15,7 +15,7 @@ from streamppo.tasks.rewards.processes.shared_page import SharedPage
 from streamppo.tasks.rewards.processes.template import TemplateDied, TemplateProcess
 
 DEATHS = 5
-"""Maximum number of deaths of the template without a score in between."""
+"""Maximum number of deaths of the template between two scores."""
 
 log = logging.getLogger(__name__)
 
@@ -25,7 +25,7 @@ class Forks:
 
     def __init__(self, config: FunctionScorer, template: TemplateProcess) -> None:
         self.template_deaths = 0
-        """Number of deaths since the last score."""
+        """Number of deaths of the template since the last score."""
         self._config = config
         self._template = template
         self._forking = asyncio.Lock()
@@ -41,7 +41,7 @@ class Forks:
                     await self._replace_template(error)
 
     def end(self, process: Process) -> None:
-        """Kill a process; it gets no more calls."""
+        """Kill a process. It gets no more calls."""
         if not process.ended:
             process.ended = process.killed = True
             self.keep(self._kill(process.pid))
@@ -53,7 +53,6 @@ class Forks:
         task.add_done_callback(self._tasks.discard)
 
     async def close(self) -> None:
-        """End every process."""
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -75,7 +74,6 @@ class Forks:
         return process
 
     async def _follow(self, process: Process, parent: TemplateProcess) -> None:
-        """Wait for the end of a process, and fail its unfinished calls."""
         try:
             await process.listen()
         finally:

@@ -9,7 +9,7 @@ unblocks     by killing: a stuck process is replaced by a fork of the template w
     async        shared -> held: one step of a call has run too long; only this call stays in the process until its
                  time is over, and all other calls restart at once, together, in a new process
 
-`timeout_s` bounds the sum of a call's times in all processes. A busy process is not held: its steps are short.
+`timeout_s` bounds the sum of a call's times in all processes. A process whose steps are short is never held.
 """
 
 import asyncio
@@ -28,13 +28,13 @@ from streamppo.tasks.rewards.processes.wire import UNSENDABLE, Call
 from streamppo.tasks.rewards.signature import Columns, Texts
 
 HELD_SHARE, HELD_MIN_S, HELD_MAX_S = 0.1, 0.25, 2.0
-"""A step holds its process if it runs for `HELD_SHARE` of the call's time limit, raised or cut to the two bounds."""
+"""A step holds its process if it runs for `HELD_SHARE` of the call's time limit, clamped to the two bounds."""
 CHECKS = 4
 """A running step is checked this many times before it counts as holding its process."""
 HELD_AT_ONCE = 16
-"""Maximum number of held processes. If so many are held, a step that holds another one blocks its other calls."""
+"""Maximum number of held processes. Beyond it, a process whose step holds it keeps all its calls."""
 ALONE = 16
-"""Maximum number of calls that run each alone in a process, because one of them may have ended a shared process."""
+"""Maximum number of calls that run concurrently each alone in a process: each may have ended a shared process."""
 LIVES = 3
 """Number of tries of a call if the template dies during each."""
 
@@ -53,7 +53,7 @@ async def start(config: FunctionScorer, is_async: bool) -> "Pool":
 
 
 class Pool(ABC):
-    """The processes of one reward. `call` may be called from any number of coroutines."""
+    """The processes of one reward. Any number of coroutines may call `call`."""
 
     def __init__(self, config: FunctionScorer, forks: Forks) -> None:
         self.respawns = 0
@@ -81,11 +81,10 @@ class Pool(ABC):
         return (Outcome(reason=f"the template process died during each of {LIVES} tries", whole=True),) * len(texts)
 
     async def close(self) -> None:
-        """End every process."""
         await self._forks.close()
 
     async def _ask(self, process: Process, texts: Texts, columns: Columns, remaining_s: float) -> tuple[Outcome, ...]:
-        """Run a call in `process`; if it exceeds its time and holds the process, end the process."""
+        """Run a call in `process`; end the process if the call exceeds its time and holds the process."""
         self._number += 1
         try:
             call = Call(
@@ -108,7 +107,7 @@ class Pool(ABC):
 
 
 class _Exclusive(Pool):
-    """Processes of a sync reward: each has one call at a time."""
+    """The processes of a sync reward: each has one call at a time."""
 
     def __init__(self, config: FunctionScorer, forks: Forks) -> None:
         super().__init__(config, forks)
@@ -134,7 +133,7 @@ class _Exclusive(Pool):
 
 
 class _SharedProcess(Pool):
-    """The process of an async reward: it runs all calls, each with its own time limit."""
+    """The process of an async reward. It runs all calls, each with its own time limit."""
 
     def __init__(self, config: FunctionScorer, forks: Forks) -> None:
         super().__init__(config, forks)
@@ -172,7 +171,6 @@ class _SharedProcess(Pool):
                 self._forks.end(process)
 
     async def _current(self) -> Process:
-        """Return the process for new calls, forking one if needed."""
         async with self._replacing:
             if self._process is None or self._process.ended or self._process.held:
                 self.respawns += self._process is not None
@@ -191,8 +189,7 @@ class _SharedProcess(Pool):
                 continue
             held = time.monotonic() - since_s > self._held_s and self._num_held < HELD_AT_ONCE
             if held and step.call not in process.calls:
-                # The actor no longer waits for the holding call, or the step belongs to no call, so the process is
-                # ended.
+                # The actor no longer waits for the holding call, or the step belongs to no call.
                 if step.call:
                     process.leave_to(step.call)
                 return self._forks.end(process)

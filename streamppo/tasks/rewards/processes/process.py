@@ -41,9 +41,7 @@ class Process:
     async def ask(self, call: Call, *, grace_s: float) -> tuple[Outcome, ...] | None:
         """Send a call and wait for its answer; None if there is none `grace_s` after the call's time limit.
 
-        Without an answer, `held` becomes true if no step began or ended during `grace_s` and no other call's step is
-        running.
-
+        In that case `held` becomes true if no step began or ended during `grace_s` and no other call's step is running.
         Raises `CallLost` and `Orphaned`, and one of `UNSENDABLE`.
         """
         message = frame(call)
@@ -59,15 +57,14 @@ class Process:
                 await asyncio.wait((answer,), timeout=grace_s)
             if answer.done():
                 return answer.result()
-            # If the event loop were free, it would have run the call's timeout, which counts as a step. If another
-            # call's step is running, this call does not hold the loop.
+            # A free event loop would have run the call's timeout, which counts as a step. While another call's step is
+            # running, this call does not hold the loop.
             self.held |= self.page.read() == step and step.call in (0, call.number)
             return None
         finally:
             del self.calls[call.number]
 
     async def listen(self) -> None:
-        """Pass answers to the waiting calls until the process ends."""
         try:
             while True:
                 answer = await receive_async(self.reader, ScoringAnswer)
@@ -98,7 +95,6 @@ class Process:
                 waiting.set_exception(CallLost(innocent=culprit != 0))
 
     def orphan_calls(self) -> None:
-        """Fail the waiting calls of a process whose template has died."""
         for waiting in self.calls.values():
             if not waiting.done():
                 waiting.set_exception(Orphaned())

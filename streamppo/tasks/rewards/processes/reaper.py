@@ -1,10 +1,10 @@
 """The parent of a reward's template: it kills all its descendants when the actor or the template has ended.
 
-    actor -> reaper -> template -> processes -> their children: forks, process pools, programs
+actor -> reaper -> template -> processes -> their children: forks, process pools, programs
 
 Orphaned descendants of any session and group become the reaper's children (PR_SET_CHILD_SUBREAPER). SIGKILL also ends
 stopped processes. When the actor ends, the kernel sends SIGCONT to the reaper, which may be stopped. A reaper needs
-Linux. Elsewhere the template is the actor's child and ends when its socket closes.
+Linux. On other systems the template is the actor's child and ends when its socket closes.
 """
 
 import ctypes
@@ -21,9 +21,9 @@ from streamppo.process import die_with_parent
 
 PR_SET_CHILD_SUBREAPER = 36
 CHECK_MS = 500
-"""Time between two checks for actor and template, if the kernel offers no pidfd."""
+"""Time between two checks whether actor and template run, if the kernel offers no pidfd."""
 ROUND_S, ROUNDS = 0.01, 500
-"""Time between two rounds of kills, and the maximum number of rounds: processes may fork while they are killed."""
+"""Time between two rounds of kills, and the maximum number of rounds: processes may fork during a round."""
 
 
 def adopt_orphans() -> None:
@@ -55,7 +55,6 @@ def fork_template() -> None:
 
 
 def _wait(actor: int, template: int) -> None:
-    """Wait until the actor or the template ends, or SIGTERM arrives."""
     for number in (signal.SIGINT, signal.SIGHUP, signal.SIGCHLD):
         # With SIGCHLD ignored, the kernel collects ended orphans.
         signal.signal(number, signal.SIG_IGN)
@@ -64,7 +63,7 @@ def _wait(actor: int, template: int) -> None:
     watched = list[int]()
     with suppress(OSError):
         watched += [os.pidfd_open(pid) for pid in (actor, template)]
-    # Only the template may have its socket and its output open: when they close, the actor knows that it has ended.
+    # Only the template may have its socket and its output open: the actor learns from their closing that it has ended.
     for name in os.listdir("/proc/self/fd"):
         if int(name) not in watched:
             with suppress(OSError):
@@ -77,7 +76,7 @@ def _wait(actor: int, template: int) -> None:
 
 
 def _exists(pid: int) -> bool:
-    """Return True for a running process, or an ended one that is not collected."""
+    """Return True for a running process, and for an ended one that is not collected."""
     try:
         os.kill(pid, 0)
     except ProcessLookupError:
@@ -101,7 +100,6 @@ def end_descendants() -> None:
 
 
 def _descendants(pid: int) -> list[int]:
-    """Return the pids of all descendants of `pid`."""
     if sys.platform != "linux":
         import psutil
 

@@ -1,7 +1,6 @@
 """A memory page shared by an async reward's process and its actor: the call of the running step, and a step count.
 
-From it the actor learns if one step holds the event loop, and the step's call, even while the interpreter is blocked or
-after the process has died.
+The actor can read the page while the process's interpreter is blocked, and after the process has died.
 """
 
 import asyncio
@@ -18,7 +17,7 @@ from streamppo.tasks.coroutines import observe_steps
 FORMAT = struct.Struct("<QQ")
 TICK_S = 0.05
 CALL: ContextVar[int] = ContextVar("CALL", default=0)
-"""Number of the call to which a task belongs; tasks that it starts inherit it."""
+"""Number of the call to which a task belongs. The tasks that a task starts inherit its number."""
 T = TypeVar("T")
 
 
@@ -39,11 +38,9 @@ class SharedPage:
         self._memory = mmap.mmap(fd, FORMAT.size)
 
     def read(self) -> Step:
-        """Return the running step."""
         return Step(*FORMAT.unpack_from(self._memory))
 
     def write(self, step: Step) -> None:
-        """Record the running step."""
         FORMAT.pack_into(self._memory, 0, *step)
 
 
@@ -64,7 +61,8 @@ def mark_tasks(loop: asyncio.AbstractEventLoop, page: SharedPage) -> None:
     """Make every task of `loop` record its steps, and the loop count a step every `TICK_S`."""
 
     def make(loop: asyncio.AbstractEventLoop, coroutine: Coroutine[Any, Any, T], **options: Any) -> asyncio.Task[T]:
-        return asyncio.Task(observe_steps(coroutine, _Marks(page)), loop=loop, **options)
+        marks = _Marks(page)
+        return asyncio.Task(observe_steps(coroutine, marks.enter, marks.leave), loop=loop, **options)
 
     def tick() -> None:
         step = page.read()

@@ -1,7 +1,7 @@
-"""The actor's side of the template process, which has imported the reward and forks on demand (see worker.py).
+"""The actor's side of the template process, which has imported the reward and forks on demand (worker.py).
 
-multiprocessing's forkserver is as fast (15 ms per fork; 33,000 calls/s). But if its parent is killed by SIGKILL, it
-continues, and so do its stuck children and their descendants.
+multiprocessing's forkserver is as fast (15 ms per fork; 33,000 calls/s). But if its parent is killed by SIGKILL, the
+forkserver continues, and so do its stuck children and their descendants.
 
 The output of the processes is forwarded with a bound, because user code may print any amount. Each line gets the prefix
 `reward FUNCTION: `, so that it cannot imitate one of our log lines.
@@ -85,7 +85,6 @@ class TemplateProcess:
         self._orders = asyncio.Lock()
 
     async def load(self, config: FunctionScorer) -> None:
-        """Let the process import the reward. Raises `TaskError` if that fails."""
         setup = LoadReward(function=config.function, arguments=config.arguments, memory_mib=config.memory_mib)
         self._writer.write(frame(setup))
         try:
@@ -99,11 +98,10 @@ class TemplateProcess:
             raise TaskError(ready.error)
 
     async def fork(self, channel: socket.socket, page: int) -> int:
-        """Fork a process that serves `channel` and records steps in the page of descriptor `page`; return its pid."""
+        """Fork a process with the socket `channel` and the page of descriptor `page`; return its pid."""
         return (await self._order(Order(), channel.fileno(), page)).pid
 
     async def kill(self, pid: int) -> None:
-        """Kill a process and its process group."""
         await self._order(Order(pid=pid))
 
     async def collect(self, pid: int) -> int:
@@ -111,7 +109,6 @@ class TemplateProcess:
         return (await self._order(Order(pid=pid, collect=True))).status
 
     async def close(self) -> None:
-        """End the template, and with it every process."""
         self._writer.close()
         with contextlib.suppress(ConnectionError):
             await self._writer.wait_closed()
@@ -136,7 +133,7 @@ class TemplateProcess:
 
 
 def forward_output(source: int, function: str) -> None:
-    """Forward `source` to standard output in a thread, until every writer has closed it; then close it."""
+    """Forward `source` to standard output in a thread, until every writer has closed `source`; then close it."""
     try:
         target = os.dup(1)
     except OSError:
@@ -165,7 +162,6 @@ def _copy_lines(source: int, target: int, function: str) -> None:
 
 
 def _sanitise(line: bytes, head: bytes) -> bytes:
-    """Return a line with the prefix and without control characters."""
     return head + harmless(line.removesuffix(b"\r").decode(errors="replace")).encode() + b"\n"
 
 

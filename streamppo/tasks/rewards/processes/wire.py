@@ -15,7 +15,7 @@ from streamppo.types import WireStruct
 
 LENGTH = struct.Struct("<I")
 UNSENDABLE = (TypeError, ValueError, OverflowError, RecursionError)
-"""Errors for unsendable columns: an object, too deeply nested lists, ..."""
+"""Errors of columns that cannot be sent: an object, lists that are nested too deeply, ..."""
 T = TypeVar("T")
 
 
@@ -28,7 +28,7 @@ class LoadReward(WireStruct, frozen=True):
 
 
 class Ready(WireStruct, frozen=True):
-    """template -> actor: the reward is loaded, or the error."""
+    """template -> actor: the reward is loaded, or the error of its import."""
 
     error: str = ""
 
@@ -104,7 +104,7 @@ def read_exactly(channel: socket.socket, count: int) -> bytes:
 
 
 class Outbox:
-    """Writes all frames of one turn of the event loop together, because one write costs as much as the rest of a call.
+    """Writes all frames of one turn of the event loop together: a write costs as much as the rest of a call.
 
     If a call blocks or ends the process before the write, the queued frames are lost, and their calls count as running.
     """
@@ -114,7 +114,6 @@ class Outbox:
         self._frames: list[bytes] = []
 
     def put(self, message: bytes) -> None:
-        """Queue a frame for the write at the end of this turn."""
         if not self._frames:
             asyncio.get_running_loop().call_soon(self._write)
         self._frames.append(message)

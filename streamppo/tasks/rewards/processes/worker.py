@@ -52,7 +52,7 @@ OUT_OF_MEMORY = re.compile(
     r"(?<!OutOf)MemoryError|can(no|')t allocate memory|can't start new thread|bad_alloc|failed to map segment",
     re.IGNORECASE,
 )
-"""Messages of Python, torch, the system, C++ and its loader without memory. A thread's stack needs memory, too.
+"""Messages of Python, torch, the system, C++ and its loader if memory is short. A thread's stack needs memory, too.
 
 torch's OutOfMemoryError is about the memory of a GPU.
 """
@@ -80,7 +80,6 @@ def main(fd: int) -> None:
 
 
 def _obey(channel: socket.socket, reward: LoadedReward, setup: LoadReward, processes: set[int]) -> None:
-    """Execute one order of the actor."""
     order, fds = receive_order(channel)
     if not fds:
         # The pid of an already collected process may have been reused by another process.
@@ -114,7 +113,6 @@ def _collect(pid: int, processes: set[int]) -> int:
 
 
 def _kill(pid: int) -> None:
-    """Kill the process and its process group."""
     for end in (os.killpg, os.kill):
         with contextlib.suppress(ProcessLookupError):
             end(pid, signal.SIGKILL)
@@ -155,7 +153,7 @@ def _seed() -> None:
 
 
 def _limit_memory(memory_mib: int) -> None:
-    """Allow `memory_mib` of private memory beyond the present use; a larger allocation raises MemoryError."""
+    """Allow `memory_mib` of private memory beyond the present use. A larger allocation raises MemoryError."""
     status = Path("/proc/self/status")
     if not status.exists():
         return
@@ -165,7 +163,7 @@ def _limit_memory(memory_mib: int) -> None:
 
 
 def _name_limit(outcomes: tuple[Outcome, ...], memory_mib: int) -> tuple[Outcome, ...]:
-    """Add the memory limit to the reasons of failures that it may have caused."""
+    """Name the memory limit in the reasons of failures that it may have caused."""
     advice = f"; the reward's memory_mib ({memory_mib}) bounds memory and the stacks of threads: raise it"
     return tuple(
         structs.replace(outcome, reason=outcome.reason + advice)
@@ -176,7 +174,6 @@ def _name_limit(outcomes: tuple[Outcome, ...], memory_mib: int) -> tuple[Outcome
 
 
 def _serve(channel: socket.socket, reward: LoadedReward, memory_mib: int) -> NoReturn:
-    """Serve one call at a time; the actor enforces the time limit."""
     while True:
         call = receive(channel, Call)
         outcomes = _name_limit(signature.call(reward, call.texts, call.columns), memory_mib)
@@ -184,7 +181,7 @@ def _serve(channel: socket.socket, reward: LoadedReward, memory_mib: int) -> NoR
 
 
 async def _serve_async(channel: socket.socket, page: SharedPage, reward: LoadedReward, memory_mib: int) -> NoReturn:
-    """Serve all calls concurrently, each with its time limit; the actor watches for steps that do not end."""
+    """Serve all calls concurrently, each with its time limit. The actor watches for steps that do not end."""
     reader, writer = await asyncio.open_connection(sock=channel)
     mark_tasks(asyncio.get_running_loop(), page)
     outbox = Outbox(writer)
