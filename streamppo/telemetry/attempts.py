@@ -28,7 +28,7 @@ from typing import Literal, NamedTuple, TypeAlias, TypedDict
 
 End: TypeAlias = Literal["trained", "failed", "dropped", "lost"]
 WINDOW = 20
-"""The number of versions in a window of the length test."""
+"""Number of versions in a window of the length test."""
 LEAST_FAILED, LEAST_Z, LEAST_SHIFT = 20, 4.0, 0.1
 """Least values of a significant length test: failed prompts, |z|, and |`longer` - 1/2|."""
 FIRES = (
@@ -41,8 +41,7 @@ ADVICE = (
     "remaining training set is biased"
 )
 MOST_NAMES, MOST_HOURS, EXACT = 12, 24, 8
-"""At most `MOST_NAMES` reasons and sources have a row each. Hours share at most `MOST_HOURS` rows. Each lag below
-`EXACT` has a row."""
+"""Maximum number of rows for reasons, for sources, and for hours. Each lag below `EXACT` has a row."""
 
 
 class Attempt(NamedTuple):
@@ -184,7 +183,7 @@ def dependence(test: LengthTest | None) -> str | None:
 
 
 def _mann_whitney(failed: Sequence[int], trained: Sequence[int]) -> tuple[float, float]:
-    """Return U and the correction for ties: `ties` in the formula at the top of this file."""
+    """Return U, and `ties` in the formula at the top of this file."""
     count, rank, ranks, ties = len(failed) + len(trained), 0, 0.0, 0
     ordered = sorted([*((length, True) for length in failed), *((length, False) for length in trained)])
     for _, equal in groupby(ordered, key=lambda pair: pair[0]):
@@ -223,7 +222,7 @@ def _rows(
 ) -> Iterable[AttemptRow]:
     """Group attempts by the name that `key` returns, and return a row for each name; no rows for a single name.
 
-    The rows are ordered by the number that `key` returns with the name. Attempts are left out if `key` returns None.
+    The rows are ordered by the number that `key` returns with the name. If `key` returns None, the attempt is left out.
     """
     by_name: dict[str, list[Attempt]] = defaultdict(list)
     places: dict[str, int] = {}

@@ -7,7 +7,7 @@ kv_age            mean of kv_ages
 """
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from statistics import fmean
 from typing import NamedTuple, NotRequired, TypedDict
 
@@ -16,7 +16,7 @@ from streamppo.types import EngineReport
 
 
 class ReuseNumbers(TypedDict):
-    """The numbers above, of one rollout actor or several. A number without tokens to compute it from is absent."""
+    """The numbers above, of one or several rollout actors. A number without tokens to compute it from is absent."""
 
     prefix_reused: NotRequired[float]
     context_reused: NotRequired[float]
@@ -31,11 +31,6 @@ class ContextShares(NamedTuple):
     contexts: float | None
     ages: dict[int, int]
 
-    @property
-    def age(self) -> float | None:
-        """The mean age in versions."""
-        return mean_age(self.ages)
-
 
 def sum_reports(reports: Sequence[EngineReport]) -> ReuseNumbers:
     """Return the cache reuse of rollout actors since their start."""
@@ -48,20 +43,21 @@ def sum_reports(reports: Sequence[EngineReport]) -> ReuseNumbers:
     ages: Counter[int] = Counter()
     for report in reports:
         ages.update(report.kv_ages)
-    if (age := mean_age(ages)) is not None:
-        numbers["kv_age"] = age
+    if reused := ages.total():
+        numbers["kv_age"] = sum(age * tokens for age, tokens in ages.items()) / reused
         numbers["kv_ages"] = {str(versions): ages[versions] for versions in sorted(ages) if ages[versions]}
     return numbers
 
 
 def mean_shares(lines: Sequence[EngineLine]) -> ContextShares:
-    """Average the shares over rollout actors, and add up their reused tokens by age, given one line of each actor."""
+    """Average the shares over rollout actors, and add up their reused tokens by age, from one line of each actor."""
     prefixes = [line["prefix_reused"] for line in lines if "prefix_reused" in line]
     contexts = [line["context_reused"] for line in lines if "context_reused" in line]
     ages: Counter[int] = Counter()
     for line in lines:
         ages.update({int(age): count for age, count in line.get("kv_ages", {}).items()})
-    return ContextShares(_mean(prefixes), _mean(contexts), dict(sorted(ages.items())))
+    prefix_mean, context_mean = (fmean(shares) if shares else None for shares in (prefixes, contexts))
+    return ContextShares(prefix_mean, context_mean, dict(sorted(ages.items())))
 
 
 def newest_lines(lines: Sequence[Line]) -> list[EngineLine]:
@@ -73,13 +69,3 @@ def newest_lines(lines: Sequence[Line]) -> list[EngineLine]:
         if "engine" in line:
             by_engine[line["engine"]] = line
     return list(by_engine.values())
-
-
-def mean_age(ages: Mapping[int, int]) -> float | None:
-    """Return the mean of the ages, weighted by their counts; None if there are none."""
-    count = sum(ages.values())
-    return sum(age * tokens for age, tokens in ages.items()) / count if count else None
-
-
-def _mean(values: Sequence[float]) -> float | None:
-    return fmean(values) if values else None

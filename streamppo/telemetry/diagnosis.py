@@ -47,7 +47,7 @@ class Diagnosis:
 
     @property
     def findings(self) -> dict[str, Sign]:
-        """All findings, including those that ended: early ones (bad settings) first, then in the order of `RULES`."""
+        """All findings, also ended ones: early findings (bad settings) first, then in the order of `RULES`."""
         signs = [self._findings[rule.name] for rule in RULES if rule.name in self._findings]
         return {sign.name: sign for sign in sorted(signs, key=lambda sign: sign.first > EARLY)}
 
@@ -100,7 +100,7 @@ class Diagnosis:
 def diagnose_lines(config: Config, lines: Iterable[Line], summary: Summary | None) -> list[Sign]:
     """Return all findings about a run from its lines in the order of writing.
 
-    Causes come before consequences; findings that no longer hold are included.
+    Causes come before consequences. Findings that no longer hold are included.
     """
     diagnosis = Diagnosis(config)
     for line in lines:

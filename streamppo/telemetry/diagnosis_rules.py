@@ -1,9 +1,8 @@
 """Signs of bad learning: each rule is a small function of a run's numbers. Pure: no disk, no clock.
 
 A rule gets a run's `Evidence` and returns the numbers that made it fire, or None. No rule fires on a healthy run of the
-default configuration. A nearly solved task is not a fault, although its entropy is low, its groups are equal and no
-variance remains to explain. Low entropy of a policy that still improves is not a fault. A single evaluation below the
-previous one is not a fault.
+default configuration. None of these is a fault: low entropy of a policy that still improves; low entropy, equal groups
+or no variance to explain in a nearly solved task; a single evaluation below the previous one.
 """
 
 from collections.abc import Callable
@@ -14,8 +13,7 @@ from streamppo.telemetry import attempts, context_reuse, progress
 from streamppo.telemetry.evidence import SOLVED, WINDOW, Evidence
 
 EARLY = 3
-"""The number of updates before the first check of early rules."""
-
+"""Number of updates before the first check of early rules."""
 CLIPPED, UNMOVED = 0.3, 1e-3
 SPIKE, SPIKE_KL, SPIKES = 10.0, 0.5, 4
 DIVERGED, UNEXPLAINED = 4.0, -0.1
@@ -393,4 +391,4 @@ RULES = (
         _contexts_recomputed,
     ),
 )
-"""All rules: first faults of data and pipeline, then faults of the update, then consequences, then slow stages."""
+"""All rules: faults of data and pipeline, then faults of the update, then consequences, then slow stages."""

@@ -10,7 +10,7 @@ from streamppo.telemetry.metrics_file import EngineLine, EvaluationLine
 from streamppo.telemetry.summary import Summary
 
 WINDOW = 20
-"""The number of updates in a window."""
+"""Number of updates in a window."""
 SOLVED = 0.8
 """A task is nearly solved at this share of reward.correct_at, or at this held-out accuracy."""
 RISEN, RISE_WINDOWS = 0.01, 3
@@ -61,8 +61,8 @@ class Evidence(NamedTuple):
     def correct_share(self) -> float:
         """The share of correct answers: the smaller of the samples' mean reward and the held-out accuracy.
 
-        A single version may be unlucky, so the better of the last two evaluations counts. Evaluations that are more
-        than about `RISE_WINDOWS` windows old describe another policy and are ignored.
+        A single version may be unlucky, so the better of the last two evaluations counts. Evaluations older than about
+        `RISE_WINDOWS` windows are ignored, because they are of another policy.
         """
         share = self._share(self.mean("reward"))
         scored = progress.evaluations_with_score(self.evaluations)[-2:]
@@ -82,7 +82,6 @@ class Evidence(NamedTuple):
 
     @property
     def is_solved(self) -> bool:
-        """Whether nearly all answers are correct."""
         accuracy = next((evaluation["accuracy"] for evaluation in reversed(self.evaluations)), None) or 0.0
         reward = self.mean("reward") or 0.0
         return accuracy >= SOLVED or reward >= SOLVED * self.config.reward.correct_at

@@ -9,7 +9,7 @@ import os
 from collections.abc import Iterable
 from itertools import takewhile
 from pathlib import Path
-from typing import Annotated, NamedTuple, NotRequired, TypeAlias, TypedDict, TypeGuard
+from typing import Annotated, NamedTuple, NotRequired, TypeAlias, TypedDict, TypeGuard, get_args
 
 import msgspec
 
@@ -20,9 +20,9 @@ METRICS = "metrics.jsonl"
 FINISHED = "finished"
 """The outcome of a run that made all its updates."""
 Number: TypeAlias = Annotated[float, msgspec.Meta(ge=-1e15, le=1e15)]
-"""The type of a line's required numbers: finite, and small enough to be rounded."""
+"""The type of the required numbers of a line: finite, and small enough to be rounded."""
 Digits: TypeAlias = Annotated[str, msgspec.Meta(pattern=r"^-?[0-9]{1,18}$")]
-"""A lag or an age in versions as a string, because JSON allows only strings as names."""
+"""The type of a lag or an age in versions. It is a string, because JSON allows only strings as names."""
 
 
 class PartLine(TypedDict):
@@ -88,7 +88,7 @@ class PhasesLine(TypedDict):
 
 
 class QueueLine(TypedDict):
-    """The number of trajectories that are ready in the queue (`queue`), and that are being sampled (`in_flight`).
+    """Trajectories that are ready in the queue (`queue`), and that are being sampled (`in_flight`).
 
     `skipped_prompts` counts the prompts that `algorithm.curriculum` has skipped so far.
     """
@@ -156,18 +156,7 @@ Line: TypeAlias = (
     | RestartLine
     | EndLine
 )
-KINDS: dict[str, type[Line]] = {
-    "part": PartLine,
-    "update": UpdateLine,
-    "remade": RemadeLine,
-    "redone": RedoneLine,
-    "evaluation": EvaluationLine,
-    "phases": PhasesLine,
-    "queue": QueueLine,
-    "engine": EngineLine,
-    "restart": RestartLine,
-    "end": EndLine,
-}
+KINDS: dict[str, type[Line]] = {next(iter(kind.__annotations__)): kind for kind in get_args(Line)}
 """The type of a line for each kind."""
 
 
@@ -198,8 +187,7 @@ class Tail:
                 self._recognize((status.st_dev, status.st_ino), status.st_size)
                 self.written_s = status.st_mtime
                 file.seek(self.end)
-                # A concurrent write may leave a line incomplete, so reading ends before the first line without a
-                # newline.
+                # During a concurrent write a line may have no newline yet: reading ends before this line.
                 complete = list(takewhile(lambda text: text.endswith(b"\n"), file.readlines(most_bytes)))
         except FileNotFoundError:
             self.written_s = 0.0
@@ -273,7 +261,7 @@ def drop_truncated_line(folder: Path) -> None:
     """Remove a truncated last line. Otherwise the next line would be appended to it."""
     path = folder / METRICS
     if path.exists():
-        os.truncate(path, len(_to_newline(durable.read(path))))
+        os.truncate(path, durable.read(path).rfind(b"\n") + 1)
 
 
 def drop_after(folder: Path, version: int) -> None:
@@ -322,8 +310,3 @@ def is_line(content: object) -> TypeGuard[Line]:
     except (msgspec.ValidationError, UnicodeError):
         return False
     return True
-
-
-def _to_newline(data: bytes) -> bytes:
-    """Drop the truncated line after the last newline."""
-    return data[: data.rfind(b"\n") + 1]

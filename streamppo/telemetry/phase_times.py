@@ -9,9 +9,8 @@ from streamppo.telemetry.metrics_file import Line, PhasesLine
 Spending: TypeAlias = tuple[int, float, float]
 """Calls, wall seconds and CPU seconds of a phase, as in a line of metrics.jsonl."""
 NOTHING: Spending = (0, 0.0, 0.0)
-
 ELSEWHERE = "elsewhere"
-"""The name for the CPU time that a process spends outside its phases: overhead, other threads, and Ray."""
+"""The name for the CPU time of a process outside its phases: overhead, other threads, and Ray."""
 
 
 class PerUpdate(NamedTuple):
@@ -45,7 +44,7 @@ def _began(line: PhasesLine) -> float:
 
 
 def between(before: Mapping[str, Spending], after: Mapping[str, Spending]) -> dict[str, Spending]:
-    """Return what was spent between two lines of a process."""
+    """Return what a process spent between two of its lines."""
     return {
         name: (calls - then[0], wall_s - then[1], cpu_s - then[2])
         for name, (calls, wall_s, cpu_s) in after.items()

@@ -12,7 +12,6 @@ from streamppo.telemetry.metrics_file import EvaluationLine
 
 SIGMAS = 3.0
 """Two accuracies differ if their difference exceeds this number of standard errors of the difference."""
-
 WORSE = "worse than at the start"
 
 
@@ -64,11 +63,8 @@ def verdict(evaluations: Sequence[EvaluationLine]) -> str:
     evaluated = evaluations_with_score(evaluations)
     if len(evaluated) < 2:
         return ""
-    first, last, best = (
-        evaluated[0],
-        evaluated[-1],
-        max(evaluated, key=lambda scored: (scored.accuracy, scored.version)),
-    )
+    first, last = evaluated[0], evaluated[-1]
+    best = max(evaluated, key=lambda scored: (scored.accuracy, scored.version))
     if is_below(last, first):
         change = WORSE
     elif is_below(first, last):

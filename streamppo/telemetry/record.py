@@ -32,12 +32,10 @@ from streamppo.types import EngineReport, EvaluationReport, QueueReport, UpdateR
 
 PACKAGES = ("streamppo", "torch", "ray", "transformers", "msgspec", "numpy")
 SUMMARY = "summary.json"
-
 REPORTS_S = 8.0
-"""The minimum number of seconds between two lines about a process, which reports at least every 10 s."""
-
+"""Minimum seconds between two lines about a process. A process reports at least every 10 s."""
 DAMAGE_SHOWN = 3
-"""The maximum number of damaged lines that are logged one by one."""
+"""Maximum number of damaged lines that are logged one by one."""
 
 log = logging.getLogger(__name__)
 
@@ -111,7 +109,7 @@ class RunRecord:
     def complete_to(self) -> float:
         """The newest version from which a resume can continue without a gap in the lines of updates.
 
-        It is infinite if metrics.jsonl is missing or damaged, because a resume does not repeat updates for lost lines.
+        It is infinite if metrics.jsonl is missing or damaged: a resume does not repeat updates for lost lines.
         """
         return math.inf if self._lost else self.version
 
@@ -123,7 +121,7 @@ class RunRecord:
     def drop_unpublished(self, newest: int) -> None:
         """Remove the lines of updates that made versions above `newest`, the newest version in the journal.
 
-        The driver was killed before such a version was published. Its update is repeated, perhaps with another
+        The driver was killed before these versions were published. The updates are repeated, perhaps with another
         configuration.
         """
         if self.version > newest:
@@ -152,7 +150,6 @@ class RunRecord:
         self._write("remade", version, {**metrics, "lag_histogram": _named(lag_histogram)})
 
     def evaluation(self, version: int, parts: Sequence[EvaluationReport]) -> None:
-        """Record all actors' answers to the evaluation of `version`."""
         count, failed = sum(part.count for part in parts), sum(part.failed for part in parts)
         accuracy = sum(part.correct for part in parts) / count if count else None
         versions = [min(part.min_version for part in parts), max(part.max_version for part in parts)]
@@ -169,7 +166,6 @@ class RunRecord:
         log.info(f"{begin} accuracy {accuracy:.3f} on {count} held-out{without}")
 
     def restart(self, stage: str, reason: str) -> None:
-        """Record that a stage died and is restarted."""
         self._write("restart", stage, {"reason": reason})
         log.warning(f"{reason}; starting {stage} again")
 
@@ -196,7 +192,7 @@ class RunRecord:
         self._show_event("engine", report.actor, content, written=written)
 
     def tick(self, doing: str) -> None:
-        """Update the display's time and check the trackers. `doing` says what the driver waits for."""
+        """Update the time on the display, and check the trackers. `doing` says what the driver waits for."""
         self.display.tick(doing, self.wall_s)
         if self._sinks is not None:
             self._sinks.check()
@@ -297,7 +293,7 @@ class RunRecord:
 
     @contextmanager
     def _after(self, outcome: str) -> Generator[None]:
-        """If the run has failed, log a disk error of the block, which must not hide the run's error; else raise it."""
+        """Raise a disk error of the block, or only log it if the run has failed: the run's error is more important."""
         try:
             yield
         except RunError as error:

@@ -19,11 +19,11 @@ from streamppo.types import EngineReport, QueueReport
 STAGES = ("rollout", "queue", "learner")
 """The stages that are restarted when they die."""
 WINDOW = 10
-"""The number of updates averaged for the "start" and the "final" reward."""
+"""Number of updates whose mean is the "start" or the "final" reward."""
 
 
 class StartAndEnd(TypedDict):
-    """The value of a number at the start of a run and at its end."""
+    """The value of a number at the start and at the end of a run."""
 
     start: float | None
     final: float | None
@@ -32,7 +32,7 @@ class StartAndEnd(TypedDict):
 class LagSummary(TypedDict):
     """Lags of tokens in versions: the number of tokens by lag, and the mean, 99th percentile and maximum.
 
-    The last three are None without tokens.
+    Without tokens these three numbers are None.
     """
 
     mean: float | None
@@ -84,8 +84,7 @@ class EngineTotals(ReuseNumbers):
     """Sums over the engines that ran at the end, each since its start, and their cache reuse (context_reuse.py).
 
     `tokens_per_s` adds up the engines' tokens per second. `restarts` counts engine processes that an actor restarted.
-    `stalls` counts environment steps that blocked an actor, by file and line. `agents` counts requests by
-    outcome.
+    `stalls` counts environment steps that blocked an actor, by file and line. `agents` counts requests by outcome.
     """
 
     actors: list[dict[str, str | int]]
@@ -121,8 +120,7 @@ def line_totals(lines: Sequence[Line]) -> LineTotals:
     updates = sorted((line for line in lines if "update" in line), key=lambda line: line["update"])
     all_updates = updates_in_order(lines)
     evaluations = [(line["evaluation"], line["accuracy"]) for line in lines if "evaluation" in line]
-    # Lines are in the order in which evaluations ended. The sort is stable, so the newest of several results for one
-    # version comes last.
+    # The sort is stable, so the newest of several results for a version comes last.
     evaluations.sort(key=lambda evaluation: evaluation[0])
     restarts = Counter(line["restart"] for line in lines if "restart" in line)
     update_s = sum(line["update_s"] for line in updates)
@@ -213,7 +211,7 @@ def engine_totals(engines: Sequence[EngineReport]) -> EngineTotals | None:
 
 
 def _youngest(histogram: Mapping[str, int], too_old: int) -> dict[str, int]:
-    """Remove the `too_old` tokens with the largest lags: `max_lag` excluded these tokens from the loss."""
+    """Remove the `too_old` tokens with the largest lags, which `max_lag` excludes from the loss."""
     remaining: dict[str, int] = {}
     for lag in sorted(histogram, key=int, reverse=True):
         excluded = min(too_old, histogram[lag])

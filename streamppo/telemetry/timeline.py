@@ -7,24 +7,21 @@ from streamppo.telemetry.metrics_file import EngineLine, Line, UpdateLine
 
 
 class EngineInterval(NamedTuple):
-    """The interval between two consecutive lines of a rollout actor."""
+    """The interval between two consecutive lines of a rollout actor. An engine is idle if it has nothing to decode."""
 
     before: EngineLine
     line: EngineLine
 
     @property
     def tokens(self) -> int:
-        """The number of tokens sampled."""
         return self.line["tokens"] - self.before["tokens"]
 
     @property
     def tokens_per_s(self) -> float:
-        """The number of tokens sampled per second."""
         return self.tokens / max(self.line["wall_s"] - self.before["wall_s"], 1e-9)
 
     @property
     def idle_s(self) -> float:
-        """The seconds in which the engine had nothing to decode."""
         return self.line["idle_s"] - self.before["idle_s"]
 
     @property
@@ -34,7 +31,7 @@ class EngineInterval(NamedTuple):
 
     @property
     def idle(self) -> float:
-        """The share of the interval in which the engine had nothing to decode."""
+        """The idle share of `lived_s`."""
         return self.idle_s / max(self.lived_s, 1e-9)
 
 
@@ -50,7 +47,7 @@ def engine_intervals(lines: Sequence[Line]) -> Iterator[EngineInterval]:
 
 
 def engine_interval(before: EngineLine | None, line: EngineLine) -> EngineInterval:
-    """Return the interval up to `line`. Without a line `before` in the actor's life, it begins with the actor."""
+    """Return the interval up to `line`. Without a line `before` of the same engine, it begins with the engine."""
     if before is not None and before["tokens"] <= line["tokens"]:
         return EngineInterval(before, line)
     began_s = max(0.0, line["wall_s"] - line["busy_s"] - line["idle_s"])

@@ -27,7 +27,7 @@ from streamppo.telemetry.metrics_file import Line
 EVERY_S = 10.0
 """Seconds between two log lines about updates."""
 DRAW_S, CLOCK_S = 0.5, 1.0
-"""Minimum seconds between two drawings: `DRAW_S` if the state has changed, otherwise `CLOCK_S` to update the clock."""
+"""Minimum seconds between two drawings: `DRAW_S` if the state has changed, else `CLOCK_S`, for the clock."""
 REPORTS_S = 2.0
 """Seconds between two reports of queue and engines for the live view."""
 STDOUT = 1
@@ -47,23 +47,18 @@ class Display(Protocol):
 
     def line(self, line: Line) -> None:
         """Show an event of the run, given as a line of metrics.jsonl."""
-        ...
 
     def update(self, text: str, *, is_last: bool) -> None:
         """Show an update, given as a readable line."""
-        ...
 
     def tick(self, doing: str, wall_s: float) -> None:
         """Show that the run has lasted `wall_s` seconds, and that the driver waits for `doing`."""
-        ...
 
     def say(self, text: str) -> None:
         """Announce at once, from a signal handler, that the run stops."""
-        ...
 
     def close(self) -> None:
         """Stop drawing. Later log lines still appear."""
-        ...
 
 
 def display(config: Config, folder: Path, diagnosis: Diagnosis | None = None) -> Display:
@@ -85,7 +80,7 @@ def empty_state(config: Config, folder: Path, diagnosis: Diagnosis | None = None
 
 
 class PlainLines:
-    """Logs a line every `EVERY_S` seconds, and a line for the last update."""
+    """Logs an update if it is the last, or if `EVERY_S` seconds have passed since the previous line."""
 
     reports_s = EVERY_S
 
@@ -93,16 +88,15 @@ class PlainLines:
         self._logged_at = time.monotonic()
 
     def line(self, line: Line) -> None:
-        """Show nothing, because important events are logged elsewhere."""
+        """Do nothing: important events are logged elsewhere."""
 
     def update(self, text: str, *, is_last: bool) -> None:
-        """Log the line if it is the last, or if `EVERY_S` seconds have passed since the previous line."""
         if is_last or time.monotonic() - self._logged_at > EVERY_S:
             self._logged_at = time.monotonic()
             log.info(text)
 
     def tick(self, doing: str, wall_s: float) -> None:
-        """Show nothing, because the time needs no log line."""
+        """Do nothing."""
 
     def say(self, text: str) -> None:
         """Write to the descriptor of standard output: the signal may have interrupted a write to `sys.stdout`."""
@@ -114,7 +108,7 @@ class PlainLines:
 
 
 class LiveView:
-    """Draws the view at the bottom of the terminal, and logs plain lines if the terminal closes."""
+    """Draws the view at the bottom of the terminal. If the terminal closes, it logs plain lines."""
 
     reports_s = REPORTS_S
 
@@ -134,13 +128,12 @@ class LiveView:
         self._changed = True
 
     def update(self, text: str, *, is_last: bool) -> None:
-        """Store the line, to be shown if the terminal is too small for the view. Log it if the terminal has closed."""
+        """Store the line for a terminal that is too small for the view. Log it if the terminal has closed."""
         self._state.line = text
         if self._closed or self._screen.size() is None:
             self._plain.update(text, is_last=is_last)
 
     def tick(self, doing: str, wall_s: float) -> None:
-        """Draw the view if a drawing is due."""
         present = time.monotonic()
         wait_s = DRAW_S if self._changed or doing != self._state.doing else CLOCK_S
         if self._closed or present - self._drawn_at < wait_s:
@@ -186,21 +179,20 @@ class LiveView:
 
 
 class _Warnings(logging.Handler):
-    """Stores the newest warning of the driver."""
+    """Stores the first line of the driver's newest warning."""
 
     def __init__(self, state: RunState) -> None:
         super().__init__(logging.WARNING)
         self._state = state
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Store the first line of the warning."""
         self._state.warn(record.getMessage().partition("\n")[0])
 
 
 def memory_in_use() -> tuple[float, float] | None:
-    """Return the used memory (without droppable caches) and the total memory of the machine or container in GiB.
+    """Return the used memory (without caches that can be dropped) and the total memory in GiB; None if unreadable.
 
-    Returns None if they cannot be read.
+    A container's memory limit counts as the total.
     """
     try:
         rows = dict(line.split(":", 1) for line in MEMINFO.read_text().splitlines())

@@ -6,9 +6,9 @@ from itertools import pairwise
 from rich.cells import cell_len, set_cell_size
 
 EIGHTHS = " ▁▂▃▄▅▆▇█"
-"""Characters for a cell of which 0 to 8 eighths are filled, from below."""
+"""Characters of a cell that is filled from below by 0 to 8 eighths."""
 LEFT_EIGHTHS = ("", "▏", "▎", "▍", "▌", "▋", "▊", "▉")
-"""Characters for a cell of which 0 to 7 eighths are filled, from the left."""
+"""Characters of a cell that is filled from the left by 0 to 7 eighths."""
 
 
 def curve(values: Sequence[float], width: int, height: int = 1) -> list[str]:

@@ -9,9 +9,9 @@ from streamppo.telemetry.live.state import RunState
 LABEL = 10
 """Cells of a row's label."""
 WAITS = 0.1
-"""A stage counts as waiting if it waits for at least this share of its time."""
+"""A stage waits if it waits for at least this share of its time."""
 BUCKETS = ((0, 0), (1, 1), (2, 2), (3, 4), (5, 8), (9, None))
-"""Buckets of lags, as in the metrics. All lags from 9 on share a bucket, so that the row fits the terminal."""
+"""Buckets of lags. All lags from 9 on share a bucket, so that the row fits the terminal."""
 TALL_BAR = 24
 """Cells of the longest bar if each bucket of lags has its own row."""
 
@@ -93,7 +93,6 @@ def _tall_lags(state: RunState, width: int) -> list[Text]:
 
 
 def _queue(state: RunState, width: int) -> list[Text]:
-    """Show the number of ready trajectories as a share of a batch, and the number being sampled."""
     if not state.ready + state.in_flight:
         return []
     row = labelled_row("queue", (f"{state.ready}", "bold"), f" of {state.batch_size} ready ")
@@ -104,7 +103,6 @@ def _queue(state: RunState, width: int) -> list[Text]:
 
 
 def _speed(state: RunState, width: int) -> list[Text]:
-    """Show the tokens sampled and trained on per second, and the share of reused contexts."""
     row = labelled_row("speed")
     sampled, trained, update_s = state.sampled_per_s, state.trained_per_s, state.update_s
     if sampled is None and trained is None:

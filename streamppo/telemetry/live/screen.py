@@ -39,12 +39,10 @@ class Screen:
 
     @property
     def has_rows(self) -> bool:
-        """Whether rows are shown."""
         return bool(self._rows)
 
     @property
     def terminal(self) -> TextIO:
-        """The original standard output."""
         return self._replaced["stdout"][0] if "stdout" in self._replaced else sys.stdout
 
     def size(self) -> os.terminal_size | None:
@@ -55,7 +53,6 @@ class Screen:
             return None
 
     def draw(self, rows: Sequence[ScreenRow]) -> None:
-        """Replace the rows on the screen by `rows`."""
         self._replace_streams()
         with self._locked():
             erase, self._rows = self._to_first_row(), rows
@@ -117,11 +114,11 @@ class Screen:
             self.terminal.flush()
 
     def _with(self, text: str) -> str:
-        """Return the characters to print so that `text` appears above the rows."""
+        """Return the characters that print `text` above the rows."""
         return f"{self._to_first_row()}{ERASE_BELOW if self._rows else ''}{text}{self._drawn()}"
 
     def _to_first_row(self) -> str:
-        """Return the characters to print so that the cursor moves to the first row.
+        """Return the characters that move the cursor to the first row.
 
         If the terminal has become narrower, rows may be wrapped: they are counted as wrapped, and erased.
         """
@@ -152,7 +149,6 @@ class StreamAbove(io.TextIOBase):
 
     @property
     def encoding(self) -> str:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """The encoding of the original stream."""
         return self._stream.encoding
 
     def write(self, text: str, /) -> int:
@@ -169,13 +165,10 @@ class StreamAbove(io.TextIOBase):
             self.write("\n")
 
     def writable(self) -> bool:
-        """Return True."""
         return True
 
     def isatty(self) -> bool:
-        """Return whether the original stream is a terminal."""
         return self._stream.isatty()
 
     def fileno(self) -> int:
-        """Return the descriptor of the original stream."""
         return self._stream.fileno()

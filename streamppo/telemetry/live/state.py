@@ -14,9 +14,9 @@ from streamppo.telemetry.metrics_file import EngineLine, EvaluationLine, Line, S
 from streamppo.telemetry.timeline import EngineInterval
 
 WINDOW = 20
-"""The number of newest updates that speeds and shares cover."""
+"""Speeds and shares cover this number of newest updates."""
 CURVES = ("reward", "entropy", "ess", "length", "lag_mean")
-"""The metrics with a curve."""
+"""The metrics that have a curve."""
 
 
 class Pace(NamedTuple):
@@ -64,7 +64,6 @@ class RunState:
     diagnosis: Diagnosis | None = None
 
     def add(self, line: Line) -> None:
-        """Add one line of metrics.jsonl."""
         self.wall_s = max(self.wall_s, line["wall_s"])
         if "update" in line:
             self._add_update(line)
@@ -86,7 +85,6 @@ class RunState:
             self.ended = line["end"]
 
     def warn(self, text: str) -> None:
-        """Store the newest warning."""
         self.warning, self.warned_s = text, self.wall_s
 
     # --- derived numbers -------------------------------------------------------------------------------------
@@ -99,18 +97,18 @@ class RunState:
 
     @property
     def seconds_left(self) -> float | None:
-        """The remaining seconds at the speed of the newest updates; None before the second update."""
+        """The remaining seconds at this speed."""
         update_s = self.update_s
         return None if update_s is None else update_s * max(0, self.updates - self.version)
 
     @property
     def update_s(self) -> float | None:
-        """Mean seconds between two updates, over the newest updates."""
+        """Mean seconds between two updates, over the newest updates; None before the second update."""
         return None if self._lasted_s is None else self._lasted_s / (len(self.paces) - 1)
 
     @property
     def learner_waits(self) -> float | None:
-        """The share of its time that the learner spent waiting for batches, in the newest updates."""
+        """The share of its time that the learner waited for batches, in the newest updates."""
         update_s = sum(pace.update_s for pace in self.paces)
         return sum(pace.wait_s for pace in self.paces) / update_s if update_s else None
 
@@ -122,13 +120,12 @@ class RunState:
 
     @property
     def sampled_per_s(self) -> float | None:
-        """Tokens per second sampled by all engines together."""
+        """Sum of the engines' sampled tokens per second."""
         rates = [engine.tokens / engine.lived_s for engine in self.engines.values() if engine.lived_s > 0]
         return sum(rates) if rates else None
 
     @property
     def trained_per_s(self) -> float | None:
-        """Tokens per second that the learner trained on."""
         if self._lasted_s is None:
             return None
         return sum(pace.tokens_trained for pace in list(self.paces)[1:]) / max(self._lasted_s, 1e-9)

@@ -21,7 +21,7 @@ from streamppo.terminal import harmless
 LEAST_COLUMNS, LEAST_ROWS = 60, 8
 """A smaller terminal shows one line."""
 WIDE = 120
-"""The layout has two columns if the terminal has at least this number of columns."""
+"""With at least this number of columns the layout has two columns."""
 GAP = 4
 """Cells between the two columns."""
 STYLES = {"reward": "green", "entropy": "blue", "ess": "magenta", "length": "yellow", "lag_mean": "cyan"}
@@ -30,18 +30,18 @@ LABELS = {"reward": "reward", "entropy": "entropy", "ess": "ess", "length": "len
 CTRL_C = "Ctrl-C: save a last checkpoint and end; twice: end at once"
 STOPPING = "stopping: a last checkpoint is saved; Ctrl-C: end at once"
 VALUE, RANGE = 8, 14
-"""Cells for the newest value, which is left of a curve, and for the range of values, which is right of it."""
+"""Cells for the newest value, left of a curve, and for the range of values, right of the curve."""
 TREND = 3
-"""From this number of evaluations on, the x axis of the accuracy's curve is the version."""
+"""If there are at least so many evaluations, the x axis of the accuracy's curve is the version."""
 TALLEST = 8
-"""The maximum number of rows of a curve."""
+"""Maximum number of rows of a curve."""
 VERSION = 7
 """Cells for the version of the newest evaluation."""
 
 
 def view(state: RunState, columns: int, rows: int) -> list[Text]:
-    """Return the rows of the view, each of at most `columns` - 1 cells. Some of `rows` are left for log lines."""
-    width, room = columns - 1, _room(rows)
+    """Return the rows of the view, each of at most `columns` - 1 cells. Some of `rows` stay free for log lines."""
+    width, room = columns - 1, min(rows - 1, max(rows * 3 // 4, 12))
     if columns < LEAST_COLUMNS or rows < LEAST_ROWS:
         texts = [_line(state, width)]
     elif columns < WIDE:
@@ -61,15 +61,11 @@ def final_rows(state: RunState, columns: int) -> list[Text]:
     texts = [_progress(state, width), *_curve(state, "reward", width, 1)]
     texts += [*_held_out(state, width), *waits(state, width)]
     texts += [_warning(state, width)] if state.present_warning else []
-    texts += [_end(state, width)] if state.ended not in ("", FINISHED) else []
+    if state.ended not in ("", FINISHED):
+        texts.append(labelled_row("ended", (truncate(harmless(state.ended), width - LABEL), "bold red")))
     for row in texts:
         row.truncate(width)
     return texts
-
-
-def _room(rows: int) -> int:
-    """Return the number of rows for the view: three quarters of the terminal's rows, but at least 12."""
-    return min(rows - 1, max(rows * 3 // 4, 12))
 
 
 # --- the layouts ---------------------------------------------------------------------------------------------
@@ -145,7 +141,7 @@ def _title(state: RunState, width: int) -> Text:
 
 
 def _line(state: RunState, width: int) -> Text:
-    """Show the newest update or what the driver waits for. If `width` is negative (unknown), cut nothing off."""
+    """Show the newest update or what the driver waits for. A negative `width` is unknown, and nothing is cut off."""
     text = harmless(state.line or state.doing)
     return Text(text if width < 0 else text[:width])
 
@@ -174,7 +170,6 @@ def _progress(state: RunState, width: int) -> Text:
 
 
 def _curve(state: RunState, name: str, width: int, height: int) -> list[Text]:
-    """Show a metric's newest value and curve, with the label in the curve's top row."""
     return _drawn(LABELS[name], state.curves[name], width, height, STYLES[name])
 
 
@@ -190,7 +185,7 @@ def _held_out(state: RunState, width: int, height: int = 1) -> list[Text]:
 def _over_versions(held_out: Sequence[tuple[int, float]], cells: int) -> list[float]:
     """Interpolate the accuracies linearly over versions, with one value for each cell of the curve.
 
-    Return the accuracies unchanged if there are fewer than `TREND` of them, or more than cells.
+    If there are fewer than `TREND` accuracies, or more than cells, return them unchanged.
     """
     if len(held_out) < TREND or cells < len(held_out):
         return [accuracy for _, accuracy in held_out]
@@ -219,10 +214,6 @@ def _warning(state: RunState, width: int) -> Text:
     )
 
 
-def _end(state: RunState, width: int) -> Text:
-    return labelled_row("ended", (truncate(harmless(state.ended), width - LABEL), "bold red"))
-
-
 def _sample(state: RunState, width: int) -> list[Text]:
     """Show the end of a prompt and the beginning of its completion in one row, without control characters."""
     if state.sampled is None:
@@ -231,14 +222,13 @@ def _sample(state: RunState, width: int) -> list[Text]:
     tail = f"  reward {sample['reward']:.3g}  v{sample['version']}"
     room = width - LABEL - len(tail) - 3
     prompt, completion = harmless(sample["prompt"]), harmless(sample["completion"])
-    # The end of the prompt is shown because most prompts end with the question. The completion gets half of the row.
+    # Most prompts end with the question. The completion gets half of the row.
     prompt = _tail(prompt, max(room // 2, room - len(completion)))
     shown_completion = truncate(completion, room - Text(prompt).cell_len)
     return [labelled_row("sample", (prompt, "dim"), (" → ", "dim"), shown_completion, (tail, "dim"))]
 
 
 def _tail(text: str, width: int) -> str:
-    """Return the last `width` cells of `text`."""
     short = text
     while Text(short).cell_len > width:
         short = short[max(1, len(short) - width) :]

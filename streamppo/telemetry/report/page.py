@@ -14,7 +14,7 @@ from streamppo.telemetry.report.plot import Bar, Curve, Point
 from streamppo.telemetry.report.view import RunsTable, View
 
 COLOURS = 6
-"""The number of curve colours in the page's style. If there are more runs, colours repeat."""
+"""Number of curve colours in the page's style. If there are more runs, colours repeat."""
 
 
 class Panel(NamedTuple):
@@ -116,14 +116,13 @@ COMPUTED = {
     "accuracy": "share of held-out prompts with a correct greedy answer, by the version evaluated",
     "wait_share": "wait_s / update_s: share of the learner's time spent waiting for a batch",
 }
-"""Descriptions of the curves that are computed in this file, not recorded as metrics."""
+"""Descriptions of the curves that this file computes from other metrics."""
 
 
 class Chart(NamedTuple):
     """A drawn panel. `help` has the name and description of each metric. `legend` has the curves if there are several.
 
-    `is_flat` is true if every curve is constant, for example a clip fraction that is always 0. `says` explains to the
-    user how to read the chart.
+    `is_flat` is true if every curve is constant, for example a clip fraction that is always 0.
     """
 
     title: str
@@ -143,16 +142,9 @@ def render(
 
     Each element of `differences` and of `predicted` is a table and the sentence above it.
     """
-    return (
-        environment()
-        .get_template("page.html")
-        .render(
-            views=views,
-            runs=[run_view for run_view in views if not run_view.is_replay],
-            differences=differences,
-            predicted=predicted,
-        )
-    )
+    runs = [run_view for run_view in views if not run_view.is_replay]
+    template = environment().get_template("page.html")
+    return template.render(views=views, runs=runs, differences=differences, predicted=predicted)
 
 
 def environment(*folders: Path) -> Environment:
@@ -212,7 +204,6 @@ def _chart(panel: Panel, views: Sequence[View], lines: Sequence[Sequence[Mapping
 
 
 def _by_version(run_view: View) -> list[Mapping[str, object]]:
-    """Return one line for each update, original or remade, with its version under the name `update`."""
     return [{"update": version_of(line), **line} for line in summary.updates_in_order(run_view.lines)]
 
 

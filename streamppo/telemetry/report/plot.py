@@ -15,22 +15,22 @@ from markupsafe import Markup, escape
 WIDTH, HEIGHT = 480.0, 200.0
 LEFT, RIGHT, TOP, BOTTOM = 46.0, 8.0, 18.0, 20.0
 MOST_POINTS = 400
-"""The maximum number of points of a curve. If a curve has more values, each point is the mean of several values."""
+"""Maximum number of points of a curve. If a curve has more values, each point is the mean of several values."""
 MOST_COLUMNS = 120
-"""The maximum number of columns of a heat map. If more histograms are given, each column is the sum of several."""
+"""Maximum number of columns of a heat map. If more histograms are given, each column is the sum of several."""
 PARTS = 16
-"""The number of equal bins of a histogram."""
+"""Number of equal bins of a histogram."""
 NAME = 64.0
 """The width reserved for the name of the x axis."""
 MOST_ROWS = 16
-"""A heat map has a row for each number up to this one; its top row also counts all larger numbers."""
+"""A heat map has a row for each number up to this number. Its top row also counts all larger numbers."""
 TICKS, X_TICKS = 4, 6
 FEW = 12
 """A curve with fewer points has a dot at each point."""
 TREND = 3
 """A curve with fewer points has no line between its points."""
 LEAST_SMOOTHED, SAW_TOOTH = 30, 0.04
-"""A curve is jagged if it has at least this number of points, and a point's mean distance from the middle of its two
+"""A curve is jagged if it has at least so many points, and the mean distance of a point from the middle of its two
 neighbours exceeds this share of the curve's height."""
 Point = tuple[float, float]
 
@@ -45,7 +45,6 @@ class Curve(NamedTuple):
 
     @property
     def is_flat(self) -> bool:
-        """Whether all values are equal."""
         return len({y for _, y in self.points}) < 2
 
 
@@ -78,10 +77,11 @@ class Histogram(NamedTuple):
 def curves(all_curves: Sequence[Curve], x_name: str, unit: str = "") -> Markup:
     """Draw curves over one x axis; empty without points. `unit` is the unit of the values.
 
-    A curve that ends before the others has a dot at its end. A jagged curve is pale, and its running mean is drawn over
-    it.
+    A curve that ends before the others has a dot at its end. A jagged curve is pale, with its running mean over it.
     """
-    all_curves = [curve._replace(points=_thin_out(_finite(curve.points))) for curve in all_curves]
+    all_curves = [
+        curve._replace(points=_thin_out([(x, y) for x, y in curve.points if math.isfinite(y)])) for curve in all_curves
+    ]
     if not any(curve.points for curve in all_curves):
         return Markup("")
     xs = [x for curve in all_curves for x, _ in curve.points]
@@ -218,10 +218,6 @@ def _wide(low: float, high: float) -> Point:
     return (low, high) if high > low else (low, low + 1.0)
 
 
-def _finite(points: Sequence[Point]) -> list[Point]:
-    return [(x, y) for x, y in points if math.isfinite(y)]
-
-
 def _thin_out(points: Sequence[Point]) -> list[Point]:
     size = math.ceil(len(points) / MOST_POINTS)
     parts = [points[begin : begin + size] for begin in range(0, len(points), size)] if size > 1 else []
@@ -260,13 +256,12 @@ def _ticks(axis: _Axis, count: int = TICKS) -> list[float]:
 
 
 def _marks(x_axis: _Axis) -> list[str]:
-    """Return the numbers below the x axis. No number is placed where the axis's name is, at the right end."""
+    """Return the numbers below the x axis. The right end is left free for the axis's name."""
     places = [(x_axis.place(tick), abbreviate(tick)) for tick in _ticks(x_axis, X_TICKS)]
     return [_text(x, HEIGHT - 5, text, "middle") for x, text in places if x < WIDTH - NAME]
 
 
 def _names(x_name: str, unit: str) -> list[str]:
-    """Return the name of the x axis, and the unit above the y axis."""
     return [_text(WIDTH - RIGHT, HEIGHT - 5, x_name, "end"), _text(2, 11, unit, "start")]
 
 

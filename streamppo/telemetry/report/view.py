@@ -96,7 +96,6 @@ class View:
 
     @property
     def outcome(self) -> str:
-        """How the run ended, in words."""
         if self.is_replay:
             return "replayed"
         last = next((line for line in reversed(self.lines) if "end" in line or "part" in line), None)
@@ -186,8 +185,8 @@ def _ends(totals: LineTotals) -> list[NamedNumber]:
 def ledger(view: View) -> tuple[list[NamedNumber], str]:
     """Return the number of tokens with each outcome, and a sentence that compares their sum with the delivered tokens.
 
-    Tokens in batches are counted by the learner, all other tokens by the queue. Both counts end at the journal's
-    version, so lines of later updates are excluded.
+    The learner counts the tokens in batches, the queue counts all others. Both counts end at the journal's version, so
+    lines of later updates are excluded.
 
     Example: 100 tokens were delivered, 20 are waiting, and the lines of updates have 70. The sum is 90: 10 less.
     """
@@ -227,7 +226,6 @@ def _sum(delivered: int, total: int, version: int, missing: int) -> str:
 
 
 def _in_batches(updates: Sequence[UpdateLine | RemadeLine]) -> dict[str, int]:
-    """Return the sum over updates of each count of tokens."""
     names = ("tokens", "tokens_trained", "tokens_too_old")
     values = {name: [line.get(name, 0) for line in updates] for name in names}
     return {
@@ -296,7 +294,7 @@ def reuse(view: View) -> list[NamedNumber]:
         rows.append(NamedNumber("prompts", f"{reused.prefixes:.0%}", "prefix_reused: tokens that came from a cache"))
     if reused.contexts is not None:
         rows.append(NamedNumber("contexts of turns", f"{reused.contexts:.0%}", "context_reused; turns allow 100%"))
-    # If all tokens have age 0, no ages are shown: in every run, samples take their prompt from the cache at age 0.
+    # Age 0 alone is not shown: in every run, samples take their prompt from the cache at age 0.
     ages = reused.ages if any(reused.ages) else {}
     rows += [
         NamedNumber(f"computed {age:,} versions before", f"{count:,}", "tokens from a cache")
@@ -386,10 +384,6 @@ def duration(seconds: float) -> str:
     """Format seconds: 4000 -> 1 h 06 min."""
     hours, remainder_s = divmod(round(seconds), 3600)
     minutes, seconds_left = divmod(remainder_s, 60)
-    return (
-        f"{hours} h {minutes:02d} min"
-        if hours
-        else f"{minutes} min {seconds_left:02d} s"
-        if minutes
-        else f"{remainder_s} s"
-    )
+    if hours:
+        return f"{hours} h {minutes:02d} min"
+    return f"{minutes} min {seconds_left:02d} s" if minutes else f"{remainder_s} s"

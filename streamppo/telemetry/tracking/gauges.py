@@ -26,7 +26,6 @@ class Gauge(NamedTuple):
 
     @property
     def labels(self) -> tuple[str, ...]:
-        """The names of the gauge's labels."""
         return (RUN, OF) if self.of else (RUN,)
 
 

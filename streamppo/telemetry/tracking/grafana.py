@@ -23,7 +23,7 @@ ROWS = {
     ),
     "Pipeline": ("queue_ready", "queue_in_flight", "engine_tokens_", "engine_idle_s_", "wait_s", "update_s", "push_ms"),
 }
-"""The open rows, and the metrics with a panel in each. The last row is closed, and has all other metrics."""
+"""The open rows, and the metrics with a panel in each. One more row is closed, and has all other metrics."""
 LAST_ROW = "Everything else"
 COUNTERS = ("engine_tokens_", "engine_busy_s_", "engine_idle_s_")
 """Gauges that only grow. Their panels show the increase per second."""
@@ -40,13 +40,14 @@ def dashboard() -> dict[str, object]:
         row, below = _row(title, entries, top, len(panels) + 1)
         panels += [row, *below]
         top += 1 + HEIGHT * -(-len(entries) // COLUMNS)
+    source = {"name": "source", "label": "Data source", "type": "datasource", "query": "prometheus"}
     return {
         "title": "streamppo",
         "uid": "streamppo",
         "schemaVersion": 39,
         "refresh": "10s",
         "time": {"from": "now-1h", "to": "now"},
-        "templating": {"list": [_source(), _runs()]},
+        "templating": {"list": [source, _runs()]},
         "panels": panels,
     }
 
@@ -80,10 +81,6 @@ def _panel(entry: str, at: int, top: int, number: int) -> dict[str, object]:
         "gridPos": {"h": HEIGHT, "w": WIDTH, "x": at % COLUMNS * WIDTH, "y": top + at // COLUMNS * HEIGHT},
         "targets": [{"refId": "A", "expr": expression, "legendFormat": legend}],
     }
-
-
-def _source() -> dict[str, object]:
-    return {"name": "source", "label": "Data source", "type": "datasource", "query": "prometheus"}
 
 
 def _runs() -> dict[str, object]:

@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
-from streamppo.telemetry.metrics_file import EngineLine, Line, RemadeLine, UpdateLine, numbers
+from streamppo.telemetry.metrics_file import Line, RemadeLine, UpdateLine, numbers
 
 BY_ENGINE = ("version", "tokens", "busy_s", "idle_s", "prefix_reused", "context_reused", "kv_age")
 """The numbers of a rollout actor's line that trackers get, if the line has them."""
@@ -59,10 +59,8 @@ def _pipeline_values(line: Line) -> dict[str, float]:
     if "queue" in line:
         skipped = {"skipped_prompts": line["skipped_prompts"]} if "skipped_prompts" in line else {}
         return {"queue_ready": line["queue"], "queue_in_flight": line["in_flight"], **skipped}
-    return _engine_values(line) if "engine" in line else {}
-
-
-def _engine_values(line: EngineLine) -> dict[str, float]:
+    if "engine" not in line:
+        return {}
     counters: Mapping[str, object] = {**line}
     values = {name: counters.get(name) for name in BY_ENGINE}
     return {f"engine_{name}_{line['engine']}": float(n) for name, n in values.items() if isinstance(n, int | float)}

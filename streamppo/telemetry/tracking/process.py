@@ -30,7 +30,7 @@ MOST_BYTES = 2**20
 POLL_S = 1.0
 """Seconds between two reads of the file."""
 OPEN_S, SEND_S, CLOSE_S = 120.0, 60.0, 20.0
-"""Time limits in seconds: for importing and opening the library, for one `send`, and for all work at the end."""
+"""Time limits: for importing and opening the library, for one `send`, and for all work at the end."""
 NICENESS = 10
 STDIN = 0
 
@@ -87,7 +87,7 @@ def progress_path(folder: Path, kind: Kind) -> Path:
 
 
 def _open_tracker(run: TrackedRun) -> Tracker:
-    """Import the library of the tracker `run.kind` and open the tracker. Raises the library's errors."""
+    """Import the library of `run.kind` and open the tracker. Raises the library's errors."""
     match run.kind:
         case "tensorboard":
             from streamppo.telemetry.tracking.trackers.tensorboard_tracker import TensorBoard
@@ -134,7 +134,7 @@ def _save(path: Path, progress: Progress) -> None:
 def _has_ended(wait_s: float) -> bool:
     """Wait for at most `wait_s` seconds, and return whether standard input has ended.
 
-    The driver writes only one line, so standard input can be read from then on only if it has ended.
+    The driver writes only one line, so after this line standard input becomes readable only by its end.
     """
     return bool(select.select([STDIN], [], [], wait_s)[0])
 

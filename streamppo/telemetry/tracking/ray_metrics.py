@@ -18,7 +18,7 @@ log = logging.getLogger(__name__)
 
 
 class RayGauges:
-    """The gauges of the run named `run`. Ray must be running before `line` is called with a line that has numbers."""
+    """The gauges of the run named `run`. Ray must be running at the first `line` that has numbers."""
 
     def __init__(self, run: str) -> None:
         self._run = run

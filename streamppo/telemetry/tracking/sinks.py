@@ -52,7 +52,7 @@ class Sinks:
             self._gauges.line(line)
 
     def check(self) -> None:
-        """Log a warning for each tracker whose process has ended early, once."""
+        """Log a warning, once, for each tracker whose process has ended early."""
         for kind, child in list(self._processes.items()):
             if child.poll() is not None:
                 self._give_up(kind, self._reason(kind))
@@ -98,7 +98,6 @@ class Sinks:
         log.warning("%s has ended, the run continues without it: %s; see %s", kind, reason, self._log(kind))
 
     def _reason(self, kind: Kind) -> str:
-        """Return why a tracker's process ended: its error in the log, or that it hung."""
         with suppress(OSError):
             lines = self._log(kind).read_text(errors="replace").strip().splitlines()
             hung = any(text.startswith(HANGS) for text in lines)

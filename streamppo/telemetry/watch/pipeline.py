@@ -15,7 +15,7 @@ from streamppo.telemetry.report.plot import Curve, Histogram, Point
 from streamppo.telemetry.report.view import View, or_dash
 
 NEWEST = 20
-"""The number of updates in the timeline of the newest updates."""
+"""Number of updates in the timeline of the newest updates."""
 
 
 class StageView(NamedTuple):
@@ -41,26 +41,15 @@ def stages(state: RunState) -> list[StageView]:
     count, idle = len(state.engines), or_dash(state.engines_idle, "{:.0%}")
     lag = or_dash(state.newest.get("lag_mean"), "{:.2f}")
     spread = f"{versions[0]} to {versions[-1]}" if len(versions) > 1 else "".join(map(str, versions))
+    batch = f"a batch is {state.batch_size:,}" if state.batch_size else ""
+    push = f"pushed in {state.newest['push_ms']:.0f} ms" if "push_ms" in state.newest else ""
+    update, waits = or_dash(state.update_s, "{:.2g} s"), or_dash(state.learner_waits, "{:.0%}")
+    actors = f"{count} actor{'s' * (count != 1)} with version {spread or '-'}"
     return [
-        StageView(
-            "rollout",
-            f"{_abbreviate(state.sampled_per_s)} tokens/s",
-            [
-                f"{count} actor{'s' * (count != 1)} with version {spread or '-'}",
-                f"idle {idle}",
-            ],
-        ),
-        StageView("queue", f"{state.ready:,} ready", [_batch(state), f"{state.in_flight:,} being sampled"]),
-        StageView(
-            "learner",
-            f"{_abbreviate(state.trained_per_s)} tokens/s",
-            [f"{or_dash(state.update_s, '{:.2g} s')} an update", f"waits {or_dash(state.learner_waits, '{:.0%}')}"],
-        ),
-        StageView(
-            "weights",
-            f"version {state.version:,}",
-            [_push(state), f"lag {lag} versions"],
-        ),
+        StageView("rollout", f"{_abbreviate(state.sampled_per_s)} tokens/s", [actors, f"idle {idle}"]),
+        StageView("queue", f"{state.ready:,} ready", [batch, f"{state.in_flight:,} being sampled"]),
+        StageView("learner", f"{_abbreviate(state.trained_per_s)} tokens/s", [f"{update} an update", f"waits {waits}"]),
+        StageView("weights", f"version {state.version:,}", [push, f"lag {lag} versions"]),
     ]
 
 
@@ -91,7 +80,7 @@ def newest_updates(run_view: View) -> Markup:
     if not updates:
         return Markup("")
     begin_s = timeline.requested_s(updates[0])
-    # An actor's interval begins at its previous line, which may be older than `begin_s`. So all actors' lines are kept.
+    # An actor's interval begins at its previous line, which may be older than `begin_s`.
     part = [line for line in run_view.lines if line["wall_s"] >= begin_s or "engine" in line or "part" in line]
     return plot.timeline(view.events(View(run_view.name, part)), begin_s)
 
@@ -144,17 +133,6 @@ def _chart(title: str, curves: Sequence[Curve], unit: str, text: str) -> Chart:
 def _newest_part(lines: Sequence[Line]) -> Sequence[Line]:
     begins = [place for place, line in enumerate(lines) if "part" in line]
     return lines[begins[-1] :] if begins else lines
-
-
-# --- words ---------------------------------------------------------------------------------------------------
-
-
-def _batch(state: RunState) -> str:
-    return f"a batch is {state.batch_size:,}" if state.batch_size else ""
-
-
-def _push(state: RunState) -> str:
-    return f"pushed in {state.newest['push_ms']:.0f} ms" if "push_ms" in state.newest else ""
 
 
 def _abbreviate(number: float | None) -> str:

@@ -25,9 +25,9 @@ FIRST = (
     "Clip fraction",
     "Length",
 )
-"""The charts that are always shown. The page shows the other charts after a click."""
+"""The charts that the page always shows. It shows the other charts after a click."""
 RESTARTS = 50
-"""The number of newest restarts that are shown."""
+"""Number of newest restarts that are shown."""
 
 
 class RunView(NamedTuple):
@@ -86,7 +86,6 @@ def _is_first(chart: page.Chart) -> bool:
 
 
 def _restarts(run_view: View) -> list[RestartLine]:
-    """Return the newest restarts, the newest first."""
     return [line for line in run_view.lines if "restart" in line][-RESTARTS:][::-1]
 
 

@@ -38,7 +38,6 @@ class PrometheusEndpoint(Collector):
         self.address, self.port = self._server.server_address[:2]
 
     def send(self, points: Sequence[Point]) -> None:
-        """Store the newest numbers."""
         for point in points:
             # With one assignment, a request in the server's thread sees either all old or all new numbers.
             version = max(point.version, self._newest.get(gauges.VERSION, 0))
@@ -54,14 +53,12 @@ class PrometheusEndpoint(Collector):
         yield from families.values()
 
     def close(self, outcome: str) -> None:
-        """Close the port, because the numbers of a run that has ended are not served."""
+        """Close the port: the numbers of a run that has ended are not served."""
         self._server.shutdown()
         self._server.server_close()
 
 
 def _refuse_foreign_hosts(answer: Application) -> Application:
-    """Return an application that refuses requests whose Host is not in `NAMES`."""
-
     def guarded(request: dict[str, Any], start: Callable[..., Any]) -> Iterable[bytes]:
         if _host(request.get("HTTP_HOST", "")) in NAMES:
             return answer(request, start)

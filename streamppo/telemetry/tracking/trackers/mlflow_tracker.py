@@ -11,9 +11,9 @@ from streamppo.telemetry.tracking.points import Point
 from streamppo.telemetry.tracking.trackers.run import TrackedRun
 
 MOST_METRICS, MOST_PARAMS = 1000, 100
-"""The maximum number of metrics and of parameters in one call to a server."""
+"""Maximum numbers of metrics and of parameters in one call to a server."""
 LONGEST = 500
-"""A parameter's value is cut to this number of characters, which every server accepts."""
+"""Maximum number of characters of a parameter's value. Every server accepts so many."""
 REFUSED = re.compile(r"[^\w\-. :/]")
 """Characters that MLflow does not allow in names, such as the + of `ess_lag_65+`."""
 
@@ -33,7 +33,6 @@ class MLflow:
         self._send_config(run.config)
 
     def send(self, points: Sequence[Point]) -> None:
-        """Send metrics, at most `MOST_METRICS` per call."""
         metrics = [
             Metric(REFUSED.sub("_", name), value, round(1e3 * point.at_s), point.version)
             for point in points

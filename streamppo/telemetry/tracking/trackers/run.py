@@ -28,7 +28,6 @@ class TrackedRun(msgspec.Struct, frozen=True):
 
     @property
     def name(self) -> str:
-        """The name of the run's folder."""
         return Path(self.folder).name
 
 
@@ -42,8 +41,6 @@ class Tracker(Protocol):
 
     def send(self, points: Sequence[Point]) -> None:
         """Pass points to the library, which may send them later."""
-        ...
 
     def close(self, outcome: str) -> None:
         """Close the run with `outcome` ("" if the driver was killed), and wait until everything is sent."""
-        ...

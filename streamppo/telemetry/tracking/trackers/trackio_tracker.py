@@ -25,7 +25,6 @@ class Trackio:
         )
 
     def send(self, points: Sequence[Point]) -> None:
-        """Pass the points to the library's thread."""
         for point in points:
             self._run.log(dict(point.values), step=point.version)
 

@@ -37,10 +37,8 @@ class WeightsAndBiases:
         self._run.define_metric("*", step_metric=STEP)
 
     def send(self, points: Sequence[Point]) -> None:
-        """Pass the points to the library's process."""
         for point in points:
             self._run.log({STEP: point.version, **point.values})
 
     def close(self, outcome: str) -> None:
-        """Wait until the library has sent everything."""
         self._run.finish(exit_code=0 if outcome == FINISHED else 1)
