@@ -97,7 +97,7 @@ def _train(request: RunRequest, config: Config, folder: Path, channel: socket.so
 
 
 def _reward_override(reward: RewardSource | None, folder: Path) -> list[str]:
-    """Return an override that sets `reward.function` to the script's reward. Writes the reward's source to `folder`."""
+    """Return the override that sets `reward.function` to the script's reward. Writes the source to `folder`."""
     if reward is None:
         return []
     function = reward.function

@@ -173,7 +173,7 @@ def _codes(definition: object) -> Iterator[CodeType]:
 
 
 def _values(definition: object) -> Mapping[str, object]:
-    """Return the globals of the module in which a function or class was defined."""
+    """Return the globals of the module that defines a function or class."""
     inner = inspect.unwrap(definition) if callable(definition) and not isinstance(definition, type) else definition
     return getattr(inner, "__globals__", vars(sys.modules[MAIN]))
 
@@ -183,7 +183,7 @@ def _first_line(node: Definition) -> int:
 
 
 def _defines(node: Definition, definition: object, codes: Sequence[CodeType]) -> bool:
-    """True if `node` has the line numbers of `definition`. Other definitions may have the same name."""
+    """Return True if `node` has the line numbers of `definition`. Other definitions may have the same name."""
     if isinstance(node, ast.ClassDef):
         return isinstance(definition, type) and all(
             _first_line(node) <= code.co_firstlineno <= (node.end_lineno or 0) for code in codes
@@ -192,7 +192,6 @@ def _defines(node: Definition, definition: object, codes: Sequence[CodeType]) ->
 
 
 def _names(text: str) -> set[str]:
-    """Return the global names that the source of a definition uses."""
     top = symtable.symtable(text, "reward", "exec")
     names = {symbol.get_name() for symbol in top.get_symbols() if symbol.is_referenced()}
     for table in _tables_inside(top):

@@ -18,8 +18,6 @@ HEIGHT = 560
 
 
 class _Display(Protocol):
-    """An updatable part of a cell's output (IPython.display.DisplayHandle)."""
-
     def update(self, shown: object) -> None: ...
 
 
@@ -40,15 +38,12 @@ def watcher() -> Callable[[Path], None] | None:
 
 
 class _Curves:
-    """Draws the curves in one cell."""
-
     def __init__(self) -> None:
         self._display: _Display | None = None
         self._drawn_at = 0.0
         self._length = -1
 
     def draw(self, folder: Path) -> None:
-        """Draw the curves again if `DRAW_S` have passed and there are new metrics."""
         path = folder / metrics_file.METRICS
         length = path.stat().st_size if path.exists() else 0
         if length == self._length or time.monotonic() - self._drawn_at < DRAW_S:

@@ -23,7 +23,6 @@ from streamppo.errors import Interrupted, RunError, StreamppoError
 from streamppo.tasks import plugins
 
 CHILD = "streamppo.api.child"
-"""The module that the run's process executes."""
 TICK_S = 2.0
 """Seconds between two calls of the watcher while the run has no output."""
 DRAIN_S = 0.05
@@ -91,7 +90,7 @@ class _Child:
             self._selector.register(self._process.stdout, selectors.EVENT_READ)
 
     def send(self, request: RunRequest) -> None:
-        """Send the request. Errors are ignored here, because `outcome` reports a dead process."""
+        # `outcome` reports a dead process.
         with suppress(OSError):
             self._channel.sendall(encode(request))
 
@@ -158,7 +157,6 @@ class _Child:
         return True
 
     def _forward(self) -> None:
-        """Forward the available output."""
         stream = self._process.stdout
         if stream is None:
             return

@@ -43,7 +43,6 @@ class Run:
         return f"streamppo.open({str(self.folder)!r})"
 
     def _repr_html_(self) -> str:
-        """Draw the run's curves, for notebooks."""
         return notebook.charts(self.folder)
 
     @property
@@ -114,7 +113,6 @@ class Run:
 
     @property
     def is_running(self) -> bool:
-        """True if the run is in progress."""
         from streamppo.driver import run_folder
 
         return run_folder.is_running(self.folder)
@@ -133,12 +131,9 @@ def run(
     notebook is written to the run's folder. Ctrl-C ends the run with a last checkpoint, and raises `KeyboardInterrupt`.
     Raises the `StreamppoError` that `streamppo run` would report.
     """
-    reward_source = None if reward is None else custom_reward.write_out(reward)
-    return _drive(
-        RunRequest(
-            config=str(Path(config)), overrides=_overrides(overrides), runs=str(Path(runs)), reward=reward_source
-        )
-    )
+    source = None if reward is None else custom_reward.write_out(reward)
+    folder = str(Path(runs))
+    return _drive(RunRequest(config=str(Path(config)), overrides=_overrides(overrides), runs=folder, reward=source))
 
 
 def resume(folder: str | PathLike[str], overrides: Sequence[str] = (), *, accept_changes: bool = False) -> Run:

@@ -86,7 +86,7 @@ def _fail_to_write() -> int:
 
 
 def _refuse_deleted_folder() -> None:
-    """Raise `RunError` if the current folder was deleted, because relative paths and child processes would fail."""
+    # Without a current folder, relative paths and child processes would fail.
     try:
         Path.cwd()
     except OSError as error:

@@ -23,7 +23,7 @@ from streamppo.commands import run_argument
 from streamppo.config import file as configfile
 
 INSPECTED = 4
-"""The number of trajectories that `inspect` shows by default."""
+"""Number of trajectories that `inspect` shows by default."""
 
 
 @app.command
@@ -173,10 +173,7 @@ def trace(
 
 
 @app.command(name="list")
-def list_runs(
-    *,
-    runs: RunsFolder = Path("runs"),
-) -> int:
+def list_runs(*, runs: RunsFolder = Path("runs")) -> int:
     """List all runs: state, updates, reward, held-out accuracy, and the time of the last activity."""
     from streamppo.commands.look import summary as command
 

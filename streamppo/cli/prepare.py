@@ -102,10 +102,7 @@ def check(
 
 
 @app.command
-def doctor(
-    *,
-    runs: RunsFolder = Path("runs"),
-) -> int:
+def doctor(*, runs: RunsFolder = Path("runs")) -> int:
     """Report this machine's hardware and packages, and how to install what is missing.
 
     The exit code is 1 if no run can be started here.

@@ -27,7 +27,6 @@ Override = Annotated[str, Parameter(help="section.field=value, such as learner.l
 Changes = Annotated[
     Sequence[str], Parameter(name="--set", consume_multiple=1, help="section.field=value, one or more.")
 ]
-
 Versions = Annotated[
     Sequence[int],
     Parameter(
@@ -38,17 +37,16 @@ Versions = Annotated[
         help="The versions that sample, one or more.",
     ),
 ]
-
 Trust = Annotated[bool, Parameter(help="Agree to run the code that the configuration of this folder names.")]
 
 
 def _parse_int(_: type[int], tokens: Sequence[Token]) -> int:
-    """Parse a whole number. cyclopts alone would round 1.5."""
+    # cyclopts alone would round 1.5.
     return int(tokens[0].value)
 
 
 def _parse_finite(_: type[float], tokens: Sequence[Token]) -> float:
-    """Parse a number. cyclopts alone would accept nan, which passes every bound, and inf."""
+    # cyclopts alone would accept nan, which passes every bound, and inf.
     number = float(tokens[0].value)
     if not math.isfinite(number):
         raise ValueError(f"{number} is not finite")
@@ -56,7 +54,7 @@ def _parse_finite(_: type[float], tokens: Sequence[Token]) -> float:
 
 
 def refuse_together(command: str, given: Mapping[str, bool], reason: str) -> None:
-    """Raise `ConfigError` if more than one option of `command` is given of those that exclude each other."""
+    """Raise `ConfigError` if more than one of the `given` options of `command` is true: they exclude each other."""
     options = [option for option, is_given in given.items() if is_given]
     if len(options) > 1:
         raise ConfigError(f"`streamppo {command}` takes only one of {' and '.join(options)}: {reason}")

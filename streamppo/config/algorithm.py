@@ -57,7 +57,6 @@ class VTrace(Bootstrapped, frozen=True, tag="vtrace"):
     """What is clipped at c_bar: each factor of the trace ("step", as published), or their product ("cumulative")."""
 
     def contradictions(self) -> Iterator[str]:
-        """With trace = "cumulative", c_bar must be at least 1."""
         if self.trace == "cumulative" and self.clip[1] < 1:
             yield f"c_bar, the second of clip ({self.clip[1]}), must be at least 1 with trace = 'cumulative'"
 
@@ -97,7 +96,6 @@ class Gdpo(Kind, frozen=True, tag="gdpo"):
     """True divides the variances by n - 1, false by n."""
 
     def contradictions(self) -> Iterator[str]:
-        """At least one weight must not be 0."""
         if not any(self.weights.values()):
             yield "weights must name a component of the reward, with a weight that is not 0"
 
@@ -181,11 +179,9 @@ class Critic(Section, frozen=True):
 
     @property
     def loss(self) -> Literal["mse", "huber"]:
-        """Kind of the critic's loss."""
         return "huber" if self.huber else "mse"
 
     def contradictions(self) -> Iterator[str]:
-        """With model = "head", epochs, minibatches and max_grad_norm must be 0."""
         for name in ("epochs", "minibatches", "max_grad_norm"):
             if self.model == "head" and getattr(self, name):
                 yield (
@@ -258,7 +254,7 @@ class Algorithm(Section, frozen=True):
 
     @property
     def needs_proximal_first(self) -> str | None:
-        """What needs log-probs of the whole batch before the first optimizer step, as a phrase; None if nothing."""
+        """A phrase for what needs log-probs of the whole batch before the first optimizer step; None for nothing."""
         if self.has_critic and self.critic.model == "head":
             return "the value head, whose values come from the same pass"
         if isinstance(self.advantage, VTrace):
@@ -292,7 +288,6 @@ class Algorithm(Section, frozen=True):
         return custom or isinstance(self.advantage, GROUP_BASED)
 
     def contradictions(self) -> Iterator[str]:
-        """Yield a sentence for every pair of settings that contradict each other."""
         yield from repeated_filters(self.filters)
         yield from self._group_mistakes()
         yield from self._advantage_mistakes()

@@ -26,7 +26,6 @@ class Section(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return iter(())
 
     def __post_init__(self) -> None:
-        """Raise `ValueError` with a line for every broken rule."""
         if broken := list(self.contradictions()):
             raise ValueError("\n".join(broken))
 

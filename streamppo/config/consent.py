@@ -37,7 +37,6 @@ BUILT_IN = frozenset(
     )
 )
 """Names in streamppo that run only streamppo's code. Its other names (`Local`, `plugins:load`) may run other code."""
-
 MOST_LINES, MOST_CODE = 2**20, 2**26
 """Maximum bytes of RUN/consent, and of a code file in the run's folder."""
 CODE = ("environment.name", "environment.agent", "environment.sandbox.name", "rollout.limit", "task.environment")
@@ -57,7 +56,8 @@ def _file_names(tree: Tree, path: str) -> Iterator[str]:
     """Yield the code and addresses in `tree`, the table at the dotted `path` of the configuration."""
     for urls, key_env in (("url", "key_env"), ("urls", "api_key_env")):
         if tree.get(urls) and tree.get(key_env):
-            yield f"{path}: the key in {tree[key_env]} for {_listed(tree[urls])}"
+            addresses = tree[urls] if isinstance(tree[urls], tuple) else [tree[urls]]
+            yield f"{path}: the key in {tree[key_env]} for {', '.join(cast(Sequence[str], addresses))}"
     for key, value in tree.items():
         at = f"{path}.{key}" if path else key
         for table in cast(Sequence[object], value if isinstance(value, list | tuple) else [value]):
@@ -74,10 +74,6 @@ def _file_names(tree: Tree, path: str) -> Iterator[str]:
                 yield value
         elif at == "environment.command" and value:
             yield shlex.join(cast(Sequence[str], value))
-
-
-def _listed(urls: object) -> str:
-    return ", ".join(cast(Sequence[str], urls)) if isinstance(urls, tuple) else f"{urls}"
 
 
 def give(run: Path, config: Config) -> None:
@@ -119,7 +115,7 @@ def require(run: Path, configs: Iterable[Config], *, trust: bool = False) -> Non
 
 
 def _secret(*, make: bool) -> bytes:
-    """Return this user's secret; with `make`, create a missing one. Raises `OSError`, `RuntimeError` without home."""
+    """Return this user's secret; `make` a missing one. Raises `OSError`, and `RuntimeError` without a home folder."""
     state = os.environ.get("XDG_STATE_HOME", "")
     folder = (Path(state) if os.path.isabs(state) else Path.home() / ".local" / "state") / "streamppo"
     file = folder / "secret"
@@ -130,7 +126,7 @@ def _secret(*, make: bool) -> bytes:
             stream.write(secrets.token_bytes(32))
         durable.flush(aside)
         try:
-            # If two processes create a secret at the same time, the first one is kept.
+            # Of two secrets made at the same time, the first is kept.
             os.link(aside, file)
         except FileExistsError:
             pass
@@ -143,7 +139,6 @@ def _secret(*, make: bool) -> bytes:
 
 
 def _file(run: Path) -> Path:
-    """The file that records consent: in the folder of a run, or next to a bundle."""
     return run.with_name(f"{run.name}.{FILE}") if run.is_file() else run / FILE
 
 

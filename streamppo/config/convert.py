@@ -31,13 +31,11 @@ class Mistake(NamedTuple):
 
 SCALARS = (inspect.BoolType, inspect.StrType, inspect.LiteralType, inspect.IntType, inspect.FloatType)
 INVALID = object()
-"""Marks an invalid value."""
 BITS = 63
 """Bits of an integer besides its sign: integers are encoded in 64 bits."""
 MOST = 2**BITS - 1
-"""The largest integer."""
 BOUNDS = {"gt": "above {}", "ge": "of at least {}", "lt": "below {}", "le": "of at most {}"}
-"""How a message words each kind of bound."""
+"""The words of a message for each kind of bound."""
 
 
 def convert(tree: Tree) -> tuple[Config | None, list[Mistake]]:
@@ -48,13 +46,13 @@ def convert(tree: Tree) -> tuple[Config | None, list[Mistake]]:
 
 
 class _Reader:
-    """Converts plain values to their types and collects the mistakes."""
+    """Converts plain values to the types of their fields and collects the mistakes."""
 
     def __init__(self) -> None:
         self.mistakes: list[Mistake] = []
 
     def value(self, node: inspect.Type, value: object, name: str, default: object = NODEFAULT) -> object:
-        """Return `value` as type `node`, or `INVALID`. `default` is the field's default."""
+        """Return `value` as type `node`, or `INVALID`. `default` is the default of the field."""
         match node:
             case inspect.StructType():
                 return self._struct(node, value, name)
@@ -131,7 +129,7 @@ class _Reader:
         return self._type_mistake(node, value, name)
 
     def _kind(self, structs: Sequence[inspect.StructType], value: object, name: str, default: object) -> object:
-        """Read a table with a `kind`. A missing `kind` is the kind of the field's default."""
+        """Read a table with a `kind`. If `kind` is missing, it is that of the field's default."""
         if structs[0].tag is None or not isinstance(value, dict):
             return self._struct(structs[0], value, name)
         tags = {str(struct.tag): struct for struct in structs}
@@ -151,7 +149,7 @@ class _Reader:
         return self._type_mistake(node, value, name) if INVALID in converted else converted
 
     def _tables(self, node: inspect.Type, item: inspect.Type, value: object, name: str) -> object:
-        """Read a list of tables. A mistake in one table is reported at the line of the list."""
+        """Read a list of tables. A mistake in a table is reported at the line of the list."""
         tables, before = _items(value), len(self.mistakes)
         if tables is None:
             return self._type_mistake(node, value, name)
@@ -169,7 +167,7 @@ def _items(value: object) -> Sequence[object] | None:
 
 
 def _scalar(node: inspect.Type, value: object) -> object:
-    """Return `value` as type `node`, or `INVALID`. An integer is valid as a float; infinity and nan are not."""
+    """Return `value` as type `node`, or `INVALID`. An integer is valid as a float; infinity and nan are invalid."""
     match node, value:
         case (inspect.BoolType(), bool()) | (inspect.StrType(), str()):
             return value

@@ -18,7 +18,6 @@ class Banded(Kind, frozen=True):
     """The smallest and the largest ratio inside the band."""
 
     def contradictions(self) -> Iterator[str]:
-        """The band must be in ascending order and contain 1, the ratio of tokens without lag."""
         yield from _band_mistakes(self.band)
 
 
@@ -59,7 +58,6 @@ class Reject(Kind, frozen=True, tag="reject"):
     """Rules, each kind at most once. A token is dropped if any rule drops it or its response."""
 
     def contradictions(self) -> Iterator[str]:
-        """`reject` must contain at least one rule, and each kind of rule at most once."""
         yield from _repeated(self.reject, "reject")
         if not self.reject:
             yield "reject has no rule: choose kind = 'off' for a weight of 1 everywhere"
@@ -74,7 +72,6 @@ class Weighted(Kind, frozen=True):
     """Rules besides the weight, each kind at most once. A token is dropped if any rule drops it or its response."""
 
     def contradictions(self) -> Iterator[str]:
-        """`reject` must contain each kind of rule at most once."""
         yield from _repeated(self.reject, "reject")
 
 
@@ -87,7 +84,6 @@ class Truncate(Weighted, frozen=True, tag="truncate"):
     """The smallest weight."""
 
     def contradictions(self) -> Iterator[str]:
-        """The floor must be below the cap."""
         yield from super().contradictions()
         if not self.floor < self.cap:
             yield f"floor ({self.floor:g}) must be below cap ({self.cap:g})"
@@ -100,7 +96,6 @@ class Mask(Weighted, frozen=True, tag="mask"):
     """The smallest and the largest ratio inside the band."""
 
     def contradictions(self) -> Iterator[str]:
-        """The band must be in ascending order and contain 1, the ratio of tokens without lag."""
         yield from super().contradictions()
         yield from _band_mistakes(self.band)
 
@@ -149,7 +144,6 @@ class Resample(Section, frozen=True):
     """[smallest, largest] mean of a group that is not replaced; empty allows every mean."""
 
     def contradictions(self) -> Iterator[str]:
-        """The range must be empty, or a pair in ascending order."""
         if self.mean and (len(self.mean) != 2 or self.mean[0] > self.mean[1]):
             yield f"mean must be empty or [smallest, largest]: {list(self.mean)}"
 
@@ -171,7 +165,6 @@ class Curriculum(Section, frozen=True):
     """Smallest probability of sampling a row. Only if a row is sampled can the run notice a new signal."""
 
     def contradictions(self) -> Iterator[str]:
-        """The floor must be at most `repeat`."""
         if self.floor > self.repeat:
             yield f"floor ({self.floor:g}) must be at most repeat ({self.repeat:g})"
 

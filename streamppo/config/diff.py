@@ -51,7 +51,7 @@ LEARNING = (
     "queue.max_lag",
     "queue.too_old",
 )
-"""Fields inside sections of `NOT_LEARNING` that affect the weights that an update makes from a given batch."""
+"""Fields inside sections of `NOT_LEARNING` that do affect these weights."""
 
 
 def fixed_values(config: Config) -> dict[str, object]:
@@ -90,7 +90,7 @@ def learning(config: Config) -> dict[str, object]:
 
 
 def differ(before: Config, after: Config) -> bool:
-    """True if any value differs besides the run's name, its origin, and the folders of its files."""
+    """Return True if any value differs except the run's name, its origin, and the folders of its files."""
     was, becomes = _without_folders(before), _without_folders(after)
     return any(was.get(name) != becomes.get(name) for name in was | becomes if not _is_below(name, ("name", "origin")))
 
@@ -108,7 +108,7 @@ def describe_changes(before: Config, after: Config) -> list[str]:
 
 
 def moved_paths(before: Config, after: Config) -> dict[str, str]:
-    """Return the paths in `after`, by dotted name, that differ from those in `before` only in the folder."""
+    """Return the paths in `after`, by dotted name, that differ from the paths in `before` only in the folder."""
     was, becomes = fields(before), fields(after)
     return {
         name: value
@@ -140,10 +140,7 @@ def _text(values: dict[str, object], name: str) -> str:
 
 
 def _without_folders(config: Config) -> dict[str, object]:
-    """Return every value by dotted name, with only the last part of each absolute path: files may have been moved.
-
-    driver/inputs.py compares the contents of models and data.
-    """
+    """Return every value by dotted name, with only the last part of each absolute path: files may have been moved."""
     return {name: _name(value) for name, value in fields(config).items()}
 
 

@@ -32,15 +32,14 @@ REWARD = "reward.py"
 """The file in a run's folder with the source of a reward that a script or notebook defined."""
 WEIGHTS = (".safetensors", ".bin")
 SHOWN = 5
-"""At most this many runs are named in an error about a folder of runs."""
+"""Maximum number of runs that an error about a folder of runs names."""
 
 
 def load(path: Path, overrides: Sequence[str] = ()) -> Config:
     """Read the configuration in `path`, apply `overrides` ("learner.lr=3e-4"), and check it.
 
-    Relative paths in the file are resolved in the file's folder, or the folder of a link's target, or else in the
-    current folder. If `name` is missing, it is the file's name. Raises `ConfigError` with the file and line, or the
-    override, of every mistake.
+    Relative paths in the file are resolved as paths.py describes. If `name` is missing, it is the file's name. Raises
+    `ConfigError` with the file and line, or the override, of every mistake.
     """
     try:
         # A file that the user names may be a shell's pipe, `<(...)`. A file in a run's folder must not be a pipe.
@@ -48,12 +47,9 @@ def load(path: Path, overrides: Sequence[str] = ()) -> Config:
             # The file may begin with a byte order mark.
             text = file.read().decode("utf-8-sig").replace("\r\n", "\n").replace("\r", "\n")
     except IsADirectoryError as error:
-        has_run = (path / CONFIG).is_file()
-        use = (
-            f"the folder of a run; `streamppo resume {shlex.quote(str(path))}` continues it"
-            if has_run
-            else "a folder, not a TOML file"
-        )
+        use = "a folder, not a TOML file"
+        if (path / CONFIG).is_file():
+            use = f"the folder of a run; `streamppo resume {shlex.quote(str(path))}` continues it"
         raise ConfigError(f"cannot read {path}: {use}") from error
     except OSError as error:
         raise ConfigError(f"cannot read {path}: {error.strerror}") from error
@@ -96,21 +92,20 @@ def _hint(folder: Path) -> str:
 def existing(run: Path) -> Path:
     """Return the absolute path of a run's folder.
 
-    Raises `CheckpointError` if the folder has no run, if it has a pipe or device that is not hidden (reading one may
-    never end), or if it has a sparse file (reading one may exhaust the memory).
+    Raises `CheckpointError` if the folder has no run, if it has a visible pipe or device (reading one may never end),
+    or if it has a sparse file (reading one may exhaust the memory).
     """
     run = run.resolve()
     if not (run / CONFIG).is_file():
         if (run / "config.json").is_file():
             raise CheckpointError(f"{run}: made by an earlier version of streamppo: only that version can continue it")
         raise CheckpointError(f"{run}: no run found{_hint(run)}")
-    # A path that no longer exists was a temporary file of a run in progress, and is accepted. Hidden files, such as an
-    # editor's lock, are accepted too, because they are never opened.
+    # A path that no longer exists was a temporary file of a run in progress. Hidden files, such as an editor's lock,
+    # are never opened.
     shown = [path for path in run.iterdir() if not path.name.startswith(".")]
     if foreign := [path.name for path in shown if not (path.is_file() or path.is_dir()) and os.path.lexists(path)]:
         raise CheckpointError(f"{run / min(foreign)}: neither a file nor a folder; streamppo writes only these")
-    # SQLite and tokenizers open files without a check for holes. Files of weights are not checked: only their headers
-    # are read.
+    # SQLite and tokenizers open files without a check for holes. Of files of weights only the headers are read.
     for path in (*run.iterdir(), *(run / "model").glob("*")):
         if path.suffix not in WEIGHTS and path.is_file() and durable.is_hollow(path):
             raise CheckpointError(f"{path}: {durable.HOLLOW}")

@@ -17,11 +17,11 @@ from streamppo.config.overrides import Tree, leaves
 from streamppo.config.sections import Config
 
 TYPO, NEAR, ELSEWHERE = 0.85, 0.5, 0.8
-"""Least similarity of two names for a hint: before all other hints, in the same table, and about another table."""
+"""Least similarities of two names for a hint: for a typo, for names of one table, for names of two tables."""
 MOST = 3
-"""Maximum fields that one hint names."""
+"""Maximum number of fields in one hint."""
 SHORT = {"reward.scorers": ("reward", ""), "task.sources": ("task", "data")}
-"""Tables whose only entry may be written in the table around them, and the name and kind of that table."""
+"""Tables whose only entry may be written in the table around them, and the name and kind of the outer table."""
 ALIASES = {
     "algorithm.advantage": "adv_estimator advantage_estimator",
     "algorithm.advantage.gamma": "gamma discount",
@@ -126,14 +126,13 @@ class Field(NamedTuple):
 
     @property
     def key(self) -> str:
-        """The last part of the name."""
         return self.name.rpartition(".")[2]
 
 
 def unknown(name: str, value: object, known: Iterable[str]) -> Iterator[tuple[str, str]]:
     """Yield (dotted name, sentence) for the unknown `name` in a table with the fields `known`.
 
-    If `name` is a table with a field that is known elsewhere, yields a pair for each of its fields.
+    If `name` is a table with a field that is known elsewhere, yield a pair for each of its fields.
     """
     key, names = name.rpartition(".")[2], sorted(known)
     hint = nearest(key, names, TYPO) or _alias(name)
@@ -148,7 +147,7 @@ def unknown(name: str, value: object, known: Iterable[str]) -> Iterator[tuple[st
 
 
 def nearest(name: str, known: Iterable[str], cutoff: float = NEAR) -> str:
-    """Return a hint with the name of `known` that is most similar to `name`; empty if none is similar."""
+    """Return a hint with the name in `known` that is most similar to `name`; "" if none is similar."""
     near = difflib.get_close_matches(name, sorted(known), n=1, cutoff=cutoff)
     return f": did you mean {near[0]!r}?" if near else ""
 
@@ -163,7 +162,7 @@ def _sentence(name: str, hint: str) -> str:
 
 
 def _alias(name: str) -> str:
-    """Return a hint from the longest suffix of the dotted `name` that `ALIASES` has; "" if it has none."""
+    """Return a hint from the longest suffix of the dotted `name` that is in `ALIASES`; "" if none is."""
     parts = name.split(".")
     for begin in range(len(parts)):
         if field := _aliases().get(".".join(parts[begin:])):
@@ -196,7 +195,7 @@ def _aliases() -> dict[str, str]:
 
 @cache
 def _fields() -> tuple[Field, ...]:
-    """Every field and table of the configuration by its name in a file, in the order of the sections."""
+    """Return every field and table of the configuration by its name in a file, in the order of the sections."""
     return tuple(dict.fromkeys(map(_short, _below(inspect.type_info(Config), ""))))
 
 

@@ -171,6 +171,5 @@ class Learner(Machine, frozen=True, kw_only=True):
         return 1 if self.threads == "auto" else self.threads
 
     def contradictions(self) -> Iterator[str]:
-        """Both betas must be below 1, because with a beta of 1 a moment stays 0."""
         if max(self.betas) == 1:
             yield f"betas ({list(self.betas)}) must be below 1: with 1 a moment ignores every gradient"

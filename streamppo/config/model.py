@@ -29,11 +29,9 @@ class Lora(Section, frozen=True):
 
     @property
     def scale(self) -> float:
-        """The LoRA scale: W + scale * B A."""
         return self.alpha / self.rank
 
     def contradictions(self) -> Iterator[str]:
-        """Each target must be given once, and must not be "", which would match every module."""
         if "" in self.targets or len(set(self.targets)) < len(self.targets):
             yield f"targets ({', '.join(self.targets)}) must be names, each once"
 
@@ -58,7 +56,6 @@ class Tiny(Section, frozen=True):
     """The warm-up ends at this greedy accuracy on training problems."""
 
     def contradictions(self) -> Iterator[str]:
-        """The width of a head must divide hidden_size."""
         if self.hidden_size % HEAD_WIDTH:
             yield f"hidden_size ({self.hidden_size}) must be a multiple of {HEAD_WIDTH}, the width of a head"
 
@@ -92,7 +89,6 @@ class Model(Section, frozen=True):
     """The model behind "builtin:tiny"."""
 
     def contradictions(self) -> Iterator[str]:
-        """Attention over packed rows needs bfloat16, float32_router excludes compile, and clock must be a time."""
         if self.clock and not _is_time(self.clock):
             yield f"clock ({self.clock!r}) is a date, or a date and a time: 2026-01-31 or 2026-01-31T12:00"
         if self.attention in JOINED and self.dtype != "bfloat16":

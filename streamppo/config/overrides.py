@@ -18,7 +18,7 @@ class Override(NamedTuple):
 
 
 Rewrite: TypeAlias = Callable[[Sequence[Override]], list[Override]]
-"""A function that replaces short forms of overrides by complete ones."""
+"""A function that replaces short forms of overrides by complete overrides."""
 
 
 def parse(texts: Sequence[str], rewrite: Rewrite = list) -> list[Override]:
@@ -40,11 +40,11 @@ def apply(tree: Tree, overrides: Sequence[Override]) -> list[str]:
 
 
 def _kinds_first(named: Sequence[Override]) -> list[Override]:
-    """Move each `kind` before the fields of its table, because a new kind empties the table."""
+    """Move each `kind` before the fields of its table: a new kind empties the table."""
     ordered: list[Override] = []
     for override in named:
         place = len(ordered)
-        # A `kind` stays after an override of the same `kind` or of a table around it, because the last override counts.
+        # A `kind` stays after an override of the same `kind` or of a table around it: the last override counts.
         while override.name.endswith(".kind") and place and not covers(ordered[place - 1].name, override.name):
             place -= 1
         ordered.insert(place, override)
@@ -52,7 +52,7 @@ def _kinds_first(named: Sequence[Override]) -> list[Override]:
 
 
 def covers(name: str, other: str) -> bool:
-    """True if the dotted `name` is that of the field or table `other`, or of a table around it."""
+    """Return True if the dotted `name` is `other`, or the name of a table around `other`."""
     return f"{other}.".startswith(f"{name}.")
 
 
@@ -66,7 +66,7 @@ def leaves(tree: Tree, prefix: str = "") -> Iterator[tuple[str, object]]:
 
 
 def _apply(tree: Tree, override: Override) -> str | None:
-    """Set one value. If the value is a new `kind`, empty its table first: the fields belong to the old kind."""
+    """Set one value. A new `kind` first empties its table, whose fields belong to the previous kind."""
     *parents, last = override.name.split(".")
     table = tree
     for depth, part in enumerate(parents, start=1):
@@ -89,7 +89,7 @@ def _value(text: str) -> object:
 
 
 def _tree(text: str) -> Tree:
-    """Return the table of a TOML file whose only line is `value = text`; {} if that is invalid."""
+    """Return the table of a TOML file whose only line is `value = text`; {} if the line is invalid."""
     try:
         return tomllib.loads(f"value = {text}")
     except (tomllib.TOMLDecodeError, RecursionError):

@@ -20,7 +20,7 @@ class Clip(Ranged, frozen=True, tag="clip"):
     """Largest ratio for negative advantages (dual-clip PPO, arXiv:1912.09729); 0 is off."""
 
     def contradictions(self) -> Iterator[str]:
-        """dual must be above 1, because a bound of at most 1 would clip even the ratio 1."""
+        # A bound of at most 1 would clip even the ratio 1.
         if 0 < self.dual <= 1:
             yield f"dual ({self.dual}) must be above 1, or 0 for off"
 

@@ -22,7 +22,6 @@ class Segments(Section, frozen=True):
     """Gradients flow through the prompt and earlier segments ("attached"), or not, which is faster ("detached")."""
 
     def contradictions(self) -> Iterator[str]:
-        """max_tokens or just_in_time must cut segments."""
         if not self.max_tokens and not self.just_in_time:
             yield "max_tokens must be above 0 without just_in_time: nothing would ever be cut"
 
@@ -85,7 +84,6 @@ class Queue(Section, frozen=True):
 
     @property
     def prefix(self) -> Literal["attached", "detached"]:
-        """`segments.prefix`; "attached" without segments."""
         return self.segments.prefix if self.segments else "attached"
 
     @property
@@ -131,8 +129,8 @@ class Queue(Section, frozen=True):
     def contradictions(self) -> Iterator[str]:
         """Yield a sentence for every contradiction of admission, too_old and segments.
 
-        Segments need too_old = "mask", because the rest of a completion cannot be sampled again. The hard bound on lag
-        is given up only by two settings together, so that nobody gives it up by accident.
+        Segments need too_old = "mask", because the rest of a completion cannot be sampled again. Only two settings
+        together give up the hard bound on lag, so that nobody gives it up by accident.
         """
         if (self.admission == "mean") != (self.too_old == "keep"):
             yield (

@@ -36,7 +36,6 @@ class Kl(Section, frozen=True):
     """Keep the reference in CPU memory, and copy one layer at a time to the GPU."""
 
     def contradictions(self) -> Iterator[str]:
-        """Yield a sentence for a KL in both reward and loss, and for settings without effect."""
         if self.reward_beta and self.loss_beta and not self.allow_both:
             yield "KL in reward and loss at once over-regularises: set algorithm.kl.allow_both = true"
         if self.loss_beta and self.loss_estimator == "k1" and not self.straight_through:
@@ -77,7 +76,6 @@ class ClipCov(Kind, frozen=True, tag="clip_cov"):
     """[smallest, largest] covariance of advantage and log-prob of tokens that may be dropped."""
 
     def contradictions(self) -> Iterator[str]:
-        """The band must be in ascending order."""
         if not self.band[0] < self.band[1]:
             yield f"band must rise: {self.band[0]} is not below {self.band[1]}"
 
@@ -105,6 +103,5 @@ class EntropyControl(Section, frozen=True):
     """[smallest, largest] weight."""
 
     def contradictions(self) -> Iterator[str]:
-        """The range must be in ascending order."""
         if not self.range[0] < self.range[1]:
             yield f"range must rise: {self.range[0]} is not below {self.range[1]}"

@@ -67,7 +67,6 @@ class Remote(Limits, frozen=True, kw_only=True):
     """Environment variable with a bearer token."""
 
     def contradictions(self) -> Iterator[str]:
-        """The url must be an http or https address."""
         yield from address_fault(self.url)
 
 

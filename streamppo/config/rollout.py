@@ -133,7 +133,6 @@ class SGLangEngine(EngineKind, frozen=True, tag="sglang"):
         return self.transport == "tensor" and not self.urls and not adapted
 
     def contradictions(self) -> Iterator[str]:
-        """Yield a sentence for fields that contradict each other, and for invalid `urls`."""
         if (self.transport == "disk") != bool(self.folder):
             yield 'folder is for transport = "disk", which needs it'
         if self.args and self.urls:
@@ -218,11 +217,9 @@ class Rollout(Machine, frozen=True):
 
     @property
     def excludes_tokens(self) -> bool:
-        """Whether top-p or top-k exclude tokens of the vocabulary."""
         return excludes_tokens(self.top_p, self.top_k)
 
     def contradictions(self) -> Iterator[str]:
-        """Yield a sentence for sampling that gives no training signal or that the engine does not support."""
         if "" in self.stop:
             yield 'stop has "", which would end a completion at its first token'
         if self.top_k == 1:

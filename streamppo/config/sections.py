@@ -115,7 +115,6 @@ class Telemetry(Section, frozen=True):
     """How Prometheus gets the metrics; by default it gets none."""
 
     def contradictions(self) -> Iterator[str]:
-        """Each tracker must be given at most once, and the project needs a name."""
         if len(set(self.trackers)) < len(self.trackers):
             yield f"trackers ({', '.join(self.trackers)}) must name each tracker once"
         if not self.project:
@@ -185,7 +184,6 @@ class Config(Section, frozen=True):
         return (*segments, *self.learner.mesh.attention_settings)
 
     def contradictions(self) -> Iterator[str]:
-        """Yield a sentence for every contradiction between sections."""
         queue, learner, algorithm = self.queue, self.learner, self.algorithm
         sizes = {
             "queue.samples_per_prompt": queue.samples_per_prompt,

@@ -44,7 +44,6 @@ class ShortForm(NamedTuple):
 
     @property
     def path(self) -> str:
-        """The dotted name of the table whose fields the short form has."""
         return f"{self.table}.{self.entries}.{self.name}"
 
 
@@ -139,7 +138,7 @@ def _root() -> inspect.Type:
 
 
 def _with_kinds(nodes: Sequence[inspect.Type], value: object) -> object:
-    """Return `value`, whose type is one of `nodes`, with each kind in it replaced by a table."""
+    """Return `value`, whose type is one of `nodes`, with a table in place of each kind."""
     if isinstance(value, str) and _is_choice(nodes, value):
         return {"kind": value}
     if isinstance(value, list):
@@ -152,7 +151,7 @@ def _with_kinds(nodes: Sequence[inspect.Type], value: object) -> object:
 
 
 def _is_choice(nodes: Sequence[inspect.Type], value: str) -> bool:
-    """Return whether `value` is a kind. Any string counts if `nodes` allow only kinds, otherwise only a known kind."""
+    """Return whether `value` is a kind. If `nodes` allow only kinds, any string counts, otherwise only a known kind."""
     options = list(_alternatives(nodes))
     tags = [option.tag for option in options if isinstance(option, inspect.StructType) and option.tag_field == "kind"]
     others = (inspect.StructType, inspect.NoneType)

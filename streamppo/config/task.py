@@ -25,7 +25,7 @@ class Addition(Kind, frozen=True):
     """Share of the problems that are used only for evaluation."""
 
     def contradictions(self) -> Iterator[str]:
-        """The two ranges may have at most `MOST_SUMS` sums, because a run makes all problems at its start."""
+        # A run makes all problems at its start.
         sums = math.prod(last - first + 1 for first, last in (self.first, self.second))
         if sums > MOST_SUMS:
             yield f"first {self.first} and second {self.second} have {sums:,} sums, more than {MOST_SUMS:,}"
@@ -89,7 +89,6 @@ class DataTask(Kind, frozen=True, tag="data"):
     """Data sets by name, mixed by weight. A scorer's `sources` selects by these names, or by a row's data_source."""
 
     def contradictions(self) -> Iterator[str]:
-        """A data task must have at least one source."""
         if not self.sources:
             yield "a data task needs `data`, or tables `[task.sources.NAME]` that each have `data`"
 
@@ -195,7 +194,6 @@ class AgentEnvironment(Conversation, frozen=True, kw_only=True, tag_field="kind"
         return self.agent
 
     def contradictions(self) -> Iterator[str]:
-        """Exactly one of agent and command must be given, and sandbox needs command."""
         if bool(self.agent) == bool(self.command):
             yield (
                 'an agent is a function, agent = "mine.py:run", or a program, command = ["python", "agent.py"]: give '

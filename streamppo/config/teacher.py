@@ -26,7 +26,6 @@ class Teacher(Calls, frozen=True):
     """Keep `model` in CPU memory, and copy one layer at a time to the GPU."""
 
     def contradictions(self) -> Iterator[str]:
-        """Yield a sentence for two teachers, and for settings without effect."""
         if self.model and self.url:
             yield f"a teacher is either a model ({self.model!r}) on the learner's ranks or at a url ({self.url!r})"
         if not self.on and self._changed("weight", "signal", "others", "offload", *SERVER_FIELDS):
@@ -41,7 +40,6 @@ class Teacher(Calls, frozen=True):
 
     @property
     def on(self) -> bool:
-        """True if there is a teacher."""
         return bool(self.model or self.url)
 
     def refuses_sampling(self, temperature: float, *, excludes_tokens: bool) -> str:
