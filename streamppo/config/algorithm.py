@@ -32,29 +32,29 @@ class Bootstrapped(Discounted, frozen=True):
     """Estimators that can use the critic's value at the end of a truncated completion."""
 
     bootstrap_truncated: bool = False
-    """Add the critic's value at the end of a truncated completion to its return."""
+    """Add the critic's value at the end of a truncated completion."""
 
 
 class Gae(Bootstrapped, frozen=True, tag="gae"):
     """Generalized advantage estimation (arXiv:1506.02438): one critic value per token."""
 
     lam: Fraction = 0.95
-    """Lambda of the advantages: 0 gives one-step TD errors, 1 gives Monte Carlo returns."""
+    """Lambda of the advantages: 0 is one-step TD, 1 is Monte Carlo."""
     adaptive_alpha: NonNegative = 0.0
-    """Above 0, this alpha replaces lam by 1 - 1 / (alpha * length) (VAPO, arXiv:2504.05118)."""
+    """Above 0, lam is 1 - 1 / (alpha * length) (VAPO, arXiv:2504.05118)."""
     critic_lam: Fraction = 1.0
-    """Lambda of the returns that the critic is trained to predict."""
+    """Lambda of the returns, the critic's targets."""
 
 
 class VTrace(Bootstrapped, frozen=True, tag="vtrace"):
     """V-trace (arXiv:1802.01561): estimates the proximal policy's values from tokens that an older policy sampled."""
 
     lam: Fraction = 1.0
-    """Lambda: a TD error's weight decays by gamma * lam per token."""
+    """A TD error's weight decays by gamma * lam per token."""
     clip: tuple[PositiveFloat, PositiveFloat] = (1.0, 1.0)
     """[rho_bar, c_bar]: the largest weight of a TD error, and the bound on the trace."""
     trace: Literal["step", "cumulative"] = "cumulative"
-    """What is clipped at c_bar: each factor of the trace ("step", as published), or their product ("cumulative")."""
+    """Clip each factor of the trace at c_bar ("step", as published), or their product ("cumulative")."""
 
     def contradictions(self) -> Iterator[str]:
         if self.trace == "cumulative" and self.clip[1] < 1:
@@ -76,15 +76,15 @@ class DrGrpo(Kind, frozen=True, tag="dr_grpo"):
     """score - the group's mean (arXiv:2503.20783)."""
 
     baseline_shift: float = 0.0
-    """Number added to the mean. Below 0, correct answers weigh more (arXiv:2506.20520)."""
+    """Added to the mean; below 0, correct answers weigh more (arXiv:2506.20520)."""
 
 
 class Rloo(Kind, frozen=True, tag="rloo"):
-    """score - the mean score of the group's other completions (arXiv:2402.14740)."""
+    """score - the mean of the group's other scores (arXiv:2402.14740)."""
 
 
 class MaxRl(Kind, frozen=True, tag="maxrl"):
-    """(score - the group's mean) / the group's mean. Scores must not be negative."""
+    """(score - the group's mean) / the group's mean, for scores of at least 0."""
 
 
 class Gdpo(Kind, frozen=True, tag="gdpo"):
@@ -114,7 +114,7 @@ class CustomAdvantage(Kind, frozen=True, tag="function"):
     function: str
     """`package.module:name` or `path/file.py:name` of a function from `AdvantageInputs` to [B] or [B, T] advantages."""
     compares_samples: bool = True
-    """True if the function compares the samples of a prompt. A batch then contains all samples of each prompt."""
+    """True if the function compares the samples of a prompt, which are then all in one batch."""
 
 
 Advantage: TypeAlias = (
@@ -157,13 +157,13 @@ class Critic(Section, frozen=True):
     """The critic and its loss. Only a critic with its own transformer has its own optimizer steps."""
 
     model: str = "head"
-    """A value head ("head"), or a second transformer: the policy's copy ("policy"), random ("scratch"), or a path."""
+    """A value head, or a second transformer: the policy's copy ("policy"), random ("scratch"), or a path."""
     coefficient: NonNegative = 0.5
     """Factor on the critic's loss."""
     clip: NonNegative = 0.2
-    """Moving a value further than this from its value at the update's start does not lower the loss; 0 is off."""
+    """Beyond this change of a value in an update, the loss does not fall (PPO's clip); 0 is off."""
     huber: NonNegative = 0.0
-    """Above 0, the Huber loss replaces the squared error: it is linear for errors above this."""
+    """Above 0, the loss is linear for errors above this (Huber)."""
     lr: NonNegative = 0.0
     """The critic's learning rate; 0 is learner.lr."""
     epochs: Count = 0
@@ -175,7 +175,7 @@ class Critic(Section, frozen=True):
     warmup_updates: Count = 0
     """Number of first updates that train only the critic."""
     pretrain: str = ""
-    """Folder of a run on whose archived batches the critic is trained before the first update; empty is off."""
+    """Folder of a run on whose archive the critic is trained before the first update."""
 
     @property
     def loss(self) -> Literal["mse", "huber"]:
@@ -201,11 +201,11 @@ class Algorithm(Section, frozen=True):
     correction: Correction = Truncate()
     """Correction for off-policy data; "off" for none."""
     negative_weight: Fraction = 1.0
-    """Factor on the weight of tokens with a negative advantage; 0 drops them."""
+    """Factor on the weight of tokens with a negative advantage."""
     advantage: Advantage = Gae()
     """Estimator of the advantages."""
     zero_variance: Literal["keep", "mask", "resample"] = "keep"
-    """What happens to groups of equal scores: train on them, mask them, or replace them by samples of other prompts."""
+    """Keep groups of equal scores, mask them, or replace them by samples of other prompts."""
     resample: Resample = Resample()
     """Which groups zero_variance = "resample" replaces."""
     curriculum: Curriculum | None = None
@@ -217,9 +217,9 @@ class Algorithm(Section, frozen=True):
     policy_loss: PolicyLoss = Clip()
     """The policy's loss."""
     proximal: Literal["recompute", "loglinear", "behavior"] = "recompute"
-    """Proximal log-probs: from a forward pass, from a mixture by lag (arXiv:2512.06547), or from sampling."""
+    """Proximal log-probs: of a forward pass, mixed by lag ("loglinear", arXiv:2512.06547), or of sampling."""
     aggregation: Aggregation = "token-mean"
-    """How the tokens' losses are averaged; "constant" divides the sum of each response by rollout.max_tokens."""
+    """The average of the tokens' losses; "constant" divides a response's sum by rollout.max_tokens."""
     critic: Critic = Critic()
     """The critic of "gae", "vtrace" and "sequence"."""
     entropy: float = 0.0
@@ -233,9 +233,9 @@ class Algorithm(Section, frozen=True):
     teacher: Teacher = Teacher()
     """A teacher model whose signal is added to the rewards or replaces them."""
     positive_nll: NonNegative = 0.0
-    """Weight of the negative log-likelihood of correct answers in the loss (VAPO, arXiv:2504.05118); 0 is off."""
+    """Weight of the negative log-likelihood of correct answers (VAPO, arXiv:2504.05118)."""
     target_kl: NonNegative = 0.0
-    """Above 0, an update ends when KL(proximal || current) exceeds 1.5 times this."""
+    """Above 0, an update ends if KL(proximal || current) exceeds 1.5 times this."""
 
     @property
     def has_critic(self) -> bool:

@@ -34,7 +34,7 @@ class Timed(Section, frozen=True):
     """Base of tables about calls of user code."""
 
     timeout_s: Seconds = 30.0
-    """Time limit of a call. A longer call fails its trajectory."""
+    """Time limit of a call; a longer call fails its trajectory."""
 
 
 class Calls(Timed, frozen=True):
@@ -43,15 +43,15 @@ class Calls(Timed, frozen=True):
     concurrency: Positive = 256
     """Calls in flight in one rollout actor."""
     attempts: Positive = 3
-    """Maximum tries of one call, if its errors are retryable."""
+    """Maximum tries of a call, if its errors are retryable."""
     backoff_s: Seconds = 0.5
-    """Wait before the second try. The wait doubles before each further try."""
+    """Wait before the second try, doubled before each further try."""
     calls_per_s: NonNegative = 0.0
     """Maximum calls of one rollout actor per second; 0 is no limit."""
     breaker_failures: Positive = 16
-    """After this many retryable failures in a row, only one call at a time is made, until one succeeds."""
+    """After this many retryable failures in a row, calls are made singly until one succeeds."""
     breaker_s: Seconds = 5.0
-    """Seconds between two single calls after breaker_failures."""
+    """Seconds between two single calls."""
 
 
 class Kind(Section, frozen=True, tag_field="kind"):
@@ -68,4 +68,4 @@ class Machine(Section, frozen=True):
     """Hardware of one rank or one rollout actor."""
 
     gpus: NonNegative = 0
-    """Number of GPUs; below 1 if ranks and actors share a GPU."""
+    """GPUs of a process; below 1 if ranks and actors share a GPU."""

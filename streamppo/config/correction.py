@@ -41,14 +41,14 @@ class RejectK3(Kind, frozen=True, tag="k3"):
     """Drop responses whose mean k3 estimate of KL(behavior || proximal) is above `at_most`."""
 
     at_most: PositiveFloat
-    """Largest mean of a response that is not dropped, in nats per token."""
+    """Largest mean of a kept response, in nats per token."""
 
 
 Rejection: TypeAlias = RejectToken | RejectSequence | RejectGeometric | RejectOutlier | RejectK3
 
 
 class NoCorrection(Kind, frozen=True, tag="off"):
-    """Every token has weight 1, so the gradient is biased if tokens have lag."""
+    """Every token has weight 1: the gradient is biased by lag."""
 
 
 class Reject(Kind, frozen=True, tag="reject"):
@@ -67,7 +67,7 @@ class Weighted(Kind, frozen=True):
     """Corrections that weigh a token by the ratio proximal / behavior of the token or of its response."""
 
     level: Literal["token", "sequence", "geometric"] = "token"
-    """The ratio for the weight: a token's, the product of its response's ratios, or their geometric mean."""
+    """The ratio for the weight: the token's, the product over its response, or the geometric mean."""
     reject: tuple[Rejection, ...] = ()
     """Rules besides the weight, each kind at most once. A token is dropped if any rule drops it or its response."""
 
@@ -108,28 +108,28 @@ class SecondMoment(Kind, frozen=True, tag="second_moment"):
     """M2PO (arXiv:2510.01161): drop tokens, largest log-ratio first, until the second moment is small."""
 
     threshold: PositiveFloat = 0.04
-    """Largest second moment of the log-ratios of the tokens that are not dropped."""
+    """Largest second moment of the kept tokens' log-ratios."""
 
 
 class CustomCorrection(Kind, frozen=True, tag="function"):
     """The user's function. A run tests the function on a synthetic batch before its first update."""
 
     function: str
-    """`package.module:name` or `path/file.py:name` of a function from `CorrectionInputs` to the tokens' weights."""
+    """A function from `CorrectionInputs` to the tokens' weights, `package.module:name` or `path/file.py:name`."""
 
 
 Correction: TypeAlias = NoCorrection | Reject | Truncate | Mask | Topr | SecondMoment | CustomCorrection
 
 
 class FilterTruncated(Kind, frozen=True, tag="truncated"):
-    """Drop truncated completions from the losses of policy and critic (DAPO, arXiv:2503.14476)."""
+    """Drop truncated completions from all losses (DAPO, arXiv:2503.14476)."""
 
 
 class FilterOffPolicyNegative(Kind, frozen=True, tag="off_policy_negative"):
     """Drop far off-policy responses with a negative advantage (arXiv:2512.02556)."""
 
     delta: PositiveFloat
-    """Largest mean log(behavior / current) of a response that is not dropped."""
+    """Largest mean log(behavior / current) of a kept response."""
 
 
 Filter: TypeAlias = FilterTruncated | FilterOffPolicyNegative
@@ -139,9 +139,9 @@ class Resample(Section, frozen=True):
     """Defines which groups `zero_variance = "resample"` replaces by samples of other prompts."""
 
     component: str = ""
-    """Reward component whose variance and mean are tested; empty is the score."""
+    """Reward component whose variance and mean count; empty: the score."""
     mean: tuple[float, ...] = ()
-    """[smallest, largest] mean of a group that is not replaced; empty allows every mean."""
+    """[smallest, largest] mean of a group that is not replaced; empty: any."""
 
     def contradictions(self) -> Iterator[str]:
         if self.mean and (len(self.mean) != 2 or self.mean[0] > self.mean[1]):
@@ -158,11 +158,11 @@ class Curriculum(Section, frozen=True):
     """
 
     skip: Literal["right", "equal"] = "right"
-    """A group has no signal if all its samples are right, or (as in GRESO) if all its scores are equal."""
+    """A group has no signal if all its samples are right, or ("equal", as in GRESO) if its scores are equal."""
     repeat: Annotated[float, Meta(gt=0, lt=1)] = 0.5
     """Probability of sampling a row after one group without a signal."""
     floor: Annotated[float, Meta(ge=0.01, le=1)] = 0.1
-    """Smallest probability of sampling a row. Only if a row is sampled can the run notice a new signal."""
+    """Smallest probability of sampling a row."""
 
     def contradictions(self) -> Iterator[str]:
         if self.floor > self.repeat:

@@ -26,13 +26,13 @@ class Mesh(Section, frozen=True):
     """
 
     replicate: Positive = 1
-    """Number of replicas of the sharded weights and moments; a divisor of `ranks`."""
+    """Replicas of the sharded weights and moments; a divisor of `ranks`."""
     context: Positive = 1
-    """Number of ranks that share a row's tokens; a divisor of a replica's ranks."""
+    """Ranks that share a row's tokens; a divisor of a replica's ranks."""
     tensor: Positive = 1
-    """Number of ranks that share each layer's heads and units; a divisor of a replica's ranks."""
+    """Ranks that share each layer's heads and units; a divisor of a replica's ranks."""
     expert: Positive = 1
-    """Number of ranks that share each layer's experts; a divisor of the experts and of a replica's ranks."""
+    """Ranks that share each layer's experts; a divisor of the experts and of a replica's ranks."""
 
     def refuses(self, ranks: int, prefix: str, *, adapted: bool, compiled: bool) -> Iterator[str]:
         """Yield a sentence for every reason against this mesh. `prefix` is queue.segments.prefix.
@@ -92,7 +92,7 @@ class Folder(Kind, frozen=True, tag="folder"):
     """Files in a folder that all nodes share."""
 
     path: str = ""
-    """A folder that all nodes share, with room for three versions; if empty, a subfolder of the run's folder."""
+    """A folder that all nodes share, with room for three versions; empty: in the run's folder."""
 
     def refuses_disks(self, *, own_disks: bool) -> Iterator[str]:
         """Yield a sentence if nodes have `own_disks`, but the transport needs a folder that all nodes share."""
@@ -104,7 +104,7 @@ class Folder(Kind, frozen=True, tag="folder"):
 
 
 class Nixl(Kind, frozen=True, tag="nixl"):
-    """NIXL (extra `nixl`): rollout actors read the ranks' memory."""
+    """NIXL (extra `nixl`)."""
 
     def refuses_disks(self, *, own_disks: bool) -> Iterator[str]:
         """Refuse nothing, because the transport needs no common disk."""
@@ -118,45 +118,45 @@ class Learner(Machine, frozen=True, kw_only=True):
     """The ranks that train."""
 
     lr: PositiveFloat = 1e-6
-    """AdamW's learning rate, such as 1e-6 for a billion weights and 1e-3 for 0.1 million."""
+    """AdamW's learning rate: 1e-6 for a billion weights, 1e-3 for 0.1 million."""
     threads: Positive | Literal["auto"] = "auto"
-    """CPU threads of a rank; "auto" is 1, or more for a large model."""
+    """CPU threads of a rank; "auto": 1, or more for a large model on a CPU."""
     ranks: Processes = 1
     """Learner ranks, one Ray actor each."""
     mesh: Mesh = Mesh()
     """Parallelism of the model over the ranks."""
     warmup_updates: Count = 0
-    """Number of first updates in which the learning rate rises from 0."""
+    """First updates, in which the learning rate rises from 0."""
     decay: Literal["constant", "linear", "cosine"] = "constant"
-    """Shape of the learning rate's decay from the warm-up to the last update."""
+    """Decay of the learning rate from the warm-up to the last update."""
     final_lr_share: Fraction = 0.0
-    """Learning rate at the end, as a share of lr."""
+    """Last learning rate, as a share of lr."""
     lr_by_ess: Literal["auto", "on", "off"] = "auto"
-    """Scale lr by the square root of the effective sample size; "auto" is "on" with an adaptive lag."""
+    """Multiply lr by the root of ess_sequence; "auto" is "on" with an adaptive lag."""
     betas: tuple[Fraction, Fraction] = (0.9, 0.95)
     """AdamW's betas."""
     weight_decay: NonNegative = 0.0
     """AdamW's weight decay."""
     max_grad_norm: PositiveFloat = 1.0
-    """Gradients are scaled so that their global norm is at most this."""
+    """Largest norm of the gradient."""
     norm: Literal["2-norm", "max-norm"] = "2-norm"
-    """The norm that max_grad_norm bounds: Euclidean, or the largest absolute entry."""
+    """The norm of max_grad_norm: Euclidean, or the largest absolute entry."""
     max_bad_steps: Positive = 3
-    """The run stops after this many consecutive steps that were skipped for a non-finite gradient."""
+    """The run stops after this many consecutive steps without a finite gradient."""
     epochs: Positive = 1
     """Passes over one batch."""
     minibatches: Positive = 1
     """Optimizer steps in one epoch."""
     micro_batch_tokens: Positive = 16384
-    """Maximum tokens of one forward pass, including padding, on a rank or on the ranks that share a row."""
+    """Maximum tokens of a forward pass, with padding, on a rank or the ranks that share a row."""
     offload: bool = False
-    """Keep weights, gradients and moments in CPU memory, and run the optimizer there."""
+    """Keep weights, gradients, moments and the optimizer on the CPU."""
     exact: bool = True
-    """Make recovery and replay bit-identical; false is faster on a GPU."""
+    """Recover and replay bit for bit; false is faster on a GPU."""
     bucket_bytes: Positive = 256 * 1024 * 1024
-    """Size of the buckets in which weights are sent."""
+    """Size of the buckets of pushed weights."""
     deltas: Literal["auto", "on", "off"] = "auto"
-    """Push only the changed weights if this takes fewer bytes; "auto" is "on" on a cluster."""
+    """Push only changed weights if these are fewer bytes; "auto" is "on" on a cluster."""
     transport: Transport = ObjectStore()
     """Transport of new weights to the rollout actors."""
 

@@ -25,7 +25,7 @@ class Lora(Section, frozen=True):
     alpha: Positive = 32
     """The product B A is scaled by alpha / rank."""
     targets: tuple[str, ...] = ()
-    """Name suffixes of the linear layers with an adapter; empty is all except the head, experts and routers."""
+    """Name suffixes of the linear layers with an adapter; empty: all except the head, experts and routers."""
 
     @property
     def scale(self) -> float:
@@ -66,15 +66,15 @@ class Model(Section, frozen=True):
     path: str
     """Folder or hub name of a causal LM, or "builtin:tiny"."""
     dtype: Literal["float32", "bfloat16"] = "float32"
-    """Type of parameters and activations in learner and engine."""
+    """Type of parameters and activations."""
     float32_head: bool = True
-    """Compute logits in float32 in learner and engine (arXiv:2506.13585)."""
+    """Compute logits in float32 (arXiv:2506.13585)."""
     attention: Literal[
         "auto", "sdpa", "eager", "varlen", "flash_attention_2", "flash_attention_3", "flash_attention_4"
     ] = "auto"
-    """The learner's attention; "auto" is flash-attn (or else "varlen") for bfloat16 on a GPU, otherwise "sdpa"."""
+    """The learner's attention; "auto" is flash-attn or "varlen" for bfloat16 on a GPU, otherwise "sdpa"."""
     share_prompts: bool = True
-    """Compute a prompt once for all its samples in a micro-batch; "eager" attention does not support this."""
+    """Compute a prompt once for all its samples in a micro-batch; not with "eager" attention."""
     float32_router: bool = False
     """Compute the routers' scores in float32 in the learner."""
     gradient_checkpointing: Literal["auto", "off", "full", "offloaded"] = "auto"
@@ -84,7 +84,7 @@ class Model(Section, frozen=True):
     lora: Lora | None = None
     """Train adapters on frozen weights; `{}` chooses the defaults."""
     clock: str = ""
-    """The present time in chat templates (2026-01-31T12:00); empty is the run's start."""
+    """Time in chat templates (2026-01-31T12:00); empty: the run's start."""
     tiny: Tiny = Tiny()
     """The model behind "builtin:tiny"."""
 

@@ -71,21 +71,21 @@ class DppoTv(Kind, frozen=True, tag="dppo_tv"):
     """-advantage * ratio, except for tokens whose probability has moved too far in the advantage's direction."""
 
     delta: PositiveFloat = 0.15
-    """Drop tokens whose probability moved by more than this from the proximal one, in the advantage's direction."""
+    """Drop tokens whose probability moved further than this from the proximal, in the advantage's direction."""
 
 
 class DppoKl(Kind, frozen=True, tag="dppo_kl"):
     """Like "dppo_tv", but a KL measures how far a token's probability has moved."""
 
     delta: PositiveFloat = 0.05
-    """Largest KL(proximal || current), in nats, between the probabilities of sampling the token and not sampling it."""
+    """Drop tokens whose binary KL(proximal || current), in nats, exceeds this in the advantage's direction."""
 
 
 class Ipo(Kind, frozen=True, tag="ipo"):
     """-advantage * ratio, except for tokens whose probability has moved too far in either direction."""
 
     eps: PositiveFloat = 0.3
-    """Drop tokens whose probability moved by more than this from the proximal one, in either direction."""
+    """Drop tokens whose probability moved further than this from the proximal."""
 
 
 class Sapo(Kind, frozen=True, tag="sapo"):

@@ -19,7 +19,7 @@ class Segments(Section, frozen=True):
     just_in_time: bool = True
     """Cut a segment before its oldest token exceeds max_lag."""
     prefix: Literal["attached", "detached"] = "attached"
-    """Gradients flow through the prompt and earlier segments ("attached"), or not, which is faster ("detached")."""
+    """Gradients flow through the prompt and earlier segments ("attached"), or do not ("detached", faster)."""
 
     def contradictions(self) -> Iterator[str]:
         if not self.max_tokens and not self.just_in_time:
@@ -52,7 +52,7 @@ class AdaptiveLag(Kind, frozen=True, tag="adaptive"):
     at_most: Positive
     """Hard bound on the age of a trained token, in versions."""
     ess: Annotated[float, Meta(gt=0, lt=1)] = 0.5
-    """If the tokens of some lag have a lower effective sample size, the admitted lag falls."""
+    """Below this effective sample size of some lag, the admitted lag falls."""
 
 
 class Queue(Section, frozen=True):
@@ -63,22 +63,22 @@ class Queue(Section, frozen=True):
     max_lag: Count | AdaptiveLag = 8
     """Hard bound on a trained token's age in versions; 0 is synchronous PPO."""
     ahead: Literal["as_needed", "max_lag"] = "as_needed"
-    """Engines sample as far ahead as the learner needs to avoid waiting, or always as far as max_lag."""
+    """Engines sample ahead as far as the learner needs, or always by max_lag."""
     too_old: Literal["mask", "drop", "wait", "windowed", "keep"] = "mask"
-    """What happens to tokens beyond max_lag. "drop" samples again; "wait" and "windowed" choose batches without any."""
+    """Mask tokens beyond max_lag, "drop" their trajectory, "keep" them, or choose batches without them (others)."""
     samples_per_prompt: Positive = 1
     """Completions of each prompt."""
     max_attempts: Positive = 3
-    """A trajectory is abandoned after this many failed tries."""
+    """Maximum tries of a trajectory."""
     max_failure_rate: Fraction = 0.5
-    """The run stops if the share of failed trajectories is above this."""
+    """The run stops above this share of failed trajectories."""
     segments: Segments | None = None
     """Train on segments of unfinished completions. The critic's value at the cut replaces the rest of the return."""
     admission: Literal["engine", "mean"] = "engine"
-    """Bound each engine's sampling by its own version, or by the learner's version, which bounds only the mean lag."""
+    """Bound sampling by the engine's version, or by the learner's version, which bounds only the mean lag."""
 
     shards: Processes = 1
-    """Number of processes that store tokens. Above 1, the queue's actor stores only records of them."""
+    """Number of processes that store tokens."""
     standby: bool = False
     """Copy journals and archive to checkpoint.remote before the queue acknowledges trajectories."""
 

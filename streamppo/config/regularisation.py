@@ -23,17 +23,17 @@ class Kl(Section, frozen=True):
     straight_through: bool = False
     """In the loss, use the estimator's value with the gradient of k2."""
     target: NonNegative = 0.0
-    """Above 0, reward_beta is adapted so that the KL per response stays near this many nats (arXiv:1909.08593)."""
+    """Above 0, reward_beta keeps the KL per response near this, in nats (arXiv:1909.08593)."""
     horizon: Positive = 10_000
     """Time constant of the controller, in trajectories."""
     allow_both: bool = False
-    """Allow reward_beta and loss_beta to be above 0 at the same time."""
+    """Allow both reward_beta and loss_beta above 0."""
     follow_every: Count = 0
-    """Above 0, the reference moves towards the policy every this many updates (arXiv:2404.09656)."""
+    """Updates between two moves of the reference towards the policy (arXiv:2404.09656); 0 is off."""
     follow_share: Share = 1.0
-    """Share of the distance to the policy that one move covers."""
+    """Share of the distance that one move covers."""
     offload: bool = False
-    """Keep the reference in CPU memory, and copy one layer at a time to the GPU."""
+    """Keep the reference in CPU memory, and copy it layer by layer to the GPU."""
 
     def contradictions(self) -> Iterator[str]:
         if self.reward_beta and self.loss_beta and not self.allow_both:
@@ -57,7 +57,7 @@ class Kl(Section, frozen=True):
 
 
 class NoExploration(Kind, frozen=True, tag="off"):
-    """All tokens are treated in the same way."""
+    """No exploration."""
 
 
 class TopEntropy(Kind, frozen=True, tag="top_entropy"):
@@ -71,9 +71,9 @@ class ClipCov(Kind, frozen=True, tag="clip_cov"):
     """Drops a few random tokens from the policy's loss, among those with a high covariance (arXiv:2505.22617)."""
 
     share: Share = 0.0002
-    """Share of the trained tokens that are dropped; at least one token is dropped if any is in the band."""
+    """Share of the trained tokens that are dropped, but at least one."""
     band: tuple[float, float] = (1.0, 5.0)
-    """[smallest, largest] covariance of advantage and log-prob of tokens that may be dropped."""
+    """[smallest, largest] covariance of advantage and log-prob of a dropped token."""
 
     def contradictions(self) -> Iterator[str]:
         if not self.band[0] < self.band[1]:
@@ -84,7 +84,7 @@ class KlCov(Kind, frozen=True, tag="kl_cov"):
     """Penalises the KL to the proximal policy for tokens with the highest covariance (arXiv:2505.22617)."""
 
     share: Share = 0.002
-    """Share of the trained tokens that are penalised, but at least one token."""
+    """Share of the trained tokens with the KL, but at least one."""
     coefficient: PositiveFloat = 1.0
     """Weight of KL(proximal || current) in the policy's loss."""
 
@@ -96,9 +96,9 @@ class EntropyControl(Section, frozen=True):
     """Controls the weight of the entropy bonus, which begins at `entropy` (Skywork-OR1, arXiv:2505.22312)."""
 
     target: NonNegative = 0.0
-    """Above 0, the bonus applies only while the entropy is at most this, in nats per token."""
+    """Above 0, the bonus applies only up to this entropy, in nats per token."""
     step: PositiveFloat = 0.005
-    """The weight rises by this if an update's entropy is at most the target, and otherwise falls by this."""
+    """Change of the weight after an update: up at or below the target, otherwise down."""
     range: tuple[NonNegative, NonNegative] = (0.0, 1.0)
     """[smallest, largest] weight."""
 

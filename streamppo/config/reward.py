@@ -14,31 +14,31 @@ class Limits(Calls, frozen=True):
     """Fields of every scorer: its weight in the reward, and bounds on its calls."""
 
     weight: float = 1.0
-    """The score is multiplied by this."""
+    """Factor on the score."""
     sources: tuple[str, ...] = ()
-    """Names of the data sets whose trajectories this scorer scores; empty is all."""
+    """Data sets whose trajectories are scored; empty: all."""
 
 
 class Batched(Limits, frozen=True):
     """Scorers that take several trajectories at once."""
 
     batch_size: Positive = 16
-    """Maximum trajectories of a batched call, or of a model's forward pass."""
+    """Maximum trajectories of a call for batches, or of a forward pass."""
 
 
 class FunctionScorer(Batched, frozen=True, kw_only=True, tag_field="kind", tag="function"):
     """A user's function or class."""
 
     function: str
-    """`package.module:name` or `path/file.py:name` of a function or class."""
+    """A function or class, `package.module:name` or `path/file.py:name`."""
     arguments: dict[str, Argument] = msgspec.field(default_factory=dict[str, Argument])
-    """Keyword arguments of a class's constructor, or of every call of a function."""
+    """Keyword arguments of the class's constructor, or of every call of the function."""
     where: Literal["auto", "actor", "process"] = "auto"
-    """Calls run in the rollout actor or in separate processes; "auto" is "actor" only for streamppo's async scorers."""
+    """Run calls in the rollout actor or in separate processes; "auto" is "actor" only for streamppo's async scorers."""
     processes: Positive = 2
-    """Number of processes for a sync function. An async function always has one process."""
+    """Processes of a sync function; an async function has one."""
     memory_mib: Positive = 512
-    """Memory that one process may use after the import (Linux)."""
+    """Memory of one process after the import (Linux)."""
 
 
 class ModelScorer(Batched, frozen=True, kw_only=True, tag_field="kind", tag="model"):
@@ -47,7 +47,7 @@ class ModelScorer(Batched, frozen=True, kw_only=True, tag_field="kind", tag="mod
     path: str
     """A local folder or hub name."""
     label: Count = 0
-    """Index of the model's output that is the score."""
+    """Index of the output that is the score."""
     max_tokens: Positive = 4096
     """Maximum tokens of a text; a longer text fails its trajectory."""
     dtype: Literal["float32", "bfloat16"] = "float32"
@@ -62,7 +62,7 @@ class Remote(Limits, frozen=True, kw_only=True):
     """Scorers behind HTTP."""
 
     url: str
-    """Address of the service. A judge's address ends before /chat/completions: http://localhost:8000/v1."""
+    """Address of the service, or of a judge without /chat/completions: http://localhost:8000/v1."""
     key_env: str = ""
     """Environment variable with a bearer token."""
 
@@ -80,9 +80,9 @@ class JudgeScorer(Remote, frozen=True, kw_only=True, tag_field="kind", tag="judg
     model: str
     """The model's name at the endpoint."""
     question: str
-    """The question. {prompt}, {completion} and names of columns in braces are replaced by their texts."""
+    """The question, with {prompt}, {completion} and columns in braces."""
     pattern: str = r"(-?\d+(?:\.\d+)?)\s*$"
-    """Regular expression whose first group is the number in the answer."""
+    """Regular expression whose first group is the number."""
     scale: PositiveFloat = 1.0
     """The score is the number divided by this."""
     max_tokens: Positive = 1024
@@ -98,7 +98,7 @@ class Reward(Section, frozen=True):
     scorers: dict[str, Scorer] = msgspec.field(default_factory=dict[str, Scorer])
     """Scorers by name. With several scorers, each score is logged as reward_NAME."""
     combine: Literal["sum", "model_first"] = "sum"
-    """Sum all weighted scores; if some are of models, judges or services, "model_first" sums only these scores."""
+    """Sum all weighted scores; "model_first" sums only those of models, judges and services, if there are any."""
     correct_at: float = 1.0
     """A completion counts as correct from this reward on."""
 

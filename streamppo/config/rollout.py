@@ -24,7 +24,7 @@ class EngineKind(Kind, frozen=True):
     """Fields common to all engines."""
 
     kv: Literal["keep", "recompute"] = "keep"
-    """Keep or recompute the KV cache of running completions when the engine loads new weights."""
+    """Keep or recompute the KV cache of running completions at a swap."""
 
 
 class EmbeddedEngine(EngineKind, frozen=True, tag="embedded"):
@@ -97,11 +97,11 @@ class SGLangEngine(EngineKind, frozen=True, tag="sglang"):
     """SGLang 0.5.17 or newer. Every actor starts an engine on its GPUs, or uses a running server."""
 
     urls: tuple[str, ...] = ()
-    """Addresses of running servers, one for each actor. If empty, each actor starts an engine."""
+    """Addresses of running servers, one for each actor; empty: each actor starts an engine."""
     api_key_env: str = "SGLANG_API_KEY"
     """Environment variable with the API key of the servers at `urls`."""
     transport: Literal["tensor", "group", "disk"] = "tensor"
-    """How weights reach SGLang: in shared memory, by a process group's broadcast, or in a folder."""
+    """Way of weights into SGLang: shared memory ("tensor"), a folder, or a process group's broadcast."""
     folder: str = ""
     """For transport = "disk", a folder that both actor and SGLang see."""
     attention_backend: str = ""
@@ -111,11 +111,11 @@ class SGLangEngine(EngineKind, frozen=True, tag="sglang"):
     max_total_tokens: Count = 0
     """Maximum tokens of the cache; 0 is as many as fit into mem_fraction_static."""
     prefix_cache: bool = True
-    """Prompts with a common prefix share the prefix's keys and values in the cache."""
+    """Share keys and values of common prefixes."""
     args: dict[str, Argument] = field(default_factory=dict[str, Argument])
     """Further arguments of SGLang, such as { schedule_policy = "lpm" }."""
     routes: bool = False
-    """Use in the learner the experts that SGLang chose for each token (R3)."""
+    """Use SGLang's experts for each token in the learner (R3)."""
     start_s: Seconds = 900.0
     """Time limit for the engine's start."""
 
@@ -199,21 +199,21 @@ class Rollout(Machine, frozen=True):
     actors: Processes = 1
     """Number of rollout actors; `streamppo scale` changes it."""
     in_flight: Positive = 64
-    """Maximum trajectories of one actor that are being sampled or scored."""
+    """Maximum trajectories that an actor samples or scores at the same time."""
     slots: Positive = 64
-    """Maximum completions that one engine decodes at the same time."""
+    """Maximum completions that an engine decodes at the same time."""
     max_tokens: Positive = 256
     """Maximum tokens of one completion."""
     stop: tuple[str, ...] = ()
-    """What also ends a completion: an added token, given by its name, or any other string."""
+    """Names of tokens and other strings that also end a completion."""
     limit: str = ""
-    """`package.module:name` or `path/file.py:name` of a function from (prompt, identity) to a lower max_tokens."""
+    """A function from (prompt, identity) to a lower max_tokens, `package.module:name` or `path/file.py:name`."""
     temperature: PositiveFloat = 1.0
     """Temperature of sampling, and of the learner's log-probs."""
     top_p: Annotated[float, Meta(gt=0, le=1)] = 1.0
-    """Nucleus sampling in training. Below 1, log-probs are of the distribution over the nucleus."""
+    """Nucleus sampling in training; log-probs are those within the nucleus."""
     top_k: Count = 0
-    """Top-k sampling in training; 0 is off. If on, log-probs are of the distribution over the k tokens."""
+    """Top-k sampling in training; log-probs are those within the k tokens; 0 is off."""
 
     @property
     def excludes_tokens(self) -> bool:

@@ -34,22 +34,22 @@ class Evaluation(Section, frozen=True):
     """Evaluation during training, by greedy answers to held-out prompts."""
 
     every: Count = 20
-    """Updates between two evaluations; 0 evaluates only before and after training."""
+    """Updates between two evaluations; 0: only before and after training."""
     prompts: Positive = 256
-    """Number of held-out prompts in one evaluation."""
+    """Held-out prompts of one evaluation."""
     actors: Annotated[int, Meta(ge=0, le=MOST_PROCESSES)] = 0
-    """Number of actors that only evaluate, each like a rollout actor; 0 lets the rollout actors evaluate."""
+    """Actors that only evaluate; 0: rollout actors evaluate."""
 
 
 class Checkpoint(Section, frozen=True):
     """Checkpoints, from which a run is resumed."""
 
     every: Count = 50
-    """Updates between two checkpoints; 0 writes only the last one."""
+    """Updates between two checkpoints; 0: only the last version."""
     keep: Positive = 2
-    """Number of newest checkpoints that stay on disk."""
+    """Newest checkpoints that stay on disk."""
     keep_every: Count = 0
-    """Checkpoints of versions that are multiples of this are never deleted; 0 is off."""
+    """Never delete checkpoints of versions that are multiples of this; 0 is off."""
     remote: str = ""
     """An fsspec address (s3://bucket/runs) to which checkpoints are copied."""
 
@@ -58,37 +58,37 @@ class Archive(Section, frozen=True):
     """The archive, which stores trained batches on disk."""
 
     keep: Count = 0
-    """Number of newest batches that stay on disk, besides all batches after the oldest checkpoint; 0 keeps all."""
+    """Newest batches that stay on disk, besides all after the oldest checkpoint; 0: all."""
     numbers: bool = True
-    """Store each token's advantage and the learner's log-prob, which `watch` and `inspect` show."""
+    """Store each token's advantage and learner's log-prob for `watch` and `inspect`, 8 bytes a token."""
 
 
 class Cluster(Section, frozen=True):
     """The Ray cluster of the run."""
 
     address: str = LOCAL
-    """"local" starts Ray on this machine. Any other address joins the cluster at that address."""
+    """"local" starts Ray on this machine; another address joins the cluster there."""
     cpus: Positive | None = None
-    """Logical CPUs of a local Ray; by default as many as the configuration needs."""
+    """Logical CPUs of a local Ray; by default what the configuration needs."""
     object_store_mib: Positive = 256
-    """Shared memory of the local object store."""
+    """Shared memory of a local object store."""
     own_disks: bool = False
-    """Nodes share no folder, so files are copied through checkpoint.remote."""
+    """Nodes share no folder; files are copied through checkpoint.remote."""
 
 
 class Watchdog(Section, frozen=True):
     """Time limits, and limits on restarts."""
 
     stall_s: Seconds = 300.0
-    """The run stops after this time without an update or evaluation."""
+    """The run ends after this time without an update or evaluation."""
     load_s: Seconds = 900.0
-    """Time that is added to stall_s while the learner loads its model."""
+    """Additional stall_s while the learner loads its model."""
     shutdown_s: Seconds | None = None
-    """Time limit of the last checkpoint; by default 6 s and 10 s per GB."""
+    """Time limit of the last checkpoint; by default 6 s plus 10 s per GB."""
     heartbeat_s: Annotated[float, Meta(ge=10)] = 60.0
-    """An actor or rank is restarted after this time without a heartbeat."""
+    """Restart an actor or rank after this time without a heartbeat."""
     max_restarts: Count = 10
-    """Maximum restarts within restarts_s. One more restart ends the run."""
+    """The run ends after more restarts within restarts_s."""
     restarts_s: Seconds = 600.0
     """Time window of max_restarts."""
 
@@ -97,18 +97,18 @@ class Endpoint(Kind, frozen=True, tag="endpoint"):
     """An HTTP server on 127.0.0.1 that Prometheus scrapes."""
 
     port: Port
-    """Port of the server. The path is /metrics."""
+    """Port of the server."""
 
 
 class RayMetrics(Kind, frozen=True, tag="ray"):
-    """Prometheus scrapes Ray's metrics. All nodes need ray[default]."""
+    """Prometheus scrapes Ray's metrics; all nodes need ray[default]."""
 
 
 class Telemetry(Section, frozen=True):
     """Programs that get the run's metrics, and that can neither stop a run nor slow it down."""
 
     trackers: tuple[Tracker, ...] = ()
-    """Trackers that get the metrics and the configuration."""
+    """Trackers of metrics and configuration."""
     project: str = "streamppo"
     """Name of the project or experiment in the trackers."""
     prometheus: Endpoint | RayMetrics | None = None

@@ -22,7 +22,7 @@ class Addition(Kind, frozen=True):
     second: tuple[Count, Count] = (10, 99)
     """[smallest, largest] second number."""
     held_out: Fraction = 0.1
-    """Share of the problems that are used only for evaluation."""
+    """Share of the problems for evaluation only."""
 
     def contradictions(self) -> Iterator[str]:
         # A run makes all problems at its start.
@@ -35,21 +35,21 @@ class ArithmeticTask(Addition, frozen=True, tag="arithmetic"):
     """Addition: the prompt "12+34=" has the answer "46"."""
 
     ramp_prompts: Count = 0
-    """Number of first prompts over which sampling widens from the easiest tenth of the problems to all; 0 is off."""
+    """Over this many first prompts sampling widens from the easiest tenth of the problems to all; 0 is off."""
 
 
 class HeldOut(Section, frozen=True):
     """Tasks whose rows are split into training and evaluation."""
 
     held_out: Fraction = 0.05
-    """Share of the distinct prompts that are used only for evaluation, if no evaluation data are named."""
+    """Share of the distinct prompts for evaluation only, if no evaluation data are named."""
 
 
 class Source(HeldOut, frozen=True, kw_only=True):
     """One data set, and how its rows become prompts. A column's name may be dotted: `reward_model.ground_truth`."""
 
     data: str
-    """A jsonl, json, csv or parquet file, a folder, or a hub name, which needs the extra streamppo[data]."""
+    """A jsonl, json, csv or parquet file, a folder, or a hub name (extra `data`)."""
     subset: str = ""
     """Configuration of a hub data set, or a subfolder of `data`."""
     split: str = "train"
@@ -59,7 +59,7 @@ class Source(HeldOut, frozen=True, kw_only=True):
     evaluation_split: str | None = None
     """Split of a folder or hub data set for evaluation."""
     prompt: str = "prompt"
-    """Column of the prompt, which is a string, or messages with role and content."""
+    """Column of the prompt: a string, or messages with role and content."""
     answer: str = "answer"
     """Column that scorers get as `answer`; "" is none."""
     columns: dict[str, str] = msgspec.field(default_factory=dict[str, str])
@@ -73,13 +73,13 @@ class Source(HeldOut, frozen=True, kw_only=True):
     template: Arguments = msgspec.field(default_factory=Arguments)
     """Arguments of the chat template, which a row's `chat_template_kwargs` override."""
     control_tokens: ControlTokens = "text"
-    """How a control token's name in a row, such as <|im_end|>, is tokenized: as "text", or (parse) as the token."""
+    """A control token's name in a row, such as <|im_end|>, becomes text, or ("parse") the token."""
     max_prompt_tokens: Positive = 1024
     """Maximum tokens of a prompt."""
     too_long: Literal["error", "skip", "truncate"] = "error"
-    """What happens to a longer prompt: it is an error, its row is skipped, or only its last tokens are kept."""
+    """A longer prompt is an error, its row is skipped, or only its last tokens are kept."""
     weight: PositiveFloat = 1.0
-    """Share of the training prompts, relative to the weights of other data sets."""
+    """Share of the training prompts, relative to other data sets."""
 
 
 class DataTask(Kind, frozen=True, tag="data"):
@@ -128,9 +128,9 @@ class Conversation(Timed, frozen=True, kw_only=True):
     template: Arguments = msgspec.field(default_factory=Arguments)
     """Further arguments of the chat template for the environment's messages."""
     control_tokens: ControlTokens = "text"
-    """How a control token's name in the environment's texts is tokenized: as "text", or (parse) as the token."""
+    """A control token's name in the environment's texts becomes text, or ("parse") the token."""
     max_turns: Positive = 8
-    """Maximum turns of the policy, or requests of an agent."""
+    """Maximum turns, or requests of an agent."""
     max_tokens: Positive = 4096
     """Maximum tokens of all turns and observations together."""
 
@@ -139,7 +139,7 @@ class Environment(Conversation, frozen=True, kw_only=True, tag_field="kind", tag
     """Trajectories of several turns: an environment answers each turn of the policy until it is done."""
 
     name: str
-    """`package.module:Class` or `path/file.py:Class`. Each trajectory has an instance of the class."""
+    """A class, `package.module:Class` or `path/file.py:Class`; each trajectory has an instance."""
     arguments: Arguments = msgspec.field(default_factory=Arguments)
     """Keyword arguments of the class's constructor."""
 
@@ -155,7 +155,7 @@ class BubblewrapSandbox(Kind, frozen=True, tag="bubblewrap"):
     files: tuple[str, ...] = ()
     """Files and folders that the program may read."""
     memory_mib: Positive = 1024
-    """Memory limit of all the program's processes together."""
+    """Memory limit of all processes together."""
     disk_mib: Positive = 64
     """Maximum size of the program's scratch folder."""
 
@@ -176,17 +176,17 @@ class AgentEnvironment(Conversation, frozen=True, kw_only=True, tag_field="kind"
     """Trajectories of several turns: the user's program calls an OpenAI-compatible endpoint, and the policy answers."""
 
     agent: str = ""
-    """`package.module:function` or `path/file.py:function`, which runs once for each trajectory."""
+    """A function, `package.module:function` or `path/file.py:function`, called once for each trajectory."""
     command: tuple[str, ...] = ()
     """A program and its arguments, instead of `agent`."""
     sandbox: AnySandbox | None = None
     """The sandbox in which `command` runs. By default `command` runs with the user's rights."""
     host: str = "127.0.0.1"
-    """Address on which the endpoint of each rollout actor listens."""
+    """Address on which the endpoint listens."""
     ignored: tuple[Literal["response_format", "tool_choice"], ...] = ()
-    """Parameters of requests that are ignored and counted. By default such requests are refused."""
+    """Parameters of requests that are ignored; by default such requests are refused."""
     timeout_s: Seconds = 600.0
-    """Time limit of the agent; a longer run fails its trajectory."""
+    """Time limit of an agent's run; a longer run fails its trajectory."""
 
     @property
     def module(self) -> str:

@@ -13,17 +13,17 @@ class Teacher(Calls, frozen=True):
     model: str = ""
     """Folder or hub name of a causal LM with the policy's tokenizer."""
     url: str = ""
-    """Address of an SGLang server with the teacher, instead of `model`: http://10.0.0.9:30000."""
+    """Instead of `model`, address of an SGLang server: http://10.0.0.9:30000."""
     key_env: str = ""
     """Environment variable with the server's API key."""
     weight: PositiveFloat = 1.0
-    """Weight of each token's signal, the teacher's log-prob minus the proximal log-prob."""
+    """Weight of the signal: the teacher's log-prob - the proximal log-prob."""
     signal: Literal["advantage", "reward"] = "advantage"
-    """Add the signal to the advantages, or to the rewards from which advantages are estimated."""
+    """Add the signal to the advantages, or to the rewards."""
     others: NonNegative = 1.0
-    """Weight of the advantages from rewards; 0 trains on the teacher's signal alone."""
+    """Weight of the advantages from rewards; 0: only the teacher's signal."""
     offload: bool = False
-    """Keep `model` in CPU memory, and copy one layer at a time to the GPU."""
+    """Keep `model` in CPU memory, and copy it layer by layer to the GPU."""
 
     def contradictions(self) -> Iterator[str]:
         if self.model and self.url:

@@ -3,7 +3,7 @@
 from typing import NamedTuple
 
 LINES = {
-    "part": "a driver begins: its number (1 plus earlier resumes), and the version after which it continues",
+    "part": "a driver begins: its number (1 plus earlier resumes) and its first version",
     "update": "an update ends: the version that it made, and its metrics",
     "remade": "an update's line was lost: its version, and the metrics that its archived batch gives",
     "redone": "an update was repeated: its version; the first line remains",
@@ -22,7 +22,7 @@ LINES = {
 
 BESIDE = {
     "update": "the version that it made",
-    "wall_s": "seconds that the run has lasted, over all its parts",
+    "wall_s": "seconds of the run, over all its parts",
     "lag_histogram": "tokens of the batch that the policy sampled, by their lag in versions",
 }
 """Entries of an update's line besides the metrics."""
@@ -58,7 +58,7 @@ PHASES = {
 
 UPDATE = {
     "tokens": "tokens of the batch that the policy sampled",
-    "tokens_too_old": "tokens of the batch beyond max_lag, left out of the loss",
+    "tokens_too_old": "tokens of the batch beyond max_lag",
     "tokens_trained": "tokens of the batch that are in the loss",
     "tokens_idle": "tokens of rows that need no pass or gradient; the KL metrics exclude them",
     "equal_groups": "share of trajectories whose group has equal scores only",
@@ -89,8 +89,8 @@ UPDATE = {
     "ratio_p99": "99th percentile of current / proximal",
     "grad_norm": "gradient norm (learner.norm) before clipping, mean over optimizer steps",
     "steps": "optimizer steps of the policy",
-    "bad_steps": "optimizer steps left out because the gradient, or the KL of target_kl, was not finite",
-    "empty_steps": "optimizer steps left out because no token remained",
+    "bad_steps": "optimizer steps skipped because the gradient, or the KL of target_kl, was not finite",
+    "empty_steps": "optimizer steps skipped because no token remained",
     "stopped_early": "1 if target_kl ended the update",
     "lr": "learning rate of the policy",
     "score_s": "seconds for proximal log-probs, values and targets",
@@ -108,25 +108,25 @@ the first step or, without a scoring pass, the first training pass. "proximal" i
 chooses."""
 
 SOMETIMES = {
-    "reward": "mean reward of the completions that end in the batch",
-    "length": "mean number of sampled tokens of the completions that end in the batch",
-    "truncated": "share of the completions that end in the batch and were cut off",
+    "reward": "mean reward of completions that end in the batch",
+    "length": "mean sampled tokens of completions that end in the batch",
+    "truncated": "share of cut-off completions, of those that end in the batch",
     "segments_cut": "share of the batch's segments that are followed by another segment",
     "outcomes_explained": "share of known outcomes that the critic explains",
     "reference_kl": "nats per response, k3 estimate of KL(learner || reference); with [algorithm.kl]",
     "kl_beta": "weight of the KL in the reward; with [algorithm.kl]",
     "entropy_weight": "weight of the entropy bonus; with [algorithm.entropy_control]",
     "admitted_lag": "versions, the lag admitted from the next update on; with an adaptive queue.max_lag",
-    "lr_share": "learning rate as a share of its setting; with an adaptive lag or learner.lr_by_ess",
+    "lr_share": "learning rate as a share of learner.lr; with an adaptive lag or learner.lr_by_ess",
     "singled_out": "share of the trained tokens that algorithm.exploration selects",
     "teacher_kl": "nats per token, k3 estimate of KL(proximal || teacher)",
     "positive_nll": "nats per token of correct answers, -mean log-prob",
-    "critic_steps": "optimizer steps of a critic with a separate transformer",
-    "critic_grad_norm": "gradient norm of this critic before clipping, mean over its optimizer steps",
+    "critic_steps": "optimizer steps of a second transformer as critic",
+    "critic_grad_norm": "gradient norm of this critic before clipping, mean over its steps",
     "candidates": "mean number of tokens left by top-p and top-k",
     "expert_load": "tokens of the busiest expert divided by an even share, mean over layers",
     "experts_idle": "share of the experts without a token",
-    "routes_own": "share of the engine's expert choices that the learner's router makes too",
+    "routes_own": "share of the engine's expert choices that the learner's routers make too",
     "mfu": "learner_tflops as a share of the GPU's dense bfloat16 peak",
     "peak_memory_mib": "MiB, maximum GPU memory of tensors on rank 0",
     "forced": "share of sampled tokens without an alternative, with top-p or top-k",
