@@ -100,7 +100,7 @@ def test_an_async_function_asks_a_service_many_times_at_once(folder: Path, monke
 
 
 def test_every_scorer_of_ours_that_the_page_names_exists() -> None:
-    ours = PAGE[PAGE.index("Ours, in `streamppo.tasks.scorers`") :].split("\n\n")[1]
+    ours = PAGE[PAGE.index("`streamppo.tasks.scorers` has these scorers") :].split("\n\n")[1]
     named = re.findall(r"`(\w+:\w+)`", ours)
     assert len(named) >= 7
     for name in named:
