@@ -24,9 +24,9 @@ means. `python -m tests.reference` writes it from the code.
 ## Fields
 
 `algorithm.advantage(gae).lam` is the field `lam` of `algorithm.advantage = { kind = "gae" }`; `(mask|truncate)` means
-both kinds. NAME is a name of your choice, `[]` an entry of a list. A field's default and values follow it:
+both kinds. NAME is a name of your choice, `[]` an entry of a list. Parentheses contain a field's default and values:
 `(256, ≥1)`. A field without a default is required. If all fields of a kind have defaults, its name is enough:
-`algorithm.advantage = "grpo"`.
+`algorithm.advantage = "grpo"`. A function or class is `package.module:name` or `path/file.py:name`.
 
 """
 METRICS = {

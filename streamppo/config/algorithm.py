@@ -32,7 +32,7 @@ class Bootstrapped(Discounted, frozen=True):
     """Estimators that can use the critic's value at the end of a truncated completion."""
 
     bootstrap_truncated: bool = False
-    """Add the critic's value at the end of a truncated completion."""
+    """Add the critic's value at the end of a truncated completion to its return."""
 
 
 class Gae(Bootstrapped, frozen=True, tag="gae"):
@@ -62,7 +62,7 @@ class VTrace(Bootstrapped, frozen=True, tag="vtrace"):
 
 
 class SequenceLevel(Kind, frozen=True, tag="sequence"):
-    """One advantage per response: reward minus the critic's value of the prompt."""
+    """One advantage per response: reward - the critic's value of the prompt."""
 
 
 class Grpo(Kind, frozen=True, tag="grpo"):
@@ -112,7 +112,7 @@ class CustomAdvantage(Kind, frozen=True, tag="function"):
     """The user's function, without a critic. A run tests the function on a synthetic batch before its first update."""
 
     function: str
-    """`package.module:name` or `path/file.py:name` of a function from `AdvantageInputs` to [B] or [B, T] advantages."""
+    """A function from `AdvantageInputs` to [B] or [B, T] advantages."""
     compares_samples: bool = True
     """True if the function compares the samples of a prompt, which are then all in one batch."""
 
@@ -167,7 +167,7 @@ class Critic(Section, frozen=True):
     lr: NonNegative = 0.0
     """The critic's learning rate; 0 is learner.lr."""
     epochs: Count = 0
-    """A second transformer's passes over one batch; 0 is learner.epochs."""
+    """Passes of a second transformer over one batch; 0 is learner.epochs."""
     minibatches: Count = 0
     """A second transformer's optimizer steps in one epoch; 0 is learner.minibatches."""
     max_grad_norm: NonNegative = 0.0

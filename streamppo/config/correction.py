@@ -115,7 +115,7 @@ class CustomCorrection(Kind, frozen=True, tag="function"):
     """The user's function. A run tests the function on a synthetic batch before its first update."""
 
     function: str
-    """A function from `CorrectionInputs` to the tokens' weights, `package.module:name` or `path/file.py:name`."""
+    """A function from `CorrectionInputs` to the tokens' weights."""
 
 
 Correction: TypeAlias = NoCorrection | Reject | Truncate | Mask | Topr | SecondMoment | CustomCorrection

@@ -51,7 +51,7 @@ class Tiny(Section, frozen=True):
     layers: Annotated[int, Meta(ge=1, le=128)] = 2
     """Layers."""
     max_steps: Count = 200
-    """Maximum supervised steps before the first update."""
+    """Maximum supervised steps of the warm-up."""
     target_accuracy: Fraction = 0.22
     """The warm-up ends at this greedy accuracy on training problems."""
 
@@ -80,7 +80,7 @@ class Model(Section, frozen=True):
     gradient_checkpointing: Literal["auto", "off", "full", "offloaded"] = "auto"
     """Recompute activations from layers' inputs ("offloaded": kept on the CPU); "auto" is "full" if memory is short."""
     compile: bool = False
-    """Compile the learner's layers with torch.compile, which takes minutes."""
+    """Compile the learner's layers, which takes minutes."""
     lora: Lora | None = None
     """Train adapters on frozen weights; `{}` chooses the defaults."""
     clock: str = ""

@@ -71,7 +71,7 @@ class DppoTv(Kind, frozen=True, tag="dppo_tv"):
     """-advantage * ratio, except for tokens whose probability has moved too far in the advantage's direction."""
 
     delta: PositiveFloat = 0.15
-    """Drop tokens whose probability moved further than this from the proximal, in the advantage's direction."""
+    """Drop tokens whose probability moved further than this in the advantage's direction."""
 
 
 class DppoKl(Kind, frozen=True, tag="dppo_kl"):
@@ -85,7 +85,7 @@ class Ipo(Kind, frozen=True, tag="ipo"):
     """-advantage * ratio, except for tokens whose probability has moved too far in either direction."""
 
     eps: PositiveFloat = 0.3
-    """Drop tokens whose probability moved further than this from the proximal."""
+    """Drop tokens whose probability moved further than this from the proximal probability."""
 
 
 class Sapo(Kind, frozen=True, tag="sapo"):
@@ -99,7 +99,7 @@ class CustomLoss(Kind, frozen=True, tag="function"):
     """The user's function. A run tests the function on a synthetic micro-batch before its first update."""
 
     function: str
-    """`package.module:name` or `path/file.py:name` of a function from `LossInputs` to the tokens' losses."""
+    """A function from `LossInputs` to the tokens' losses."""
 
 
 SequenceLoss: TypeAlias = Gspo | Gmpo | Vespo | SequenceClip

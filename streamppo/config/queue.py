@@ -52,7 +52,7 @@ class AdaptiveLag(Kind, frozen=True, tag="adaptive"):
     at_most: Positive
     """Hard bound on the age of a trained token, in versions."""
     ess: Annotated[float, Meta(gt=0, lt=1)] = 0.5
-    """Below this effective sample size of some lag, the admitted lag falls."""
+    """The admitted lag falls if the effective sample size of some lag is below this."""
 
 
 class Queue(Section, frozen=True):
@@ -65,7 +65,7 @@ class Queue(Section, frozen=True):
     ahead: Literal["as_needed", "max_lag"] = "as_needed"
     """Engines sample ahead as far as the learner needs, or always by max_lag."""
     too_old: Literal["mask", "drop", "wait", "windowed", "keep"] = "mask"
-    """Mask tokens beyond max_lag, "drop" their trajectory, "keep" them, or choose batches without them (others)."""
+    """Tokens beyond max_lag are masked, dropped with their trajectory, kept, or avoided ("wait", "windowed")."""
     samples_per_prompt: Positive = 1
     """Completions of each prompt."""
     max_attempts: Positive = 3
@@ -80,7 +80,7 @@ class Queue(Section, frozen=True):
     shards: Processes = 1
     """Number of processes that store tokens."""
     standby: bool = False
-    """Copy journals and archive to checkpoint.remote before the queue acknowledges trajectories."""
+    """Copy journals and archive to checkpoint.remote before the queue acknowledges."""
 
     @property
     def prefix(self) -> Literal["attached", "detached"]:

@@ -21,9 +21,9 @@ class Kl(Section, frozen=True):
     loss_estimator: Literal["k1", "k2", "k3"] = "k3"
     """Estimator of the KL in the loss."""
     straight_through: bool = False
-    """In the loss, use the estimator's value with the gradient of k2."""
+    """Use the loss estimator's value with the gradient of k2."""
     target: NonNegative = 0.0
-    """Above 0, reward_beta keeps the KL per response near this, in nats (arXiv:1909.08593)."""
+    """Above 0, reward_beta is adapted to keep the KL per response near this, in nats (arXiv:1909.08593)."""
     horizon: Positive = 10_000
     """Time constant of the controller, in trajectories."""
     allow_both: bool = False
@@ -71,7 +71,7 @@ class ClipCov(Kind, frozen=True, tag="clip_cov"):
     """Drops a few random tokens from the policy's loss, among those with a high covariance (arXiv:2505.22617)."""
 
     share: Share = 0.0002
-    """Share of the trained tokens that are dropped, but at least one."""
+    """Share of the trained tokens that are dropped, but at least one token."""
     band: tuple[float, float] = (1.0, 5.0)
     """[smallest, largest] covariance of advantage and log-prob of a dropped token."""
 
@@ -84,7 +84,7 @@ class KlCov(Kind, frozen=True, tag="kl_cov"):
     """Penalises the KL to the proximal policy for tokens with the highest covariance (arXiv:2505.22617)."""
 
     share: Share = 0.002
-    """Share of the trained tokens with the KL, but at least one."""
+    """Share of the trained tokens with this loss, but at least one token."""
     coefficient: PositiveFloat = 1.0
     """Weight of KL(proximal || current) in the policy's loss."""
 
@@ -98,7 +98,7 @@ class EntropyControl(Section, frozen=True):
     target: NonNegative = 0.0
     """Above 0, the bonus applies only up to this entropy, in nats per token."""
     step: PositiveFloat = 0.005
-    """Change of the weight after an update: up at or below the target, otherwise down."""
+    """The weight rises by this after an update with an entropy of at most the target, and otherwise falls."""
     range: tuple[NonNegative, NonNegative] = (0.0, 1.0)
     """[smallest, largest] weight."""
 

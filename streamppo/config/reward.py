@@ -23,14 +23,14 @@ class Batched(Limits, frozen=True):
     """Scorers that take several trajectories at once."""
 
     batch_size: Positive = 16
-    """Maximum trajectories of a call for batches, or of a forward pass."""
+    """Maximum trajectories of one call or forward pass."""
 
 
 class FunctionScorer(Batched, frozen=True, kw_only=True, tag_field="kind", tag="function"):
     """A user's function or class."""
 
     function: str
-    """A function or class, `package.module:name` or `path/file.py:name`."""
+    """A function or class."""
     arguments: dict[str, Argument] = msgspec.field(default_factory=dict[str, Argument])
     """Keyword arguments of the class's constructor, or of every call of the function."""
     where: Literal["auto", "actor", "process"] = "auto"

@@ -99,9 +99,9 @@ class SGLangEngine(EngineKind, frozen=True, tag="sglang"):
     urls: tuple[str, ...] = ()
     """Addresses of running servers, one for each actor; empty: each actor starts an engine."""
     api_key_env: str = "SGLANG_API_KEY"
-    """Environment variable with the API key of the servers at `urls`."""
+    """Environment variable with the servers' API key."""
     transport: Literal["tensor", "group", "disk"] = "tensor"
-    """Way of weights into SGLang: shared memory ("tensor"), a folder, or a process group's broadcast."""
+    """How weights reach SGLang: in shared memory ("tensor"), in a folder, or by a process group's broadcast."""
     folder: str = ""
     """For transport = "disk", a folder that both actor and SGLang see."""
     attention_backend: str = ""
@@ -207,13 +207,13 @@ class Rollout(Machine, frozen=True):
     stop: tuple[str, ...] = ()
     """Names of tokens and other strings that also end a completion."""
     limit: str = ""
-    """A function from (prompt, identity) to a lower max_tokens, `package.module:name` or `path/file.py:name`."""
+    """A function from (prompt, identity) to a lower max_tokens."""
     temperature: PositiveFloat = 1.0
     """Temperature of sampling, and of the learner's log-probs."""
     top_p: Annotated[float, Meta(gt=0, le=1)] = 1.0
-    """Nucleus sampling in training; log-probs are those within the nucleus."""
+    """Nucleus sampling in training; log-probs are those of the nucleus."""
     top_k: Count = 0
-    """Top-k sampling in training; log-probs are those within the k tokens; 0 is off."""
+    """Top-k sampling in training; log-probs are those of the k tokens; 0 is off."""
 
     @property
     def excludes_tokens(self) -> bool:

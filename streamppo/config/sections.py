@@ -136,7 +136,7 @@ class Config(Section, frozen=True):
     """Configuration of one run."""
 
     name: str
-    """Name of the run, whose folder is runs/NAME; by default the file's name."""
+    """Name of the run and of its folder in runs/; by default the file's name."""
     model: Model
     """The policy."""
     task: Task

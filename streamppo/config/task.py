@@ -35,7 +35,7 @@ class ArithmeticTask(Addition, frozen=True, tag="arithmetic"):
     """Addition: the prompt "12+34=" has the answer "46"."""
 
     ramp_prompts: Count = 0
-    """Over this many first prompts sampling widens from the easiest tenth of the problems to all; 0 is off."""
+    """Number of prompts over which sampling widens from the easiest tenth of the problems to all; 0 is off."""
 
 
 class HeldOut(Section, frozen=True):
@@ -53,25 +53,25 @@ class Source(HeldOut, frozen=True, kw_only=True):
     subset: str = ""
     """Configuration of a hub data set, or a subfolder of `data`."""
     split: str = "train"
-    """Split for training. A single file has only one split."""
+    """Split for training."""
     evaluation: str | None = None
-    """Data set of the held-out prompts; by default `data`."""
+    """Data of the held-out prompts; by default `data`."""
     evaluation_split: str | None = None
-    """Split of a folder or hub data set for evaluation."""
+    """Split for evaluation."""
     prompt: str = "prompt"
     """Column of the prompt: a string, or messages with role and content."""
     answer: str = "answer"
     """Column that scorers get as `answer`; "" is none."""
     columns: dict[str, str] = msgspec.field(default_factory=dict[str, str])
-    """Further columns for scorers, `name = "column"`. An `answer` here replaces the field `answer`."""
+    """Further columns for scorers, `name = "column"`; an `answer` replaces the field `answer`."""
     chat: bool = False
-    """Turn a string prompt into a user message of the chat template."""
+    """Turn a string prompt into a user message."""
     system: str = ""
-    """System message. If given, string prompts become user messages."""
+    """System message; string prompts become user messages."""
     tools: str = "tools"
     """Column of the tools as JSON schemas; "" is none."""
     template: Arguments = msgspec.field(default_factory=Arguments)
-    """Arguments of the chat template, which a row's `chat_template_kwargs` override."""
+    """Arguments of the chat template; a row's `chat_template_kwargs` override them."""
     control_tokens: ControlTokens = "text"
     """A control token's name in a row, such as <|im_end|>, becomes text, or ("parse") the token."""
     max_prompt_tokens: Positive = 1024
@@ -114,7 +114,7 @@ class VerifiersTask(HeldOut, frozen=True, kw_only=True, tag_field="kind", tag="v
     """Tasks of a verifiers environment (extra `verifiers`), for the agent `streamppo.tasks.library.verifiers:run`."""
 
     environment: str
-    """The id of the environment's taskset, or a TOML file with an `[env]` table."""
+    """Id of the environment's taskset, or a TOML file with an `[env]` table."""
     rows: Positive = 10_000
     """Maximum number of tasks that are read."""
 
@@ -139,7 +139,7 @@ class Environment(Conversation, frozen=True, kw_only=True, tag_field="kind", tag
     """Trajectories of several turns: an environment answers each turn of the policy until it is done."""
 
     name: str
-    """A class, `package.module:Class` or `path/file.py:Class`; each trajectory has an instance."""
+    """A class; each trajectory has an instance."""
     arguments: Arguments = msgspec.field(default_factory=Arguments)
     """Keyword arguments of the class's constructor."""
 
@@ -164,7 +164,7 @@ class CustomSandbox(Kind, frozen=True, kw_only=True, tag="class"):
     """A custom sandbox, such as a remote service: a class with `async def run(self, program) -> Ran`."""
 
     name: str
-    """`package.module:Class` or `path/file.py:Class`."""
+    """A class."""
     arguments: Arguments = msgspec.field(default_factory=Arguments)
     """Keyword arguments of the class's constructor."""
 
@@ -176,7 +176,7 @@ class AgentEnvironment(Conversation, frozen=True, kw_only=True, tag_field="kind"
     """Trajectories of several turns: the user's program calls an OpenAI-compatible endpoint, and the policy answers."""
 
     agent: str = ""
-    """A function, `package.module:function` or `path/file.py:function`, called once for each trajectory."""
+    """A function that is called once for each trajectory."""
     command: tuple[str, ...] = ()
     """A program and its arguments, instead of `agent`."""
     sandbox: AnySandbox | None = None
