@@ -32,7 +32,8 @@ def init(
     reward: Annotated[
         Sequence[str],
         Parameter(
-            help="Your reward: FILE.py:FUNCTION or package.module:function. May be repeated: rewards are summed."
+            help="Your reward: FILE.py:FUNCTION, package.module:function, or one of ours: gsm8k, numeric, math, code. "
+            "May be repeated: rewards are summed."
         ),
     ] = (),
     gpu: Annotated[Count, Parameter(help="The number of GPUs for SGLang and ranks (default: 0).")] = 0,

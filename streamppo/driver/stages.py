@@ -33,7 +33,6 @@ from streamppo.driver.ray.actors import make_queue, make_ranks, make_rollout, ma
 from streamppo.driver.ray.cluster import actor_id, describe, inside, kill, refuse_dead_ray
 from streamppo.driver.ray.interrupts import Interrupts
 from streamppo.driver.ray.placement import Options, Placement, refuse_impossible
-from streamppo.driver.watch.memory import MemoryKills
 from streamppo.driver.watch.polling import Heartbeats, ReportPolling
 from streamppo.driver.watch.rollout_pool import RolloutPool
 from streamppo.driver.watch.watch import TICK_S, RunStage, WatchedCalls
@@ -42,6 +41,7 @@ from streamppo.learner.checkpoint import history, manifest, remote
 from streamppo.learner.checkpoint.history import History
 from streamppo.queue.batch_source import as_source
 from streamppo.tasks.rewards import reward_model
+from streamppo.telemetry.host_memory import MemoryKills
 from streamppo.telemetry.record import RunRecord
 from streamppo.types import EngineReport, QueueReport, UpdateReport, decode, encode
 from streamppo.weights import factory, store

@@ -11,10 +11,13 @@ from streamppo.config.model import Model
 from streamppo.config.sections import Config, longest_row
 from streamppo.errors import ModelError
 from streamppo.learner import memory
+from streamppo.telemetry import host_memory
 from streamppo.weights.models.settings import read_settings
 
 FITS = 0.85
 """The share of a GPU's free memory that a rank may take; the allocator's reserve, CUDA and NCCL need the remainder."""
+FITS_ON_CPU = 0.5
+"""The share of a machine's memory that its ranks may take; engines, object store and checkpoints need the remainder."""
 
 log = logging.getLogger(__name__)
 
@@ -22,19 +25,25 @@ log = logging.getLogger(__name__)
 def checkpointing_for(config: Config, model: memory.ModelSizes, longest: int, free: int) -> Literal["off", "full"]:
     """Resolve `model.gradient_checkpointing = "auto"` for `free` bytes of memory and rows of up to `longest` tokens.
 
-    off     on a CPU; on a GPU if a rank that keeps all activations fits in `FITS` of the free memory
+    off     if a rank that keeps all activations fits in its room
     full    otherwise
 
-    If ranks share a GPU, each rank gets its requested share of the free memory. Results do not depend on the choice.
+    On a GPU, a rank's room is `FITS` of the GPU's free memory, times `learner.gpus` if ranks share a GPU. On a CPU,
+    `free` is the memory of the machine, and all ranks divide `FITS_ON_CPU` of it. Results do not depend on the choice.
     """
-    room = FITS * min(1.0, config.learner.gpus) * free
-    return "full" if config.learner.gpus and memory.rank(config, model, longest).total > room else "off"
+    learner = config.learner
+    room = FITS * min(1.0, learner.gpus) * free if learner.gpus else FITS_ON_CPU * free / learner.ranks
+    return "full" if memory.rank(config, model, longest).total > room else "off"
 
 
-def resolve(config: Config, model: memory.ModelSizes, longest: int, free: int) -> Config:
-    """Return `config` with `model.gradient_checkpointing = "auto"` resolved by `checkpointing_for`."""
+def resolve(config: Config, model: memory.ModelSizes, longest: int, gpu_bytes: int) -> Config:
+    """Return `config` with `model.gradient_checkpointing = "auto"` resolved by `checkpointing_for`.
+
+    The memory of a rank is that of a GPU with `gpu_bytes` or, for ranks on a CPU, that of this machine.
+    """
     if config.model.gradient_checkpointing != "auto":
         return config
+    free = gpu_bytes if config.learner.gpus else host_memory.total_mib() * 2**20
     kind = checkpointing_for(config, model, longest, free)
     return structs.replace(config, model=structs.replace(config.model, gradient_checkpointing=kind))
 
@@ -47,11 +56,9 @@ def resolve_on_rank(config: Config, path: str, device: str) -> Model:
     """
     if config.model.gradient_checkpointing != "auto":
         return config.model
-    kind: Literal["off", "full"] = "off"
-    if device != "cpu":
-        kind, reason = _checkpointing_and_reason(config, path, _free(device))
-        if dist.get_rank() == 0:
-            log.info('model.gradient_checkpointing = "%s": %s', kind, reason)
+    kind, reason = _checkpointing_and_reason(config, path, _free(device))
+    if dist.get_rank() == 0 and (device != "cpu" or kind != "off"):
+        log.info('model.gradient_checkpointing = "%s": %s', kind, reason)
     return structs.replace(config.model, gradient_checkpointing=kind)
 
 
@@ -62,12 +69,14 @@ def _checkpointing_and_reason(config: Config, path: str, free: int) -> tuple[Lit
     except ModelError as error:
         return "off", str(error)
     needed = memory.rank(config, model, longest).total
-    numbers = f"about {needed / 2**30:.1f} GiB with all activations kept, {free / 2**30:.1f} GiB are free"
+    there = f"{free / 2**30:.1f} GiB " + ("are free" if config.learner.gpus else "in this machine")
+    numbers = f"about {needed / 2**30:.1f} GiB with all activations kept, {there}"
     return checkpointing_for(config, model, longest, free), numbers
 
 
 def _free(device: str) -> int:
-    """The smallest number of free bytes on the devices of all ranks. A collective."""
-    free = torch.tensor(torch.cuda.mem_get_info()[0], device=device)
+    """The smallest number of free bytes on the GPUs of all ranks, or of the bytes in their machines. A collective."""
+    here = host_memory.total_mib() * 2**20 if device == "cpu" else torch.cuda.mem_get_info()[0]
+    free = torch.tensor(here, device=device)
     dist.all_reduce(free, dist.ReduceOp.MIN)
     return int(free)

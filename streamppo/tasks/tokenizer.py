@@ -99,7 +99,7 @@ class Tokenizer:
         return self._tokenizer.get_vocab()
 
     def texts(self, tokens: Sequence[int]) -> list[str]:
-        return [self._tokenizer.decode([token]) for token in tokens]
+        return [self.spell([token]) for token in tokens]
 
     def name(self, token: int) -> str:
         """Return the text of one token, or "no token" for an unknown id."""
@@ -343,12 +343,19 @@ def _common_length(first: Sequence[int], second: Sequence[int]) -> int:
 
 
 def _decodes_plainly(tokenizer: PreTrainedTokenizerFast) -> bool:
-    """Return True if `decode` only calls the backend's `decode`."""
+    """Return True if `decode` only calls the backend's `decode`.
+
+    transformers cleans up no spaces of BPE tokenizers, and warns of that if a setting asks for it (as in Llama 3).
+    """
+    from tokenizers.models import BPE
     from transformers import PreTrainedTokenizerFast as Base
 
     kind = type(tokenizer)
-    is_backends = getattr(kind, "_decode", None) is Base._decode and kind.decode is Base.decode
-    return is_backends and not tokenizer.clean_up_tokenization_spaces
+    if getattr(kind, "_decode", None) is not Base._decode or kind.decode is not Base.decode:
+        return False
+    is_forced = getattr(tokenizer, "clean_up_tokenization_spaces_for_bpe_even_though_it_will_corrupt_output", False)
+    ignores = isinstance(tokenizer.backend_tokenizer.model, BPE) and not is_forced
+    return ignores or not tokenizer.clean_up_tokenization_spaces
 
 
 def character_tokenizer(alphabet: str) -> PreTrainedTokenizerFast:

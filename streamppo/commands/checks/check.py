@@ -22,6 +22,7 @@ from streamppo.config import file as configfile
 from streamppo.config.sections import LOCAL, Config
 from streamppo.errors import ConfigError
 from streamppo.tasks import plugins
+from streamppo.tasks.split import counted
 
 LARGEST_MIB = 64
 """`run` reads only the first rows of larger data. `check` reads all rows."""
@@ -38,7 +39,7 @@ def check(config: Config, name: str, gpu_gib: float | None, *, call: bool) -> in
     errors, absent = _count(findings, "error"), _count(findings, "later") + _count(findings, "not here")
     echo(*configfile.show(config).split("\n"), "")
     print_findings(sorted(findings, key=lambda finding: finding.state == "error"))
-    echo("", f"{name}: {errors} errors, {absent} subjects that cannot be checked here")
+    echo("", f"{name}: {counted(errors, 'error')}, {counted(absent, 'subject')} that cannot be checked here")
     return 1 if errors else 0
 
 

@@ -16,8 +16,8 @@ from streamppo.config.rollout import EmbeddedEngine, SGLangEngine
 from streamppo.config.sections import LOCAL, Config, Endpoint, shares_gpus
 from streamppo.driver import threads
 from streamppo.driver.ray import placement
-from streamppo.driver.watch import memory as watched_memory
 from streamppo.errors import CheckpointError, ModelError
+from streamppo.telemetry import host_memory
 
 DEVICES = Path("/dev")
 SHARED = Path("/dev/shm")
@@ -81,12 +81,6 @@ def gpus_here() -> int:
     return min(count, len([device for device in visible.split(",") if device.strip() not in ("", "-1")]))
 
 
-def memory_mib() -> int:
-    """Return the memory of this machine or of its container, whichever is less."""
-    physical = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return min(physical, watched_memory.limit() or physical) // 2**20
-
-
 def shared_mib() -> int | None:
     """Return the size of this machine's /dev/shm; None if there is no /dev/shm."""
     return shutil.disk_usage(SHARED).total // 2**20 if SHARED.is_dir() else None
@@ -119,7 +113,7 @@ def places(config: Config) -> Findings:
 
 
 def _processes(config: Config) -> Findings:
-    processes, mib = config.learner.ranks + config.engines, memory_mib()
+    processes, mib = config.learner.ranks + config.engines, host_memory.total_mib()
     if PROCESS_MIB * processes > mib:
         evaluators = f", evaluation.actors ({config.evaluation.actors})" if config.evaluation.actors else ""
         yield Finding(
@@ -132,7 +126,7 @@ def _processes(config: Config) -> Findings:
 
 
 def _object_store(mib: int) -> Findings:
-    if mib > (memory := memory_mib()):
+    if mib > (memory := host_memory.total_mib()):
         text = f"cluster.object_store_mib ({mib}) is more than the memory of this machine, {memory} MiB"
         yield Finding("object store", "not here", text)
 

@@ -15,6 +15,7 @@ from streamppo.errors import ModelError
 from streamppo.learner import gradient_checkpointing
 from streamppo.learner import memory as ranks
 from streamppo.rollout import positions
+from streamppo.telemetry import host_memory
 
 GIB = 2**30
 ASSUMED_GIB = 80.0
@@ -56,9 +57,10 @@ def memory(config: Config, hf_config: PretrainedConfig, gpu: Gpu) -> Findings:
         # A rank resolves "auto" in the same way before it loads the model.
         without = _gib(ranks.rank(config, model, longest).total)
         config = gradient_checkpointing.resolve(config, model, longest, int(gpu.gib * GIB))
-        if config.learner.gpus:
-            kind = config.model.gradient_checkpointing
-            text = f'"{kind}" on a GPU of {gpu.gib:.0f} GiB: a rank that keeps all activations has about {without}'
+        kind = config.model.gradient_checkpointing
+        if config.learner.gpus or kind != "off":
+            place = f"a GPU of {gpu.gib:.0f} GiB" if config.learner.gpus else "this machine"
+            text = f'"{kind}" on {place}: a rank that keeps all activations has about {without}'
             yield Finding("checkpointing", "ok", f"model.gradient_checkpointing = {text}")
     yield from _rank_and_engine(config, model, longest, gpu)
     yield from _host(config, model, longest)
@@ -142,7 +144,7 @@ def _machine(config: Config, model: ranks.ModelSizes, longest: int) -> Findings:
     """Compare the host memory that a local run needs with the memory of this machine."""
     engine = estimate.engine(config, model, longest, 0.0)
     rank = ranks.rank(config, model, longest)
-    needed, size_mib = estimate.machine(config, model, rank, engine, longest), machine.memory_mib()
+    needed, size_mib = estimate.machine(config, model, rank, engine, longest), host_memory.total_mib()
     if config.cluster.address != LOCAL or needed.total <= size_mib * 2**20:
         return
     parts = ", ".join(f"{name.replace('_', ' ')} {_gib(size)}" for name, size in needed._asdict().items() if size)

@@ -18,13 +18,14 @@ import numpy as np
 from streamppo import durable, process
 from streamppo.commands.checks.check import check_all
 from streamppo.commands.checks.finding import print_findings
-from streamppo.commands.checks.machine import memory_mib
 from streamppo.commands.console import console, echo
 from streamppo.commands.start.project import policy, rows, sizes, text
 from streamppo.config import file as configfile
 from streamppo.config.reward import FunctionScorer
 from streamppo.errors import ConfigError, RunError
 from streamppo.tasks import plugins
+from streamppo.tasks.split import counted
+from streamppo.telemetry import host_memory
 from streamppo.terminal import harmless, wrap
 
 LETTERS, LENGTH = "abcdefgh", 4
@@ -81,6 +82,15 @@ def _write(path: Path, problems: Sequence[dict[str, str]]) -> None:
     path.write_text("".join(json.dumps(row) + "\n" for row in problems))
 
 
+OURS = {
+    "gsm8k": "streamppo.tasks.scorers.maths:gsm8k",
+    "numeric": "streamppo.tasks.scorers.maths:numeric",
+    "math": "streamppo.tasks.scorers.maths:Math",
+    "code": "streamppo.tasks.scorers.code:CodeTests",
+}
+"""Short names for --reward."""
+
+
 class UserInputs(NamedTuple):
     """A user's model, data and rewards, and the columns of prompt and answer. "" lets `init` choose the column.
 
@@ -109,17 +119,18 @@ def write_configuration(file: Path, inputs: UserInputs) -> int:
         raise ConfigError(f"{file}: already exists; choose another name")
     plugins.export_path()
     model = policy.read(inputs.model)
-    scorers = [FunctionScorer(function=reward) for reward in inputs.rewards]
+    rewards = [OURS.get(reward, reward) for reward in inputs.rewards]
+    scorers = [FunctionScorer(function=reward) for reward in rewards]
     with process.naming_prints():
         rows_read = rows.read(inputs.data, scorers, (inputs.prompt, inputs.answer), model.view(), inputs.columns)
     choices = text.ProjectChoices(
         name=file.stem,
         model=_path_in(file, inputs.model),
         data=_path_in(file, inputs.data),
-        rewards=[_function_in(file, reward) for reward in inputs.rewards],
+        rewards=[_function_in(file, reward) for reward in rewards],
         policy=model,
         rows=rows_read,
-        sizes=sizes.choose(model, rows_read, inputs.gpus, memory_mib()),
+        sizes=sizes.choose(model, rows_read, inputs.gpus, host_memory.total_mib()),
     )
     with durable.naming(file, RunError):
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -148,7 +159,7 @@ def _print_next_steps(file: Path, choices: text.ProjectChoices) -> int:
     if notable:
         print_findings(notable)
     errors = sum(finding.state == "error" for finding in findings)
-    _print_line(f"  check    {errors} errors")
+    _print_line(f"  check    {counted(errors, 'error')}")
     quoted = shlex.quote(str(file))
     _print_line(
         f"begin with: streamppo run {quoted}" if not errors else f"correct them, then: streamppo check {quoted}"

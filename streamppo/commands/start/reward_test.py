@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import logging
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -29,16 +30,25 @@ from streamppo.tasks.task import Task
 from streamppo.tasks.tokenizer import Tokenizer
 from streamppo.types import Prompt, Reward, ScoredText, ScorerReport
 
-WIDTH = 40
-"""Maximum characters of a completion, and of an explanation, in the table."""
+WIDTH = 60
+"""Maximum characters of a completion in the table."""
+NARROW = 24
+"""Maximum characters of an answer in the table."""
 COMPLETION_COLUMNS = ("completion", "finish")
 """Columns of a completion's row that are not columns of the task's data."""
 
 
-class TriedCompletion(NamedTuple):
-    """A completion, its reward or the reason of a failure, and the seconds of scoring."""
+log = logging.getLogger(__name__)
 
-    completion: str
+
+class TriedCompletion(NamedTuple):
+    """A completion, its reward or the reason of a failure, and the seconds of scoring.
+
+    `text` is None if no completion was sampled. `answer` is the row's.
+    """
+
+    text: ScoredText | None
+    answer: str
     reward: Reward | None
     reason: str
     seconds: float
@@ -58,7 +68,7 @@ def reward_test(config: Config, count: int, completions: Path | None) -> int:
         task = tasks.build(config.task, config.seed, tokenizer)
         tried, reports, agents = asyncio.run(_try(config, task, tokenizer, path, count, rows, models=models))
     _print_table(tried)
-    echo(*_summary(tried, reports))
+    echo(*_summary(tried, reports), *_advice(tried))
     if agents:
         echo(f"agents: {', '.join(f'{number:,} {name}' for name, number in sorted(agents.items()))}")
     return 0 if all(completion.reward is not None for completion in tried) else 1
@@ -83,6 +93,7 @@ async def _try(
         async with standalone.engine(
             config, "reward-test", path, 0, weights.model_weights(path, config.model.dtype)
         ) as engine:
+            log.info("sampling %d completions of up to %d tokens", count, config.rollout.max_tokens)
             player = build.player(config, engine, path, tokenizer)
             sampled = await _play(config, player, rewards, [task.prompt(n) for n in range(count)])
             counts = dict(player.agents.counts) if player.agents else {}
@@ -105,7 +116,7 @@ async def _sample(config: Config, player: Player, rewards: Rewards, prompt: Prom
         limit = stop.load_limit(config.rollout.limit, sampling.max_tokens)
         episode = await player.play(prompt, sampling._replace(max_tokens=limit(prompt, None)))
     except FAILURES as error:
-        return TriedCompletion("", None, str(error), 0.0)
+        return TriedCompletion(None, _answer(prompt), None, str(error), 0.0)
     text = episode.text(prompt, player.tokenizer, player.stop)
     tried = await _score(rewards, prompt, text)
     return tried._replace(reward=tried.reward and episode.reward(tried.reward))
@@ -117,7 +128,12 @@ async def _score(rewards: Rewards, prompt: Prompt, text: ScoredText) -> TriedCom
         reward, reason = await rewards.score(prompt, text), ""
     except TaskError as error:
         reward, reason = None, str(error)
-    return TriedCompletion(text.completion, reward, reason, time.perf_counter() - begin)
+    return TriedCompletion(text, _answer(prompt), reward, reason, time.perf_counter() - begin)
+
+
+def _answer(prompt: Prompt) -> str:
+    answer = prompt.columns.get("answer")
+    return "" if answer is None else str(answer)
 
 
 def _source(config: Config) -> Source:
@@ -169,8 +185,8 @@ def _prompt_of(row: dataset_files.Row, where: str, default: Prompt, source: Sour
 
 
 def _print_table(tried: Sequence[TriedCompletion]) -> None:
-    rows = table("#", "reward", "ms", "completion", "components, explanation or error")
-    for column in rows.columns[:3]:
+    rows = table("#", "reward", "ms", "tokens", "completion", "answer", "components, explanation or error")
+    for column in rows.columns[:4]:
         column.justify, column.no_wrap = "right", True
     for number, completion in enumerate(tried):
         reward = "failed" if completion.reward is None else f"{completion.reward.total:.4g}"
@@ -179,7 +195,9 @@ def _print_table(tried: Sequence[TriedCompletion]) -> None:
             f"{number}",
             reward,
             f"{completion.seconds * 1e3:.1f}",
-            _shorten(completion.completion),
+            _length(completion.text),
+            _shorten(completion.text.completion if completion.text else "", WIDTH),
+            _shorten(completion.answer, NARROW),
             _note(completion),
             style=style,
         )
@@ -190,14 +208,20 @@ def _note(completion: TriedCompletion) -> str:
     if completion.reward is None:
         return completion.reason
     components = " ".join(f"{name}={value:.4g}" for name, value in completion.reward.components.items())
-    return " ".join(
-        filter(None, (components, _shorten(completion.reward.explanation) if completion.reward.explanation else ""))
-    )
+    explanation = completion.reward.explanation
+    return " ".join(filter(None, (components, _shorten(explanation, WIDTH) if explanation else "")))
 
 
-def _shorten(text: str) -> str:
+def _length(text: ScoredText | None) -> str:
+    if text is None:
+        return ""
+    return f"{text.num_tokens:,}" + ("+" if text.finish == "length" else "")
+
+
+def _shorten(text: str, width: int) -> str:
+    """Return `text` in quotes. Of a longer text than `width`, the last two thirds show how it ends."""
     quoted = json.dumps(text, ensure_ascii=False)
-    return quoted if len(quoted) <= WIDTH else f"{quoted[: WIDTH - 1]}…"
+    return quoted if len(quoted) <= width else f"{quoted[: width // 3]}…{quoted[1 + width // 3 - width :]}"
 
 
 def _summary(tried: Sequence[TriedCompletion], reports: Sequence[ScorerReport]) -> list[str]:
@@ -211,3 +235,13 @@ def _summary(tried: Sequence[TriedCompletion], reports: Sequence[ScorerReport]) 
             f"{report.max_s * 1e3:.1f} ms longest"
         )
     return lines
+
+
+def _advice(tried: Sequence[TriedCompletion]) -> Iterator[str]:
+    """Say what prevents learning: completions that were cut off, and scores that do not differ."""
+    texts = [completion.text for completion in tried if completion.text is not None]
+    if cut := sum(text.finish == "length" for text in texts):
+        yield f"{cut} of {len(texts)} completions (+) were cut off at the maximum of tokens: raise rollout.max_tokens"
+    totals = {completion.reward.total for completion in tried if completion.reward is not None}
+    if len(tried) > 1 and len(totals) == 1:
+        yield "all scores are the same, and only differences between the completions of a prompt teach: docs/own.md"

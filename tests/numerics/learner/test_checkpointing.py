@@ -15,6 +15,7 @@ from streamppo.learner import gradient_checkpointing, memory
 from streamppo.learner import learner as built
 from streamppo.learner.batch.padded import pad
 from streamppo.learner.model import optimizer
+from streamppo.telemetry import host_memory
 
 GIB = 2**30
 WIDE = Qwen2Config(
@@ -42,7 +43,15 @@ def test_activations_are_kept_where_a_rank_fits_in_85_percent_of_what_is_free(sh
     # The memory of a rank decides, with its micro-batches.
     more = on_gpu(f"learner.gpus={share}", "learner.micro_batch_tokens=65536")
     assert gradient_checkpointing.checkpointing_for(more, model, longest, enough) == "full"
-    assert gradient_checkpointing.checkpointing_for(configfile.load(MATH), model, longest, 1) == "off", "a CPU"
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_ranks_on_a_cpu_keep_activations_if_they_fit_in_half_of_the_machines_memory(ranks: int) -> None:
+    config = configfile.load(MATH, [f"learner.ranks={ranks}"])
+    model, whole, longest = memory.sizes(WIDE, config.model), needed(config), longest_row(config)
+    enough = 2 * ranks * whole
+    assert gradient_checkpointing.checkpointing_for(config, model, longest, enough) == "off"
+    assert gradient_checkpointing.checkpointing_for(config, model, longest, enough - 2 * ranks) == "full"
 
 
 def test_a_rank_chooses_before_it_loads_and_says_why(
@@ -58,13 +67,29 @@ def test_a_rank_chooses_before_it_loads_and_says_why(
         (line,) = logged.messages
         numbers = f"about {whole / GIB:.1f} GiB with all activations kept, {free / GIB:.1f} GiB are free"
         assert line == f'model.gradient_checkpointing = "{kind}": {numbers}'
-        # A CPU keeps all and a choice of the user's wins, without a word.
+        # A choice of the user's wins, without a word.
         logged.clear()
-        assert gradient_checkpointing.resolve_on_rank(config, "nowhere", "cpu").gradient_checkpointing == "off"
         for chosen in ("off", "full", "offloaded"):
             own = on_gpu(f"model.gradient_checkpointing={chosen}")
             assert gradient_checkpointing.resolve_on_rank(own, "nowhere", "cuda") is own.model
         assert not logged.messages
+
+
+def test_a_rank_on_a_cpu_says_only_that_it_recomputes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, logged: pytest.LogCaptureFixture
+) -> None:
+    WIDE.save_pretrained(tmp_path)
+    monkeypatch.setattr(gradient_checkpointing.dist, "get_rank", lambda: 0)
+    monkeypatch.setattr(gradient_checkpointing.dist, "all_reduce", lambda *_: None)
+    config = configfile.load(MATH)
+    mib = -(-needed(config) // 2**20)
+    for machine, kind in ((2 * mib, "off"), (mib, "full")):
+        monkeypatch.setattr(host_memory, "total_mib", lambda machine=machine: machine)
+        logged.clear()
+        assert gradient_checkpointing.resolve_on_rank(config, str(tmp_path), "cpu").gradient_checkpointing == kind
+        assert [f"{mib / 1024:.1f} GiB in this machine" in line for line in logged.messages] == [True] * (
+            kind == "full"
+        )
 
 
 def test_a_model_whose_memory_is_not_known_keeps_all_and_says_so(

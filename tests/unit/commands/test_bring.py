@@ -13,10 +13,12 @@ import torch
 from safetensors.torch import save_file
 
 from streamppo.cli import MISTAKE, main
+from streamppo.commands.start import init
 from streamppo.commands.start.project import policy, sizes
 from streamppo.commands.start.project.policy import PolicyModel
 from streamppo.commands.start.project.rows import DataRows
 from streamppo.config import file as configfile
+from streamppo.config.reward import FunctionScorer
 from streamppo.config.sections import Config
 from streamppo.config.task import DataTask, Source
 from streamppo.errors import ConfigError
@@ -385,7 +387,7 @@ def model(parameters: int = 494_032_768, context: int = 32_768, **changed: Any) 
 
 
 def rows(prompts: int = 200, answers: int = 3, total: int = 7473) -> DataRows:
-    return DataRows("rows", total, "question", "answer", False, [prompts] * 10, [answers] * 10)
+    return DataRows("rows", total, "question", "answer", False, [prompts] * 10, [answers] * 10, distinct=10)
 
 
 def test_a_model_that_writes_before_it_answers_has_room_for_it() -> None:
@@ -393,6 +395,34 @@ def test_a_model_that_writes_before_it_answers_has_room_for_it() -> None:
     assert sizes.completion(model(), rows(answers=900), 1).max_tokens == 1800
     assert sizes.completion(model(), rows(answers=9000), 1).max_tokens == sizes.MOST_TOKENS
     assert sizes.completion(model(84_000), rows(answers=8), 0).max_tokens == 12
+    # One answer of a hundred may be unusually long. A small model needs room for all of them.
+    unusual = rows(answers=300)._replace(answers=[300] * 99 + [2000])
+    assert sizes.completion(model(), unusual, 0).max_tokens == 600
+    assert sizes.completion(model(84_000, context=8192), unusual, 0).max_tokens == 2502
+    assert sizes.completion(model(), unusual._replace(answers=[300] * 97 + [2000] * 3), 0).max_tokens == 4000
+
+
+def test_repeated_prompts_are_evaluated_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    data = case.rows(tmp_path / "its.jsonl", [{"prompt": f"{n % 200}+1=", "answer": "2"} for n in range(1000)])
+    config, said = begun(capsys, case.bring(tmp_path, data=str(data)))
+    assert config.evaluation.prompts == round(0.05 * 200)
+    assert "1000 rows repeat the prompt" in said and "evaluation.prompts" not in said
+
+
+@pytest.mark.parametrize(("name", "function"), init.OURS.items())
+def test_a_reward_of_ours_has_a_short_name(
+    name: str, function: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tests = json.dumps({"inputs": ["1\n"], "outputs": ["1\n"]})
+    data = case.rows(tmp_path / "its.jsonl", [{"prompt": f"{n}+1=", "answer": "2", "tests": tests} for n in range(40)])
+    config, _ = begun(capsys, case.bring(tmp_path, data=str(data), reward=name))
+    (scorer,) = config.reward.scorers.values()
+    assert isinstance(scorer, FunctionScorer) and scorer.function == function
+
+
+@pytest.mark.parametrize(("parameters", "gpus", "tokens"), [(10**9, 0, 2048), (10**9, 1, None), (84_000, 0, None)])
+def test_a_large_model_on_a_cpu_has_small_passes(parameters: int, gpus: int, tokens: int | None) -> None:
+    assert sizes.choose(model(parameters), rows(), gpus, 16_384).micro_batch_tokens == tokens
 
 
 @pytest.mark.parametrize("context", [64, 256, 1024, 40_960])

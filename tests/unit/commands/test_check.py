@@ -40,6 +40,7 @@ from streamppo.learner.attention import layers
 from streamppo.learner.model import policy as learner_model
 from streamppo.queue.rules.records import ArchivedBatch, Changes, PublishedVersion
 from streamppo.queue.store.journal import Journal
+from streamppo.tasks.split import counted
 from streamppo.tasks.tokenizer import character_tokenizer
 
 CONFIGS = sorted((REPOSITORY / "configs").glob("*.toml"))
@@ -332,7 +333,7 @@ def test_what_cannot_be_looked_at_is_a_sentence_and_no_error(
         hollow_weights.write(folder, settings[folder.name])
     code, output = checked(MATH, *ABSENT[sentence])
     assert code == 0 and sentence in output, output
-    assert f"0 errors, {len(ABSENT[sentence])} subjects that cannot be checked here" in output
+    assert f"0 errors, {counted(len(ABSENT[sentence]), 'subject')} that cannot be checked here" in output
     assert ("engine later http://h:1 is contacted when the run starts" in output) == (ELSEWHERE in ABSENT[sentence])
 
 

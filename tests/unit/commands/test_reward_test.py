@@ -25,10 +25,35 @@ FAULTY = SUPPORT / "faulty_rewards.py"
 def test_completions_sampled_from_the_model_are_scored_in_a_table(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["reward-test", str(MATH), "--n", "5", "model.tiny.max_steps=1"]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert lines[0].split() == ["#", "reward", "ms", "completion", "components,", "explanation", "or", "error"]
+    assert lines[0].split() == [
+        *["#", "reward", "ms", "tokens", "completion", "answer"],
+        *["components,", "explanation", "or", "error"],
+    ]
     assert [line.split()[0] for line in lines[1:6]] == list("01234")
     assert "5 completions: mean reward" in lines[6] and "0 failed" in lines[6]
     assert "reward: 5 calls" in lines[7]
+
+
+def test_what_prevents_learning_is_said_below_the_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "by_text.py").write_text(
+        "def score(trajectory, answer):\n    return float(trajectory.completion == answer)\n"
+    )
+    overrides = [f"reward.function={tmp_path}/by_text.py:score", "model.tiny.max_steps=1"]
+    long = "12345" * 24
+    cases = (
+        ([{"completion": long, "finish": "length"}, {"completion": "7", "answer": "7"}], [True, False]),
+        ([{"completion": "1"}, {"completion": "2"}], [False, True]),
+        ([{"completion": "1"}], [False, False]),
+    )
+    for rows, said in cases:
+        filled = [{"prompt": "1+1=", "answer": "12", **row} for row in rows]
+        assert main(["reward-test", str(MATH), "--completions", str(jsonl(tmp_path, *filled)), *overrides]) == 0
+        out = capsys.readouterr().out
+        assert ["1 of 2 completions (+) were cut off" in out, "all scores are the same" in out] == said
+        tokens, shown = out.splitlines()[1].split()[3:5]
+        assert tokens == ("120+" if said[0] else "2") and shown.startswith('"1')
+        # The end of a long completion is shown too: rewards usually read the answer there.
+        assert ("…" in out.splitlines()[1] and '345"  ' in out.splitlines()[1]) == said[0]
 
 
 def test_given_completions_are_scored_and_a_failure_is_shown_and_is_not_success(
@@ -194,4 +219,4 @@ def test_a_prompt_that_the_engine_refuses_is_a_row_of_the_table(math_config: Cal
 
     one: Any = Refusing()
     tried = asyncio.run(trial._sample(math_config(), one, one, Prompt(text="1+1=", columns={})))
-    assert tried == trial.TriedCompletion("", None, "a prompt of 99 tokens does not fit", 0.0)
+    assert tried == trial.TriedCompletion(None, "", None, "a prompt of 99 tokens does not fit", 0.0)

@@ -17,9 +17,9 @@ from streamppo.config.sections import Config
 from streamppo.driver import run_folder, stages
 from streamppo.driver.ray import cluster, environment, nodes
 from streamppo.driver.ray.interrupts import Interrupts
-from streamppo.driver.watch.memory import MemoryKills
 from streamppo.driver.watch.watch import RunStage
 from streamppo.errors import Interrupted, RunError
+from streamppo.telemetry.host_memory import MemoryKills
 
 # --- variables -----------------------------------------------------------------------------------------------
 

@@ -1,6 +1,7 @@
 """Prompts are a function of seed and number; files become prompts."""
 
 import json
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,10 @@ from streamppo.tasks.library import arithmetic
 from streamppo.tasks.order import RowNumbers
 from streamppo.tasks.tokenizer import Tokenizer, character_tokenizer
 from streamppo.types import Prompt, decode, encode
+
+FORCED = "clean_up_tokenization_spaces_for_bpe_even_though_it_will_corrupt_output"
+"""The setting of transformers that cleans up spaces of BPE tokenizers too."""
+
 
 # --- prompts -------------------------------------------------------------------------------------------------
 
@@ -157,6 +162,30 @@ def test_a_tokenizer_that_cleans_up_spaces_decodes_as_transformers_does(tmp_path
     tokenizer, theirs = Tokenizer(tmp_path), AutoTokenizer.from_pretrained(tmp_path)
     ids = np.array([1, 2, 3, 4, 5], np.int32)
     assert tokenizer.decode(ids) == theirs.decode(ids, skip_special_tokens=True) == "it isn't."
+
+
+@pytest.mark.parametrize("forced", [False, True])
+def test_a_bpe_tokenizer_that_asks_for_clean_spaces_decodes_as_transformers_does_without_its_warning(
+    tmp_path: Path, forced: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    # Llama 3's files ask for it. transformers ignores that for BPE, with a warning, unless a second setting forces it.
+    made = character_tokenizer("it is .,!")
+    made.clean_up_tokenization_spaces = True
+    setattr(made, FORCED, forced)
+    made.init_kwargs |= {"clean_up_tokenization_spaces": True, FORCED: forced}
+    made.save_pretrained(tmp_path)
+    tokenizer, theirs = Tokenizer(tmp_path), AutoTokenizer.from_pretrained(tmp_path)
+    text = "it is . it , it !"
+    ids = tokenizer.encode(Prompt(text=text, columns={}))
+    monitored = logging.getLogger("transformers")
+    monitored.addHandler(caplog.handler)
+    try:
+        got = (tokenizer.decode(ids), tokenizer.spell(ids.tolist()), "".join(tokenizer.texts(ids.tolist())))
+        assert not caplog.messages
+        assert got == (text if not forced else theirs.decode(ids),) * 2 + (text,)
+    finally:
+        monitored.removeHandler(caplog.handler)
+    assert theirs.decode(ids) == ("it is. it, it!" if forced else text)
 
 
 def test_a_tokenizer_that_decodes_in_its_own_way_is_asked_itself(

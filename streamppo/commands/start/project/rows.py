@@ -1,5 +1,6 @@
 """Reads a user's rows: the columns of prompt and answer, the number of rows, and lengths in tokens."""
 
+import math
 from collections.abc import Callable, Mapping, Sequence, Set
 from itertools import islice
 from types import MappingProxyType
@@ -9,7 +10,7 @@ from streamppo.config.reward import FunctionScorer
 from streamppo.config.task import Source
 from streamppo.errors import ConfigError, TaskError
 from streamppo.tasks import data as data_sets
-from streamppo.tasks import dataset_files
+from streamppo.tasks import dataset_files, split
 from streamppo.tasks.dataset_files import Row
 from streamppo.tasks.rewards.scoring import detect
 from streamppo.tasks.scorers import gold
@@ -30,6 +31,8 @@ EXAMINED = 64
 """Number of rows by which the columns are chosen."""
 QUOTED = 60
 """Maximum characters of a value in an error."""
+LONG = 0.99
+"""The share of answers that are not taken as unusually long."""
 MEASURED = 10_000
 """Number of rows whose lengths are measured."""
 
@@ -49,8 +52,9 @@ class DataRows(NamedTuple):
     """The `total` rows of the data set `data`. Prompts are lists of messages if `messages` is True, else texts.
 
     `prompts` and `answers` are the numbers of tokens of each prompt, and of each answer that is a text or number, in
-    the first `MEASURED` rows. `templated` is True if the texts are already written in a chat template. `columns` are
-    further columns for the reward, by the name that it uses.
+    the first `MEASURED` rows. `distinct` is the number of different prompts among them. `templated` is True if the
+    texts are already written in a chat template. `columns` are further columns for the reward, by the name that it
+    uses.
     """
 
     data: str
@@ -60,6 +64,7 @@ class DataRows(NamedTuple):
     messages: bool
     prompts: Sequence[int]
     answers: Sequence[int]
+    distinct: int
     templated: bool = False
     columns: Mapping[str, str] = NONE
 
@@ -72,6 +77,15 @@ class DataRows(NamedTuple):
     def longest_answer(self) -> int:
         """Tokens of the longest answer that is a text or number; 0 without any."""
         return max(self.answers, default=0)
+
+    @property
+    def long_answer(self) -> int:
+        """The number of tokens that `LONG` of the answers do not exceed; 0 without any."""
+        return sorted(self.answers)[math.ceil(LONG * len(self.answers)) - 1] if self.answers else 0
+
+    def held_out(self, share: float) -> int:
+        """The number of prompts that a share of `total` rows holds out. Repeated prompts count once."""
+        return split.held_out_count(self.distinct * self.total // len(self.prompts), share)
 
 
 def read(
@@ -116,7 +130,8 @@ def read(
         answers = [view.measure(Prompt(text=text, columns={})) for text in texts]
     except TaskError as error:
         raise ConfigError(str(error)) from error
-    return DataRows(data, total, prompt, answer, messages, lengths, answers, templated, more)
+    distinct = len({split.key(row_prompt.text) for row_prompt in prompts})
+    return DataRows(data, total, prompt, answer, messages, lengths, answers, distinct, templated, more)
 
 
 def _refuse_gaps(data: str, rows: Sequence[Row], reward: FunctionScorer, required_columns: Set[str]) -> None:

@@ -4,7 +4,7 @@ import math
 from typing import NamedTuple
 
 from streamppo.commands.start.project.policy import PolicyModel
-from streamppo.commands.start.project.rows import MEASURED, DataRows
+from streamppo.commands.start.project.rows import LONG, MEASURED, DataRows
 from streamppo.errors import ConfigError
 
 SMALL = 20_000_000
@@ -20,6 +20,8 @@ MOST_TOKENS = 4096
 """Upper bound on the maximum tokens of a completion."""
 SMALL_TOKENS = 64
 """Maximum tokens of a small model's completion if no answer was measured."""
+CPU_TOKENS = 2048
+"""Tokens of a pass of a large model on a CPU, which computes larger passes no faster, and needs memory for them."""
 VERSIONS = 3
 """Number of versions of the weights in Ray's object store."""
 MIB = 2**20
@@ -44,7 +46,7 @@ class Places(NamedTuple):
 
 
 class Sizes(NamedTuple):
-    """The numeric settings of a run."""
+    """The numeric settings of a run. None is the default of the field."""
 
     lr: float
     updates: int
@@ -53,6 +55,7 @@ class Sizes(NamedTuple):
     held_out: float
     evaluated: int
     object_store_mib: int
+    micro_batch_tokens: int | None
     completion: LengthGuess
     places: Places
 
@@ -70,16 +73,17 @@ class Sizes(NamedTuple):
 def choose(policy: PolicyModel, rows: DataRows, gpus: int, memory_mib: int) -> Sizes:
     """Choose the settings for `gpus` GPUs, or for a CPU. Raises `ConfigError` if no prompt fits the model's context."""
     small, length = is_small(policy), completion(policy, rows, gpus)
-    share = min(0.25, max(0.05, 32 / rows.total))
+    share = round(min(0.25, max(0.05, 32 / rows.total)), 2)
     element = 2 if gpus else 4
     return Sizes(
         lr=next((rate for size, rate in RATES if policy.parameters < size), RATE),
         updates=300 if small else 200,
         batch_size=256 if small or gpus else 64,
         slots=256 if gpus else _slots(policy, length, memory_mib, most=192 if small else 64),
-        held_out=round(share, 2),
-        evaluated=max(1, min(256, int(round(share, 2) * rows.total))),
+        held_out=share,
+        evaluated=min(256, rows.held_out(share)),
         object_store_mib=max(256, math.ceil(1.1 * VERSIONS * element * policy.parameters / MIB)),
+        micro_batch_tokens=None if small or gpus else CPU_TOKENS,
         completion=length,
         places=_places(gpus),
     )
@@ -113,15 +117,16 @@ def completion(policy: PolicyModel, rows: DataRows, gpus: int) -> LengthGuess:
 
 
 def _preferred_tokens(policy: PolicyModel, rows: DataRows, gpus: int) -> tuple[int, str]:
-    answer = rows.longest_answer
-    if is_small(policy) and answer:
-        return math.ceil(1.25 * answer) + 2, f"answers have up to {answer} tokens: a quarter more, and the end"
+    longest, long = rows.longest_answer, rows.long_answer
+    if is_small(policy) and longest:
+        return math.ceil(1.25 * longest) + 2, f"answers have up to {longest} tokens: a quarter more, and the end"
     if is_small(policy):
         return SMALL_TOKENS, "no row has an answer to measure"
     usual = REASONING[gpus > 0]
-    if 2 * answer > usual:
-        return min(2 * answer, MOST_TOKENS), f"answers have up to {answer} tokens: twice as many, {MOST_TOKENS} at most"
-    return usual, "the model writes before it answers" + (f", and answers have up to {answer} tokens" if answer else "")
+    measured = f"{LONG:.0%} of the answers have at most {long} tokens"
+    if 2 * long > usual:
+        return min(2 * long, MOST_TOKENS), f"{measured}: twice as many, {MOST_TOKENS} at most"
+    return usual, "the model writes before it answers" + (f", and {measured}" if long else "")
 
 
 def _slots(policy: PolicyModel, length: LengthGuess, memory_mib: int, *, most: int) -> int:

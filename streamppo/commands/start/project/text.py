@@ -162,6 +162,9 @@ def _algorithm(choices: ProjectChoices) -> list[Line]:
 def _learner(choices: ProjectChoices) -> Iterator[Line]:
     sizes, places = choices.sizes, choices.sizes.places
     small = is_small(choices.policy)
+    if sizes.micro_batch_tokens:
+        tokens = str(sizes.micro_batch_tokens)
+        yield Line("micro_batch_tokens", tokens, "tokens of a forward and backward pass, which its memory is for")
     yield Line("lr", f"{sizes.lr:g}", "the rate for a model of this size; twice as high may diverge")
     if small:
         yield Line("betas", "[0.9, 0.999]", "AdamW's moments")

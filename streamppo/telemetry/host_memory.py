@@ -1,9 +1,10 @@
-"""Counts processes that the kernel killed for lack of memory, by the cgroup of this process (version 1 or 2).
+"""Reads the memory that this process may use, and counts kills for lack of memory, by its cgroup (version 1 or 2).
 
 version 2    CGROUP/memory.events "oom_kill 3"         CGROUP/memory.max
 version 1    CGROUP/memory.oom_control "oom_kill 3"    CGROUP/memory.limit_in_bytes
 """
 
+import os
 from pathlib import Path
 
 from streamppo import durable
@@ -37,6 +38,12 @@ class MemoryKills:
 
     def _count(self) -> int:
         return sum(map(_kills, self._levels))
+
+
+def total_mib() -> int:
+    """Return the memory of this machine or of its container, whichever is less."""
+    physical = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return min(physical, limit() or physical) // 2**20
 
 
 def limit(cgroups: Path = CGROUPS, membership: Path = MEMBERSHIP) -> int | None:
