@@ -33,7 +33,6 @@ METRICS = {
     "Lines of metrics.jsonl": catalogue.LINES,
     "Every update's line": {**catalogue.BESIDE, **catalogue.UPDATE},
     "Lines of the updates to which they apply": catalogue.SOMETIMES,
-    "Phases": catalogue.PHASES,
 }
 """The lists of metrics by their headings."""
 SIGNS = {

@@ -69,7 +69,7 @@ class Grpo(Kind, frozen=True, tag="grpo"):
     """(score - the group's mean) / the group's standard deviation (arXiv:2402.03300)."""
 
     unbiased: bool = True
-    """True divides the variance by n - 1, false by n."""
+    """Divide the variance by n - 1 (true) or n (false)."""
 
 
 class DrGrpo(Kind, frozen=True, tag="dr_grpo"):
@@ -93,7 +93,7 @@ class Gdpo(Kind, frozen=True, tag="gdpo"):
     weights: dict[str, float]
     """Weight of each component of the reward."""
     unbiased: bool = True
-    """True divides the variances by n - 1, false by n."""
+    """Divide the variances by n - 1 (true) or n (false)."""
 
     def contradictions(self) -> Iterator[str]:
         if not any(self.weights.values()):
@@ -146,7 +146,7 @@ class Whiten(Section, frozen=True):
     shift_mean: bool = True
     """True subtracts the mean."""
     unbiased: bool = False
-    """True divides the variance by n - 1, false by n."""
+    """Divide the variance by n - 1 (true) or n (false)."""
 
 
 CRITICS = ("head", "policy", "scratch")
@@ -161,7 +161,7 @@ class Critic(Section, frozen=True):
     coefficient: NonNegative = 0.5
     """Factor on the critic's loss."""
     clip: NonNegative = 0.2
-    """Beyond this change of a value in an update, the loss does not fall (PPO's clip); 0 is off."""
+    """The loss does not reward moving a value further than this in an update (PPO's clip); 0 is off."""
     huber: NonNegative = 0.0
     """Above 0, the loss is linear for errors above this (Huber)."""
     lr: NonNegative = 0.0

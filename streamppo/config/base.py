@@ -51,7 +51,7 @@ class Calls(Timed, frozen=True):
     breaker_failures: Positive = 16
     """After this many retryable failures in a row, one call at a time is made until one succeeds."""
     breaker_s: Seconds = 5.0
-    """Seconds between two single calls."""
+    """Seconds between two of these single calls."""
 
 
 class Kind(Section, frozen=True, tag_field="kind"):

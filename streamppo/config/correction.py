@@ -41,7 +41,7 @@ class RejectK3(Kind, frozen=True, tag="k3"):
     """Drop responses whose mean k3 estimate of KL(behavior || proximal) is above `at_most`."""
 
     at_most: PositiveFloat
-    """Largest mean of a kept response, in nats per token."""
+    """Largest mean of w - 1 - log w of a kept response."""
 
 
 Rejection: TypeAlias = RejectToken | RejectSequence | RejectGeometric | RejectOutlier | RejectK3
@@ -139,7 +139,7 @@ class Resample(Section, frozen=True):
     """Defines which groups `zero_variance = "resample"` replaces by samples of other prompts."""
 
     component: str = ""
-    """Reward component whose variance and mean count; empty: the score."""
+    """Reward component whose variance and mean are tested; empty: the score."""
     mean: tuple[float, ...] = ()
     """[smallest, largest] mean of a group that is not replaced; empty: any."""
 

@@ -126,7 +126,7 @@ class Learner(Machine, frozen=True, kw_only=True):
     mesh: Mesh = Mesh()
     """Parallelism of the model over the ranks."""
     warmup_updates: Count = 0
-    """First updates, in which the learning rate rises from 0."""
+    """Number of first updates in which the learning rate rises from 0."""
     decay: Literal["constant", "linear", "cosine"] = "constant"
     """Decay of the learning rate from the warm-up to the last update."""
     final_lr_share: Fraction = 0.0

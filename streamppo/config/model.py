@@ -49,7 +49,7 @@ class Tiny(Section, frozen=True):
     hidden_size: Positive = 64
     """Width of the hidden states; every attention head has width 8."""
     layers: Annotated[int, Meta(ge=1, le=128)] = 2
-    """Layers."""
+    """Number of layers."""
     max_steps: Count = 200
     """Maximum supervised steps of the warm-up."""
     target_accuracy: Fraction = 0.22

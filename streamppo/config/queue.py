@@ -80,7 +80,7 @@ class Queue(Section, frozen=True):
     shards: Processes = 1
     """Number of processes that store tokens."""
     standby: bool = False
-    """Copy journals and archive to checkpoint.remote before the queue acknowledges."""
+    """Copy journal and archive to checkpoint.remote before a trajectory or batch counts as stored."""
 
     @property
     def prefix(self) -> Literal["attached", "detached"]:

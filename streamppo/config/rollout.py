@@ -111,7 +111,7 @@ class SGLangEngine(EngineKind, frozen=True, tag="sglang"):
     max_total_tokens: Count = 0
     """Maximum tokens of the cache; 0 is as many as fit into mem_fraction_static."""
     prefix_cache: bool = True
-    """Share keys and values of common prefixes."""
+    """Prompts with a common prefix share its keys and values."""
     args: dict[str, Argument] = field(default_factory=dict[str, Argument])
     """Further arguments of SGLang, such as { schedule_policy = "lpm" }."""
     routes: bool = False

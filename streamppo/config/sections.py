@@ -34,20 +34,20 @@ class Evaluation(Section, frozen=True):
     """Evaluation during training, by greedy answers to held-out prompts."""
 
     every: Count = 20
-    """Updates between two evaluations; 0: only before and after training."""
+    """Updates between two evaluations; 0 evaluates only before and after training."""
     prompts: Positive = 256
     """Held-out prompts of one evaluation."""
     actors: Annotated[int, Meta(ge=0, le=MOST_PROCESSES)] = 0
-    """Actors that only evaluate; 0: rollout actors evaluate."""
+    """Number of actors that only evaluate; 0 lets rollout actors evaluate."""
 
 
 class Checkpoint(Section, frozen=True):
     """Checkpoints, from which a run is resumed."""
 
     every: Count = 50
-    """Updates between two checkpoints; 0: only the last version."""
+    """Updates between two checkpoints; 0 writes only the last one."""
     keep: Positive = 2
-    """Newest checkpoints that stay on disk."""
+    """Number of newest checkpoints that stay on disk."""
     keep_every: Count = 0
     """Never delete checkpoints of versions that are multiples of this; 0 is off."""
     remote: str = ""
@@ -58,7 +58,7 @@ class Archive(Section, frozen=True):
     """The archive, which stores trained batches on disk."""
 
     keep: Count = 0
-    """Newest batches that stay on disk, besides all after the oldest checkpoint; 0: all."""
+    """Number of newest batches that stay on disk, besides all after the oldest checkpoint; 0 keeps all."""
     numbers: bool = True
     """Store each token's advantage and learner's log-prob for `watch` and `inspect`, 8 bytes a token."""
 
@@ -88,7 +88,7 @@ class Watchdog(Section, frozen=True):
     heartbeat_s: Annotated[float, Meta(ge=10)] = 60.0
     """Restart an actor or rank after this time without a heartbeat."""
     max_restarts: Count = 10
-    """The run ends after more restarts within restarts_s."""
+    """The run ends after more than this many restarts within restarts_s."""
     restarts_s: Seconds = 600.0
     """Time window of max_restarts."""
 

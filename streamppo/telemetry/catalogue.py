@@ -6,9 +6,9 @@ LINES = {
     "part": "a driver begins: its number (1 plus earlier resumes) and the version from which it continues",
     "update": "an update ends: the version that it made, and its metrics",
     "remade": "an update's line was lost: its version, and the metrics that its archived batch gives",
-    "redone": "an update was repeated: its version; the first line remains",
+    "redone": "an update was repeated: its version",
     "evaluation": "an evaluation of a version ends: accuracy, numbers of prompts with and without a score, versions "
-    "that sampled",
+    "of the answers",
     "phases": "a process reports its phases since its start: calls, wall seconds, CPU seconds",
     "queue": "the queue reports the trajectories that are ready and in flight, and the prompts that "
     "algorithm.curriculum has skipped so far",
@@ -22,8 +22,8 @@ LINES = {
 
 BESIDE = {
     "update": "the version that it made",
-    "wall_s": "seconds of the run, over all its parts",
-    "lag_histogram": "tokens of the batch that the policy sampled, by their lag in versions",
+    "wall_s": "seconds of the run, including earlier parts",
+    "lag_histogram": "sampled tokens of the batch, by lag",
 }
 """Entries of an update's line besides the metrics."""
 
@@ -57,7 +57,7 @@ PHASES = {
 """The phases that lines of kind "phases" report. Of the learner's ranks, only rank 0 reports phases."""
 
 UPDATE = {
-    "tokens": "tokens of the batch that the policy sampled",
+    "tokens": "sampled tokens of the batch",
     "tokens_too_old": "tokens of the batch beyond max_lag",
     "tokens_trained": "tokens of the batch that are in the loss",
     "tokens_idle": "tokens of rows without a pass, which the KL metrics exclude",
@@ -113,23 +113,23 @@ SOMETIMES = {
     "truncated": "share of completions that were cut off, of those that end in the batch",
     "segments_cut": "share of the batch's segments that are followed by another segment",
     "outcomes_explained": "share of known outcomes that the critic explains",
-    "reference_kl": "nats per response, k3 estimate of KL(learner || reference); with [algorithm.kl]",
-    "kl_beta": "weight of the KL in the reward; with [algorithm.kl]",
-    "entropy_weight": "weight of the entropy bonus; with [algorithm.entropy_control]",
-    "admitted_lag": "versions, the lag admitted from the next update on; with an adaptive queue.max_lag",
-    "lr_share": "learning rate as a share of learner.lr; with an adaptive lag or learner.lr_by_ess",
+    "reference_kl": "nats per response, k3 estimate of KL(learner || reference)",
+    "kl_beta": "weight of the KL in the reward",
+    "entropy_weight": "weight of the entropy bonus, with algorithm.entropy_control",
+    "admitted_lag": "versions, admitted lag from the next update on, with an adaptive queue.max_lag",
+    "lr_share": "learning rate as a share of learner.lr, with learner.lr_by_ess",
     "singled_out": "share of the trained tokens that algorithm.exploration selects",
     "teacher_kl": "nats per token, k3 estimate of KL(proximal || teacher)",
     "positive_nll": "nats per token of correct answers, -mean log-prob",
     "critic_steps": "optimizer steps of a second transformer as critic",
     "critic_grad_norm": "gradient norm of this critic before clipping, mean over its steps",
-    "candidates": "mean number of tokens left by top-p and top-k",
-    "expert_load": "tokens of the busiest expert divided by an even share, mean over layers",
+    "candidates": "mean candidates of a token, with top-p or top-k",
+    "expert_load": "tokens of the busiest expert / an even share, mean over layers",
     "experts_idle": "share of the experts without a token",
     "routes_own": "share of the engine's expert choices that the learner's routers make too",
     "mfu": "learner_tflops as a share of the GPU's dense bfloat16 peak",
-    "peak_memory_mib": "MiB, maximum GPU memory of tensors on rank 0",
-    "forced": "share of sampled tokens without an alternative, with top-p or top-k",
+    "peak_memory_mib": "MiB, peak GPU memory of tensors on rank 0",
+    "forced": "share of sampled tokens with a single candidate",
     "reward_": "mean of a scorer or component, over the trajectories that have it",
     "filtered_": "share of sampled tokens that a filter leaves out; `_responses`: share of responses",
     "rejected_": "share of sampled tokens that a rule drops; `_responses`: share of responses",
