@@ -41,7 +41,7 @@ class ProjectChoices(NamedTuple):
 def write(choices: ProjectChoices) -> str:
     """Return the text of the file."""
     quoted = shlex.quote(f"{choices.name}.toml")
-    head = f"# `streamppo run {quoted}`; `streamppo check {quoted}` checks it. Change anything.\n"
+    head = f"# `streamppo run {quoted}`; `streamppo check {quoted}` checks it.\n"
     return head + "\n".join(_table(table) for table in _tables(choices))
 
 
