@@ -6,7 +6,7 @@ import sys
 from collections.abc import Generator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import TextIO
+from typing import Any, TextIO
 
 from rich.console import Console, RenderableType
 from rich.style import StyleType
@@ -26,6 +26,14 @@ class _PlainConsole(logging.Formatter):
 
 
 class _Console(Console):
+    def print(self, *objects: object, **options: Any) -> None:
+        """Print as rich does. Without a terminal, the padding of a table's last column is left out."""
+        if self.is_terminal:
+            return super().print(*objects, **options)
+        with self.capture() as captured:
+            super().print(*objects, **options)
+        self.file.write("\n".join(line.rstrip(" ") for line in captured.get().split("\n")))
+
     def on_broken_pipe(self) -> None:
         """Raise `BrokenPipeError`, which ends the command, because nobody reads its output."""
         raise BrokenPipeError

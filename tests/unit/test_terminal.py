@@ -24,7 +24,7 @@ from streamppo.commands.look import inspect
 from streamppo.commands.start import reward_test
 from streamppo.driver.ray import cluster
 from streamppo.tasks.rewards.processes import template
-from streamppo.types import Reward
+from streamppo.types import Reward, ScoredText
 from streamppo.types.wire import utf8_safe
 
 HOSTILE = {
@@ -171,9 +171,9 @@ def test_every_line_of_a_reward_says_whose_it_is(pieces: list[bytes], length: in
 
 def test_a_table_of_rewards_and_one_of_findings_are_harmless(hostile: str, capsys: pytest.CaptureFixture[str]) -> None:
     reward = Reward(score=1.0, components={hostile: 1.0}, explanation=hostile)
-    reward_test._print_table(
-        [reward_test.TriedCompletion(hostile, reward, "", 0.1), reward_test.TriedCompletion("", None, hostile, 0.1)]
-    )
+    text = ScoredText(prompt=hostile, completion=hostile, finish="stop", num_tokens=1)
+    tried = reward_test.TriedCompletion(text, hostile, reward, "", 0.1)
+    reward_test._print_table([tried, tried._replace(text=None, reward=None, reason=hostile)])
     print_findings([Finding(hostile, "error", hostile)])
     assert is_shown(capsys.readouterr().out)
 
@@ -194,3 +194,14 @@ def test_every_line_of_commands_goes_through_one_function() -> None:
     commands = Path(inspect.__file__).parent
     writers = [path.name for path in commands.rglob("*.py") if "sys.stdout.write" in path.read_text()]
     assert writers == []
+
+
+def test_a_table_in_a_file_has_no_padding_at_the_ends_of_lines(capsys: pytest.CaptureFixture[str]) -> None:
+    print_findings([Finding("one", "ok", "x" * 300), Finding("two", "ok", "short"), Finding("three", "note", "")])
+    assert [line.split() for line in capsys.readouterr().out.splitlines()] == [
+        ["one", "ok", "x" * 300],
+        ["two", "ok", "short"],
+        ["three", "note"],
+    ]
+    print_findings([Finding("one", "ok", "x" * 300), Finding("two", "ok", "short")])
+    assert [line for line in capsys.readouterr().out.splitlines() if line.endswith(" ")] == []
