@@ -217,10 +217,7 @@ def _due(every: int, version: int) -> bool:
 
 
 def new_folder(config: Config, runs: Path) -> Path:
-    """Create the folder runs/NAME with the configuration, or runs/NAME-2 and so on if the name exists.
-
-    Raises `RunError` if the folder cannot be created, or would lie on a network file system.
-    """
+    """Create the folder runs/NAME with the configuration, or runs/NAME-2 and so on. Raises `RunError`."""
     run_folder.refuse_place(runs)
     folder, number = runs / config.name, 1
     with durable.naming(folder, RunError):

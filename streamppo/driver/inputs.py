@@ -66,10 +66,7 @@ def with_clock(config: Config, folder: Path) -> Config:
 
 
 def verify(config: Config, folder: Path, *, accept_changes: bool) -> None:
-    """Compare all inputs with the recorded inputs of the run in `folder`, and record the present inputs.
-
-    Raises `CheckpointError` for changed data or models, unless `accept_changes`.
-    """
+    """Record the inputs of the run in `folder`. Raises `CheckpointError` for changed data or models unless accepted."""
     entries, before, present, changed = _compare(config, folder)
     refused = [f"{entry.field}: {changed[entry.field]}" for entry in entries if entry.is_fixed and changed[entry.field]]
     if refused and not accept_changes:
@@ -172,15 +169,11 @@ def fingerprint(path: Path) -> str:
 
 
 def _name(path: str) -> str:
-    """Return the name of a file or folder; for the `__init__.py` of a package, the name of the package."""
     return Path(path).parent.name if Path(path).name == PACKAGE else Path(path).name
 
 
 def _change(before: Input | None, present: Input) -> str:
-    """Describe the change of an input; "" if it is unchanged, or if the configuration names another file.
-
-    A file or folder that was moved and kept its name counts as the same input.
-    """
+    """Describe the change of an input; "" if it is unchanged, or if the configuration names another file."""
     if before is None or _name(before.path) != _name(present.path):
         return ""
     if not present.files:

@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 
 from streamppo import durable
@@ -16,7 +17,6 @@ from streamppo.queue.store.journal import Journal
 
 MAY_HAVE_LINKS = ("model", "wandb")
 """Folders of a run that may contain links: the model, which is only read, and wandb, which creates links."""
-
 EDITORS = ".#"
 """The prefix of links that editors create as locks. No run writes a file with this prefix."""
 
@@ -37,23 +37,17 @@ def verify(config: Config, folder: Path, *, accept_changes: bool = False) -> Non
 
 
 def _verify_journal(config: Config, folder: Path) -> None:
-    journal = Journal.open_run(folder)
-    try:
+    with closing(Journal.open_run(folder)) as journal:
         before, counters = resume_checks.newest_config(journal), journal.counters()
         if counters is not None:
             snapshot.refuse_other_shape(queue_settings(config), counters, journal.path)
-    finally:
-        journal.close()
     resume_checks.refuse_changed_settings(before, config)
     if before is not None:
         resume_checks.refuse_without_shards(folder, config)
 
 
 def _links(run: Path) -> Iterator[Path]:
-    """Yield links through which a run would write outside its folder: links to files, and links with a temporary name.
-
-    Other links to folders, such as checkpoints on another disk, are allowed.
-    """
+    """Yield links through which a run would write outside its folder: to files, or with a temporary name."""
     for place, folders, files in os.walk(run):
         if Path(place) == run:
             folders[:] = [name for name in folders if name not in MAY_HAVE_LINKS]

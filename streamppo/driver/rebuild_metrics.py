@@ -45,7 +45,6 @@ def write_lost_lines(record: RunRecord, folder: Path) -> None:
 
 
 def _rebuild_line(record: RunRecord, archive: Archive, configs: Mapping[int, Config], version: int) -> bool:
-    """Rebuild the line of update `version`. If its batch cannot be read, log the reason and return False."""
     try:
         batch = archive.batch(version - 1)
     except JournalError as error:

@@ -48,6 +48,8 @@ SHOWN_TOKENS = 1000
 """The maximum number of tokens shown of a completion."""
 REASONS = 20
 """The maximum number of failure reasons shown."""
+ZEROS = {"wait_s": 0.0, "update_s": 0.0, "push_ms": 0.0, "push_mib": 0.0, "lag_histogram": {}}
+"""Entries of an update's line that a replay does not measure."""
 TOKENIZER = "tokenizer.json"
 Decode: TypeAlias = Callable[[Ints], str]
 T = TypeVar("T")
@@ -69,10 +71,7 @@ def write(
     differences: "Sequence[RunDifference]" = (),
     predicted: Sequence[tuple[str, RunsTable]] = (),
 ) -> Path:
-    """Write a report to `target` about `paths`, which are folders of runs and files of replays. Raises `RunError`.
-
-    The report also shows the `differences` between the runs, and tables of `predicted` values.
-    """
+    """Write a report about `paths`, folders of runs and files of replays, to `target`. Raises `RunError`."""
     views = [replay_view(path) if path.is_file() else _run_view(path) for path in paths]
     tables = [_difference_table(difference) for difference in differences]
     text = page.render(views, tables, predicted).encode(errors="replace")
@@ -86,10 +85,7 @@ def write(
 
 
 def count_attempts(folder: Path, config: Config) -> AttemptTable | None:
-    """Return the attempts of a run by outcome, or None if nothing was sampled yet.
-
-    If journal or archive cannot be read, log the reason and return None.
-    """
+    """Return the attempts of a run by outcome; None if nothing was sampled yet, or if a file cannot be read."""
     lines = metrics_file.read(folder)
     if all("part" in line or "end" in line for line in lines) and not (folder / "journal.sqlite").exists():
         return None
@@ -108,7 +104,6 @@ class RunDifference(NamedTuple):
     rows: Sequence[PairedDifference]
 
     def sentence(self) -> str:
-        """Return the difference over all updates, with two standard errors, in words."""
         total = self.rows[0] if self.rows else None
         begin = f"{self.second} minus {self.first} since version {self.version}"
         if total is None or total.difference is None or total.error is None:
@@ -163,10 +158,6 @@ def replay_view(path: Path) -> View:
     return View(name, lines, is_replay=True)
 
 
-ZEROS = {"wait_s": 0.0, "update_s": 0.0, "push_ms": 0.0, "push_mib": 0.0, "lag_histogram": {}}
-"""Entries of an update's line that a replay does not measure."""
-
-
 def _run_view(folder: Path) -> View:
     view = View(folder.name, [])
     config = try_part(view, lambda: configfile.load(folder / configfile.CONFIG))
@@ -208,7 +199,6 @@ def _counters(config: Config, journal: Journal) -> QueueReport | None:
 
 
 def _failures(journal: Journal) -> list[NamedNumber]:
-    """Return the reasons of failed attempts, the most frequent first."""
     reasons = Counter((ended.state.replace("_", " "), first_line(ended.reason)) for ended in journal.ended_attempts())
     rows = [NamedNumber(state, f"{count:,}", reason) for (state, reason), count in reasons.most_common(REASONS)]
     if (more := len(reasons) - REASONS) > 0:

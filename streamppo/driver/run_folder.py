@@ -77,31 +77,20 @@ def file_system(folder: Path, mounts: str) -> str:
     return kind
 
 
-# --- the lock ------------------------------------------------------------------------------------------------
-
-
 @contextmanager
 def driver_lock(folder: Path) -> Generator[None]:
-    """Lock the run in `folder` for its driver. Raises `RunError` if it has a driver, or the file system has no locks.
-
-    Requests to an earlier driver are deleted, because a run starts with the configuration that it is given.
-    """
+    """Lock the run in `folder` for its driver, and delete earlier requests. Raises `RunError` if it has a driver."""
     with _open_folder(folder) as opened:
         deadline = time.monotonic() + LOCK_S
         while not _try_lock(folder, opened, fcntl.LOCK_EX):
             if time.monotonic() > deadline:
                 raise RunError(f"{folder}: this run is already running, in another process")
             time.sleep(POLL_S)
-        for request in (folder / SCALE, folder / ACCEPTED):
-            _forget(request)
+        # On a read-only disk, even the deletion of a missing file raises an error.
+        for request in filter(Path.exists, (folder / SCALE, folder / ACCEPTED)):
+            with durable.naming(request, RunError):
+                request.unlink(missing_ok=True)
         yield
-
-
-def _forget(request: Path) -> None:
-    # On a read-only disk, even the deletion of a missing file raises an error.
-    if request.exists():
-        with durable.naming(request, RunError):
-            request.unlink(missing_ok=True)
 
 
 def is_running(folder: Path) -> bool:
@@ -135,9 +124,6 @@ def _try_lock(folder: Path, opened: int, kind: int) -> bool:
     return True
 
 
-# --- requests ------------------------------------------------------------------------------------------------
-
-
 class Scale(Section, frozen=True):
     """A request to a run's driver: the number of rollout actors."""
 
@@ -145,10 +131,7 @@ class Scale(Section, frozen=True):
 
 
 def scale(folder: Path, rollouts: int) -> None:
-    """Request `rollouts` rollout actors for the run in `folder`, and wait until its driver has answered.
-
-    Raises `RunError` if the run has no driver, or the driver does not answer within `WAIT_S`.
-    """
+    """Request `rollouts` rollout actors from the run's driver, and wait for its answer. Raises `RunError`."""
     if not is_running(folder):
         resume = f"streamppo resume {shlex.quote(str(folder))} rollout.actors={rollouts}"
         raise RunError(f"{folder}: this run is not running; use `{resume}`")
@@ -165,10 +148,7 @@ def scale(folder: Path, rollouts: int) -> None:
 
 
 def accept(folder: Path) -> int | None:
-    """Return the requested number of rollout actors; None without a request. The driver calls `answer` afterwards.
-
-    Raises `RunError` for a file that `scale` did not write.
-    """
+    """Return the requested number of rollout actors; None without a request. Raises `RunError` for an invalid file."""
     try:
         os.replace(folder / SCALE, folder / ACCEPTED)
     except FileNotFoundError:
@@ -184,15 +164,8 @@ def answer(folder: Path) -> None:
     (folder / ACCEPTED).unlink(missing_ok=True)
 
 
-# --- a complete run ------------------------------------------------------------------------------------------
-
-
 def nothing_to_do(config: Config, run: Path) -> str:
-    """Return the message for a run in the folder `run` that is complete under `config`; "" if there is work left.
-
-    A run is complete if its last driver finished, every update has its line, and the final model and the checkpoint of
-    the newest version exist.
-    """
+    """Return the message for a run in the folder `run` that is complete under `config`; "" if there is work left."""
     lines = metrics_file.read(run)
     recorded = metrics_file.recorded_versions(lines)
     newest = max(recorded, default=0)

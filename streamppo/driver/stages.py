@@ -103,10 +103,7 @@ class Stages:
         self.evaluators.resize(config.evaluation.actors)
 
     def begin(self, version: int) -> int:
-        """Open the journal for a learner that starts from `version`.
-
-        Returns the newest version of the run. The updates after `version`, up to the newest version, must be repeated.
-        """
+        """Open the journal for a learner that starts from `version`; return the newest version of the run."""
         (newest,) = self.calls.wait([self.queue.begin.remote(version)], "opening the journal")
         self._follow(self.queue, "the queue died and was rebuilt from its journal")
         for number, shard in enumerate(self._shards):
@@ -114,14 +111,10 @@ class Stages:
         return newest
 
     def history(self) -> History:
-        """Return the versions of the run that the journal has at present."""
         return history.read_history(self.folder, self._actor_config)
 
     def start_learner(self, checkpoint: Path | None) -> int:
-        """Load the model and `checkpoint` in new ranks, push the weights, and let the rollout actors generate.
-
-        Returns the version of the weights.
-        """
+        """Load the model and `checkpoint` in new ranks, push their version, return it, and start generation."""
         self._loaded_ranks = {}
         if not self._ranks_are_new:
             for rank in self.ranks:
@@ -156,10 +149,7 @@ class Stages:
         self._record.restart(stage, reason)
         self.calls.reset_stall()
 
-    # --- the end ---------------------------------------------------------------------------------------------
-
     def reports(self) -> tuple[QueueReport, list[EngineReport]]:
-        """Return the counters of the queue and of the rollout actors at work."""
         engines: list[EngineReport] = []
 
         def collect(answer: bytes) -> None:
@@ -216,8 +206,6 @@ class Stages:
                 kill(actor)
         factory.delete_folder(self._actor_config)
 
-    # --- restarts --------------------------------------------------------------------------------------------
-
     def _engine(self, name: str, place: int, options: Options) -> "ActorProxy[RolloutActor]":
         """Create the actor of engine number `place`. Rollout actors have the first numbers, evaluators the next."""
         config = structs.replace(self._actor_config, rollout=self.config.rollout)
@@ -256,7 +244,6 @@ class Stages:
             pool.replace(name, reason)
 
     def _tick(self, doing: str) -> None:
-        """Check signals, Ray, heartbeats, the wanted number of actors, reports and stalls."""
         self._interrupts.check()
         refuse_dead_ray()
         engines = self.rollouts.at_work() + self.evaluators.at_work()
@@ -283,7 +270,6 @@ class Stages:
         return f"the queue {queue}; actors that have not started: {loading}{self._placement.waiting()}"
 
     def _check_scale(self) -> None:
-        """Apply a requested number of rollout actors if that is possible, and save it for resumed runs."""
         if not self.rollouts.generating:
             return
         try:
@@ -316,11 +302,7 @@ class Restarts:
         self._group: set[str] = set()
 
     def add(self, who: str, present: float) -> int:
-        """Count the death of `who` at `present` seconds. Returns the number of restarts within `watchdog.restarts_s`.
-
-        Example: the learner dies at 0 s and rollout 0 at 2 s: one restart. Rollout 0 dies again at 4 s: the second
-        restart.
-        """
+        """Count the death of `who` at `present` s. Returns the number of restarts within `watchdog.restarts_s`."""
         if not self._times_s or present - self._times_s[-1] > self._together_s or who in self._group:
             self._times_s.append(present)
             self._group.clear()

@@ -91,11 +91,9 @@ def count_parameters(model: Model) -> int | None:
     folder = Path(model.path)
     if not folder.is_dir():
         # This import is slow, and most models are folders.
-        from huggingface_hub import snapshot_download
+        from streamppo.weights.models.settings import local_folder
 
-        try:
-            folder = Path(snapshot_download(model.path, local_files_only=True))
-        except (OSError, ValueError):
+        if (folder := local_folder(model.path)) is None:
             return None
     try:
         stored = headers.folder_headers(folder)

@@ -159,23 +159,18 @@ class QueueActor(ArchivedRuns):
 
     @ray.method
     async def report(self) -> bytes:
-        """Return the queue's counters, as an encoded `QueueReport`."""
         phases = process.sum_phases([process.spent(), *await self._shards.phase_times()])
         return encode(structs.replace(report.report(self._queue.state), phases=phases))
 
     @ray.method
     async def waiting_for(self) -> str:
-        """Return a sentence, for the watchdog, on what the next batch waits for."""
         return report.waiting_for(self._queue.settings, self._queue.state)
 
     # --- rollout's side --------------------------------------------------------------------------------------
 
     @ray.method
     async def issue(self, actor: str, engine_version: int, limit: int, call: int) -> bytes:
-        """Wait for tickets and return up to `limit` of them; an empty tuple after a timeout.
-
-        An actor increments `call` after it has received tickets; a repeated `call` gets the same tickets.
-        """
+        """Wait for tickets; return up to `limit`, none after a timeout. A repeated `call` gets the same tickets."""
         self._note_call(actor, engine_version)
         try:
             async with self._polls.bound_wait():
@@ -354,7 +349,6 @@ class QueueActor(ArchivedRuns):
         self._tickets.serve()
 
     def _write_transaction(self, transaction: Transaction) -> None:
-        """Write a transaction, and within it give the archived batches of its versions their final file names."""
         self._journal.write(transaction.changes, transaction.versions, self._archive.settle)
 
     def _first_prompt(self) -> int:

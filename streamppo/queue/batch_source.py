@@ -50,11 +50,7 @@ class BatchSource(Protocol):
 
     @ray.method
     async def publish(self, push: bytes, refs: "list[BucketRef]", record: EncodedRecord, learner: int) -> bytes:
-        """Receive one rank's share of a new version: its `Push`, its buckets, and the `TokenRecord` of its batch.
-
-        `learner` is the number of this group of ranks in the run. Returns a `PublishReply` when all shares have
-        arrived.
-        """
+        """Receive a rank's share of a version, of group `learner` of ranks; return a `PublishReply` to all shares."""
         ...
 
     @ray.method

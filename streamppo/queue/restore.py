@@ -40,10 +40,7 @@ log = logging.getLogger(__name__)
 
 
 def restore(address: str, run: Path) -> None:
-    """Restore a run to the new folder `run` from its copies at `address`; copy the trajectories of its shards again.
-
-    Raises `CheckpointError` if `run` exists or there are no copies, and `JournalError` if the copies are incomplete.
-    """
+    """Restore a run to the new folder `run` from its copies at `address`. Raises `CheckpointError`, `JournalError`."""
     if run.exists():
         raise CheckpointError(f"{run}: exists; name a new folder")
     source = Store(address)
@@ -61,7 +58,6 @@ def restore(address: str, run: Path) -> None:
 
 
 def _fill(remote: Store, life: str, run: Path) -> None:
-    """Restore all files of a run in the folder `run` from the copies of a `life`."""
     owner.hand_over(remote, run)
     with durable.naming(run, CheckpointError):
         durable.write(run / LIFE, copies.next_life(life).encode())
@@ -84,7 +80,7 @@ def _restore_archive(remote: Store, archive: Path, journal: Journal) -> None:
 
 
 def _restore_files(remote: Store, folder: str, run: Path, journal: Journal) -> None:
-    """Restore the other files that a resume reads from intact copies, or else the journal's configuration."""
+    """Restore the run's other files from their newest intact copies, or a lost configuration from the journal."""
     for file in RUN_FILES:
         if (content := _newest_intact(remote, folder, file)) is not None:
             with durable.naming(run / file, CheckpointError):

@@ -68,8 +68,7 @@ class Slots(NamedTuple):
 def rewind(run: Path, fork: Path, config: Config, point: RewindPoint) -> None:
     """Write the journal and archive of `run`, as of a version with the configuration `config`, to the folder `fork`.
 
-    Files of the archive are hard links if the disk supports them. All files are verified. Raises `JournalError` for
-    batches that were not kept, are missing, or are damaged.
+    Files of the archive are hard links if the disk supports them, and are verified. Raises `JournalError`.
     """
     with closing(Journal.open_run(run)) as journal:
         versions, configs = journal.versions(), journal.configs()
@@ -97,10 +96,7 @@ def rewind(run: Path, fork: Path, config: Config, point: RewindPoint) -> None:
 
 
 def link_or_copy(source: Path, target: Path, sha256: str = "") -> None:
-    """Link `source` at `target`; on a disk without links, copy and flush it.
-
-    Raises `OSError` if `source` is not a file, and `JournalError` if its SHA-256 is not `sha256`.
-    """
+    """Link `source` at `target`, or copy and flush it. Raises `OSError`, and `JournalError` for another SHA-256."""
     digest = durable.sha256(source)
     if sha256 and digest != sha256:
         raise JournalError(f"{source}: damaged: its SHA-256 is not the one that was recorded")

@@ -14,10 +14,7 @@ from streamppo.queue.rules.validation import TokenLimits
 
 
 def read_token_limits(config: Config, model_path: str) -> TokenLimits:
-    """Read the limits from the configuration and the model's config.json; `model_path` is a folder or a hub name.
-
-    Raises `ModelError` if config.json cannot be read or does not name the size of the vocabulary.
-    """
+    """Read the limits from the configuration and the model's config.json. Raises `ModelError`."""
     sources = config.task.sources.values() if isinstance(config.task, DataTask) and config.environment is None else ()
     try:
         settings = json.loads(durable.read(_config_file(model_path)))

@@ -94,7 +94,6 @@ class TicketLine:
         self._places.pop(actor, None)
 
     def clear(self) -> None:
-        """Answer every waiting caller with no tickets, and empty the line."""
         for actor in list(self._callers):
             self._dismiss(actor)
         self._places.clear()
@@ -182,7 +181,6 @@ class BatchWaiters:
         return future
 
     def serve(self) -> None:
-        """Give every batch that has become complete to its ranks, the earliest version first."""
         for version in sorted(self._wanted):
             self._resolve(version)
 

@@ -71,10 +71,7 @@ class RolloutActor:
 
     @ray.method
     async def evaluate(self, first: int, step: int, min_version: int) -> bytes:
-        """Answer the held-out prompts `first`, `first` + `step`, ... with weights of at least `min_version`.
-
-        Returns an `EvaluationReport`.
-        """
+        """Answer held-out prompts `first`, `first` + `step`, ... at `min_version` or later: an `EvaluationReport`."""
         return encode(await (await self._ready_worker()).evaluate(first, step, min_version))
 
     @ray.method

@@ -32,22 +32,14 @@ class EngineTensors(Protocol):
     """Makes the tensors of a version for an engine."""
 
     async def materialize(self, replica: Replica) -> Loadable:
-        """Return the tensors of the version in `replica`; the next version in `replica` may overwrite them.
-
-        Raises `WeightsError` if the version is damaged.
-        """
+        """Return the tensors of the version in `replica`, whose next version may overwrite them, or `WeightsError`."""
         ...
 
 
 class WholeModel:
-    """Passes on the pushed tensors, if the learner pushes whole models."""
+    """Passes on the tensors of pushed whole models. Their hashes are compared where the tensors are copied."""
 
     async def materialize(self, replica: Replica) -> Loadable:
-        """See `EngineTensors.materialize`. Compares no hashes.
-
-        The engine compares the hashes of its copies. The engine does not copy tensors in shared memory: the actor that
-        pulled them has compared their hashes.
-        """
         return Loadable(replica.tensors, replica.contents)
 
 
@@ -86,10 +78,7 @@ class MergedAdapters:
 
 
 def source(config: Config, model_path: str) -> EngineTensors:
-    """Return `MergedAdapters`, with the frozen weights at `model_path`, if the run trains adapters; else `WholeModel`.
-
-    Raises `ModelError` if the model at `model_path` cannot be loaded.
-    """
+    """Return `MergedAdapters` of the model at `model_path` if the run trains adapters, otherwise `WholeModel`."""
     if config.model.lora is None:
         return WholeModel()
     dtype = getattr(torch, config.model.dtype)

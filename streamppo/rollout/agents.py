@@ -74,7 +74,6 @@ class Agents:
                 on_failure.pop_all()
 
     async def close(self) -> None:
-        """End every run and process, and stop listening."""
         if self._pool is not None:
             await self._endpoint.stop()
             await self._pool.close()
@@ -100,7 +99,6 @@ class Agents:
         return Session(key, self._policy, sampling, self._config, settings, counts=self.counts)
 
     async def _run(self, session: Session, prompt: Prompt) -> agent.AgentOutcome:
-        """Run the agent in a process."""
         assert self._pool is not None
         call = agent.AgentCall(address=self._endpoint.address, key=session.key, timeout_s=self._config.timeout_s)
         text = ScoredText(
@@ -125,10 +123,7 @@ class Agents:
         return structs.replace(outcome, **{name: text.replace(session.key, HIDDEN) for name, text in texts.items()})
 
     def _episode(self, session: Session, outcome: agent.AgentOutcome, prompt: Prompt) -> Episode:
-        """Make the episode of an ended session, in which turns that the agent did not receive are masked.
-
-        Raises `EnvironmentFailed` if the run cannot be trained on.
-        """
+        """Make the episode of an ended session, or raise `EnvironmentFailed`. Turns not received are masked."""
         if outcome.reason:
             raise EnvironmentFailed(outcome.reason, session.sampled)
         turns = session.received_turns()
@@ -208,6 +203,5 @@ class _OnDemand(Pool):
 
 
 def _read_outcome(outcome: Outcome) -> agent.AgentOutcome:
-    """Decode the agent's outcome, which its process sends as the explanation of a reward."""
     assert outcome.reward is not None
     return msgspec.json.decode(outcome.reward.explanation, type=agent.AgentOutcome)

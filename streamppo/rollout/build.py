@@ -42,7 +42,6 @@ if TYPE_CHECKING:
 
     from streamppo.queue.actor import QueueActor
 
-
 log = logging.getLogger(__name__)
 
 
@@ -87,11 +86,7 @@ async def engine(
     *,
     place: int = 0,
 ) -> Engine:
-    """Build the engine of `actor` with `tensors` as the weights of `version`.
-
-    `place` is the number of the engine in the run. `tokenizer` defaults to the model's, if it has one. Raises
-    `ModelError` for a model that the engine cannot run, and `WeightsError` for tensors that do not fit the model.
-    """
+    """Build engine number `place` with `tensors` as the weights of `version`. Raises `ModelError` or `WeightsError`."""
     if config.rollout.gpus and not torch.cuda.is_available():
         raise ModelError(f"rollout.gpus is {config.rollout.gpus:g}, and torch finds no GPU here")
     file_config = read_settings(model_path)
@@ -204,10 +199,9 @@ def _start(
     *,
     untied: bool,
 ) -> Start:
-    """Choose how SGLang starts: connect to the running server in `urls`, or launch it in child processes of the actor.
+    """Connect to the running server in `urls`, or launch SGLang in child processes of the actor. Raises `ModelError`.
 
-    `untied`: the model has a separate head although its config.json says that it is tied. Raises `ModelError` if a
-    server would run an `untied` model.
+    `untied`: the model has a separate head although its config.json ties it, which a server cannot run.
     """
     slots, strings = config.rollout.slots, model.stop.strings
     if settings.urls:
@@ -236,7 +230,6 @@ def _start(
 
 
 def _connect(config: Config, settings: SGLangEngine, actor: str) -> push.Connect:
-    """Choose the transport of weights into SGLang."""
     bucket_bytes = config.learner.bucket_bytes
     match settings.transport:
         case "tensor":

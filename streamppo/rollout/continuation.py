@@ -71,10 +71,7 @@ class Continuation:
         return self._join(before, await self._engine.generate(np.concatenate([prompt, before]), remaining, cuts))
 
     def _join(self, before: Ints, remainder: Completion) -> Completion:
-        """Join the recorded tokens `before` of a turn and its sampled `remainder`.
-
-        The engine does not search `before` for stop strings. A stop string that begins in `before` is found here.
-        """
+        """Join the recorded tokens `before` of a turn and its sampled rest; a stop string may begin in `before`."""
         tokens, finish = np.concatenate([before, remainder.tokens]), remainder.finish
         if self._completes is not None and len(before):
             ends = (count for count in range(len(before) + 1, len(tokens)) if self._completes(tokens[:count]))

@@ -25,7 +25,6 @@ class Sampling(NamedTuple):
 
     @property
     def excludes_tokens(self) -> bool:
-        """True if top-p or top-k exclude tokens of the vocabulary."""
         return excludes_tokens(self.top_p, self.top_k)
 
     @property
@@ -45,16 +44,13 @@ class TokenCandidates(NamedTuple):
     counts: Ints
 
     def first(self, count: int) -> "TokenCandidates":
-        """Return the candidates of the first `count` tokens."""
         return TokenCandidates(self.tokens[: self.counts[:count].sum()], self.counts[:count])
 
     def drop_first(self, count: int) -> "TokenCandidates":
-        """Return the candidates of all tokens except the first `count`."""
         return TokenCandidates(self.tokens[self.counts[:count].sum() :], self.counts[count:])
 
     @classmethod
     def concatenate(cls, parts: "Sequence[TokenCandidates]") -> "TokenCandidates":
-        """Concatenate the candidates of consecutive runs of tokens."""
         return cls(np.concatenate([part.tokens for part in parts]), np.concatenate([part.counts for part in parts]))
 
 
@@ -149,9 +145,7 @@ class Usage(NamedTuple):
 class Sampler(Protocol):
     """Samples completions: an engine, or a wrapper of one."""
 
-    async def generate(self, prompt: Ints, sampling: Sampling, cuts: Cuts | None = None) -> Completion:
-        """See `Engine.generate`."""
-        ...
+    async def generate(self, prompt: Ints, sampling: Sampling, cuts: Cuts | None = None) -> Completion: ...
 
 
 class Engine(Sampler, Protocol):
@@ -169,10 +163,7 @@ class Engine(Sampler, Protocol):
         ...
 
     async def generate(self, prompt: Ints, sampling: Sampling, cuts: Cuts | None = None) -> Completion:
-        """Sample one completion of the token ids `prompt` [P], cut into segments by `cuts`.
-
-        Raises `PromptRefused` if the prompt does not fit the model, and `ModelError` if the completion fails.
-        """
+        """Sample one completion of `prompt` [P], cut by `cuts`. Raises `PromptRefused`, or `ModelError` if it fails."""
         ...
 
     async def update_weights(
@@ -180,9 +171,7 @@ class Engine(Sampler, Protocol):
     ) -> None:
         """Swap to `tensors` (HF names) at the next token boundary; return when they are in use.
 
-        `contents` are the tensors' expected hashes (weights/content.py), by default those of `tensors`. Raises
-        `WeightsError`, and keeps the old version, if names or shapes do not fit, or if the engine's copies have other
-        hashes.
+        Raises `WeightsError`, and keeps the old version, if names, shapes or the hashes `contents` do not fit.
         """
         ...
 

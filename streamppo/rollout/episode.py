@@ -61,7 +61,6 @@ class Episode(NamedTuple):
 
     @property
     def num_sampled(self) -> int:
-        """The number of sampled tokens."""
         return int(np.count_nonzero(self.mask))
 
     def until(self, end: int) -> "Episode":
@@ -156,7 +155,6 @@ class Columns:
         self._routes: Routes | None = None
 
     def context(self) -> Ints:
-        """Join all tokens so far, the prompt's first."""
         return np.concatenate([self.prompt_tokens, *(part[0] for part in self._parts)])
 
     def versions(self) -> Ints:
@@ -172,7 +170,6 @@ class Columns:
         return columns.episode("cut", Done())
 
     def add_turn(self, completion: Completion, text: str) -> None:
-        """Add a turn of the policy with its text."""
         self._add(completion.tokens, completion.logprobs, completion.versions, sampled=True)
         self._candidates.append(completion.candidates)
         if completion.routes_SE is not None:
@@ -258,9 +255,8 @@ def one_turn(prompt_tokens: Ints, completion: Completion) -> Episode:
 def place(reward: Reward, mask: Flags, turn_ends: Sequence[int], prefix: int = 0) -> bytes:
     """Return a trajectory's rewards by token, [T - prefix] as a bytes column that sums to `reward.total`.
 
-    The column is empty if the whole reward belongs to the last sampled token. `mask` [T] is true for sampled tokens,
-    `turn_ends` are the indices of the turns' last tokens. Rewards of the first `prefix` tokens are added to the first
-    sampled token after them.
+    The column is empty if the whole reward belongs to the last sampled token. Rewards of the first `prefix` tokens are
+    added to the first sampled token after them.
     """
     if not reward.tokens and not reward.turns:
         return b""

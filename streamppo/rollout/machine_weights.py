@@ -83,8 +83,7 @@ class MachinePuller(Puller):
     async def newer(self, version: int) -> Push:
         """See `Puller.newer`. If the engine refused the version, it is hashed before it is returned again.
 
-        A version is pulled once, even if a learner makes it again with other weights (`learner.exact = false`). Raises
-        `WeightsError` if this actor leads and cannot pull, if the memory is damaged, or if the name cannot be taken.
+        Raises `WeightsError` if this leader cannot pull, if the memory is damaged, or if the name cannot be taken.
         """
         while True:
             pushes = await self.queue.weights_after.remote(self.name, version, self.replica.version)
@@ -158,7 +157,6 @@ class MachinePuller(Puller):
             return None
 
     def _report_wait(self, version: int) -> None:
-        """Log once if no version has come for `LONG_S`."""
         now = time.monotonic()
         self._missed_since = self._missed_since or now
         if now - self._missed_since > LONG_S:
@@ -179,7 +177,6 @@ class Leader:
         Thread(target=self._accept, name="weights", daemon=True).start()
 
     def publish(self, newest: MachineVersion) -> None:
-        """Send this version to followers from now on."""
         with self._changed:
             self._newest = newest
             self._changed.notify_all()
@@ -239,10 +236,7 @@ class Leadership(NamedTuple):
 
 
 async def _pull_for_all(puller: Puller, leader: Leader) -> None:
-    """Pull and publish every version, in an endless loop.
-
-    Raises `WeightsError` after `PULLS` damaged versions in a row, and after `ROOM_S` without room for a version.
-    """
+    """Pull and publish every version, in an endless loop. Raises `WeightsError` after repeated failures."""
     damaged, full_since = 0, 0.0
     replica = puller.replica
     while True:
@@ -307,6 +301,5 @@ def _receive(channel: socket.socket, block_bytes: int) -> MachineVersion | None:
 
 
 def _peer(channel: socket.socket) -> int:
-    """Return the user id of the process at the other end."""
     _, user, _ = struct.unpack("3i", channel.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i")))
     return user

@@ -127,7 +127,6 @@ class Player:
 
 
 def _opening(prompt: Prompt, opening: Said, environment: EnvironmentConfig) -> Prompt:
-    """Replace the prompt's content by the environment's opening."""
     template = structs.replace(
         prompt.template,
         arguments=prompt.template.arguments | environment.template,

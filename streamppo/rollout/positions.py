@@ -72,10 +72,7 @@ def refusal(hf_config: "PreTrainedConfig", longest_row: int) -> str:
 
 
 def _scales_alike(rope: Mapping[str, Any]) -> bool:
-    """True if yarn's attention scale in SGLang, default * attn_factor, equals transformers', attention_factor.
-
-    default = 0.1 * log(factor) + 1 if factor > 1, else 1. A missing attention_factor has this value too.
-    """
+    """True if yarn's attention scale in SGLang, default * attn_factor, equals transformers', attention_factor."""
     attention_factor, multiplier = rope.get("attention_factor"), rope.get("attn_factor") or 1.0
     factor = rope.get("factor") or 1.0
     default = 0.1 * math.log(factor) + 1 if factor > 1 else 1.0

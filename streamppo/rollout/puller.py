@@ -31,10 +31,7 @@ AHEAD = 2
 
 
 class Puller:
-    """Pulls versions for the actor `name` from the ledger in `queue`, through `receiver`, into `replica`.
-
-    `memory` allocates the replica's memory.
-    """
+    """Pulls versions for the actor `name` from the ledger in `queue`, through `receiver`, into `replica`."""
 
     def __init__(
         self,
@@ -47,10 +44,7 @@ class Puller:
         self._receiver = receiver
 
     async def newer(self, version: int) -> Push:
-        """Wait for a version above the engine's `version`; pull it into the replica and return it.
-
-        Raises `WeightsError` if the buckets do not make up the version.
-        """
+        """Wait for a version above the engine's `version`, pull it and return it. Raises `WeightsError`."""
         while True:
             pushes = await self.queue.weights_after.remote(self.name, version, self.replica.version)
             try:

@@ -37,10 +37,7 @@ def most_under_way(max_age: int, share: float) -> int:
 
 
 def due(ages: Sequence[int], max_age: int, share: float, aim: int = 0) -> list[int]:
-    """Return the indices of the segments to cut; `ages` are the ages of all segments at the new version.
-
-    With `aim` 0, only the bound on uncut segments causes cuts.
-    """
+    """Return the indices of the segments to cut; `ages` are the ages of all segments at the new version."""
     oldest_first = sorted(range(len(ages)), key=lambda index: -ages[index])
     cut: list[int] = []
     for age in range(max_age, 0, -1):

@@ -60,10 +60,7 @@ class SegmentWriter:
         self._waiting = episode
 
     def cut_waiting(self, version: int) -> int | None:
-        """Hand over a segment of the waiting episode, if it is due at `version`.
-
-        Returns the oldest version of the remaining tokens; None if no episode waits.
-        """
+        """Cut the waiting episode if due at `version`; return the oldest version left, or None without episode."""
         queue, episode = self._config.queue, self._waiting
         if episode is None or queue.segments is None or not queue.segments.just_in_time:
             return None

@@ -61,10 +61,7 @@ class Texts(msgspec.Struct):
 
 
 class TeacherClient:
-    """Gets log-probs from the server at `config.url`, with `config`'s timeout, concurrency and retries.
-
-    Made by `connect`.
-    """
+    """Gets log-probs from the server at `config.url`, with `config`'s timeout, concurrency and retries."""
 
     def __init__(self, config: TeacherConfig) -> None:
         self._url = config.url.rstrip("/")
@@ -73,10 +70,7 @@ class TeacherClient:
         self._guard = Guard("teacher", config, self._ask)
 
     async def score(self, episode: Episode) -> bytes:
-        """Return the log-probs [T] of an episode as a bytes column, 0 for tokens that the policy did not sample.
-
-        An episode with branches takes one call for each path. Raises `TeacherFailed`.
-        """
+        """Return the log-probs [T] of an episode as a column, 0 for unsampled tokens. Raises `TeacherFailed`."""
         if episode.branches:
             logprobs = await self._score_paths(episode)
         else:
@@ -127,11 +121,9 @@ class TeacherClient:
             )
 
     def report(self) -> ScorerReport:
-        """Return the counters of calls to the server."""
         return self._guard.report(0)
 
     async def close(self) -> None:
-        """Close all connections."""
         await self._client.close()
 
     async def _ask(self, prompt: Ints, tokens: Ints) -> TeacherScores:

@@ -42,9 +42,8 @@ class Architecture:
         return getattr(self._model, "encoders", ())
 
     def as_saved(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Convert the tensors of a push to the names and shapes of the model's files, which engines load.
+        """Convert the tensors of a push to the names and shapes of the model's files, and add its stored buffers.
 
-        The result also has the model's stored buffers, which no push has.
         Example: transformers keeps all experts of a layer in one tensor, and files may have one for each expert.
         """
         from transformers.core_model_loading import revert_weight_conversion
@@ -58,9 +57,7 @@ class Architecture:
     def check_names(self, model: str) -> None:
         """Raise `ModelError` unless the files of `model` have every tensor that `as_saved` makes of a push.
 
-        transformers converts some tensors when it loads a model, and does not convert all of them back. An engine that
-        does not know the name of a pushed tensor would keep its old weights. Reads only the headers of the files, in a
-        folder or on the hub.
+        transformers does not convert all tensors back. An engine would ignore a tensor with an unknown name.
         """
         files = _shapes_in_files(Path(model)) if Path(model).is_dir() else _shapes_on_hub(model)
         for name, tensor in self.as_saved(dict(self._model.named_parameters())).items():
@@ -72,7 +69,6 @@ class Architecture:
 
 
 def _shapes_in_files(folder: Path) -> dict[str, tuple[int, ...]]:
-    """Return name and shape of every tensor in a folder's safetensors files; read only their headers."""
     shapes: dict[str, tuple[int, ...]] = {}
     for path in sorted(folder.glob("*.safetensors")):
         shapes |= {name: tuple(header.shape) for name, header in file_header(path).items()}

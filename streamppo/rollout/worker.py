@@ -152,7 +152,6 @@ class Worker:
 
     @property
     def version(self) -> int:
-        """The engine's version."""
         return self._engine.version
 
     async def run(self) -> None:
@@ -165,7 +164,7 @@ class Worker:
             await self._issue(group)
 
     async def follow(self) -> None:
-        """Swap to new versions for evaluations, without sampling for tickets, in an endless loop as in `run`."""
+        """Swap to new versions for evaluations, in an endless loop, without sampling for tickets."""
         await asyncio.gather(self._beat(), self._follower.run())
 
     async def _beat(self) -> None:
@@ -184,8 +183,6 @@ class Worker:
         while True:
             await self._follower.reach(self.version + 1)
             self._delivery_due.set()
-
-    # --- sampling for tickets --------------------------------------------------------------------------------
 
     async def _issue(self, group: asyncio.TaskGroup) -> None:
         """Request tickets, endlessly, when a delivery brought too few. The queue answers once it has tickets."""
@@ -212,7 +209,6 @@ class Worker:
 
     @property
     def _share(self) -> float:
-        """The number of segments in a batch divided by the number of actors."""
         return self._config.queue.batch_size / self._num_sharing
 
     def _aim(self) -> int:
@@ -242,7 +238,6 @@ class Worker:
                 self._player.prepare(self._task.prompt(number))
 
     async def _sample(self, ticket: Ticket) -> None:
-        """Sample and score the trajectory of one ticket, and hand it to the next delivery."""
         episode: Episode | None = None
         first_version, source = self._engine.version, ""
         writer = SegmentWriter(ticket, self._name, self._config, self._hand_over, share=self._share, aim=self._aim)
@@ -267,7 +262,6 @@ class Worker:
         self._free_places += 1
 
     def _with_length_limit(self, sampling: Sampling, prompt: Prompt, identity: Identity | None) -> Sampling:
-        """Return `sampling` with the length limit of this completion; by default it is unchanged."""
         limit = self._limit(prompt, identity)
         return sampling if limit == sampling.max_tokens else sampling._replace(max_tokens=limit)
 
@@ -291,10 +285,7 @@ class Worker:
         return reward
 
     async def _deliver(self, group: asyncio.TaskGroup) -> None:
-        """Deliver all new results, in an endless loop.
-
-        The answer has tickets for the free places, unless `_issue` is requesting some.
-        """
+        """Deliver all new results, in an endless loop. Answers bring tickets, unless `_issue` is requesting some."""
         while True:
             await self._delivery_due.wait()
             await asyncio.sleep(GATHER_S)
@@ -322,8 +313,6 @@ class Worker:
         waiting = (version for version in oldest if version is not None)
         return cut_for(self.version, waiting, self._config.queue.flow_lag)
 
-    # --- evaluation and counters -----------------------------------------------------------------------------
-
     async def evaluate(self, first: int, step: int, min_version: int) -> EvaluationReport:
         """Answer the held-out prompts `first`, `first` + `step`, ... greedily, when the engine holds `min_version`."""
         await self._follower.reach(min_version)
@@ -349,7 +338,6 @@ class Worker:
         return GreedyAnswer(correct, int(episode.versions.min()), int(episode.versions.max()))
 
     def report(self) -> EngineReport:
-        """Return the counters since the start."""
         usage = self._engine.usage()
         return EngineReport(
             actor=self._name,
@@ -378,7 +366,6 @@ class Worker:
 
 
 def _stage(error: Exception) -> Literal["engine", "environment", "reward", "teacher", "task"]:
-    """Name the stage in which a trajectory failed."""
     match error:
         case RewardFailed():
             return "reward"

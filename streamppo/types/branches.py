@@ -124,10 +124,7 @@ def sizes(column: bytes, width: int) -> list[Size]:
 
 
 def seen(column: bytes, width: int) -> tuple[Ints, Flags]:
-    """Return [width], the piece of each token, and [P, width], True at each piece's tokens and at their ancestors.
-
-    Within a piece, the tokens before a token are its ancestors too.
-    """
+    """Return [width], the piece of each token, and [P, width], True at each piece's tokens and at their ancestors."""
     cut = pieces(column, width)
     piece = np.repeat(np.arange(len(cut), dtype=np.int32), [part.end - part.start for part in cut])
     is_visible = np.zeros((len(cut), width), np.bool_)

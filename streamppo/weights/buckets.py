@@ -139,7 +139,6 @@ class Buckets:
         return [encoded if pays[place.bucket] else None for encoded, place in zip(deltas, self._places, strict=True)]
 
     def _pack_changed(self, stored: Sequence[Bytes], repacked: Collection[int]) -> tuple[list[Place], list[Bytes]]:
-        """Keep all buckets except `repacked`; pack the `stored` bytes of the shards in `repacked` into new buckets."""
         unchanged = [number for number in range(len(self.arrays)) if number not in repacked]
         moved = [number for number, place in enumerate(self._places) if place.bucket in repacked]
         places, totals = plan([stored[number].nbytes for number in moved], self._bucket_bytes)

@@ -47,10 +47,7 @@ def changes(before: Bytes, after: Bytes, width: int) -> Bytes | None:
 
 
 def apply(encoded: Bytes, into: Bytes, width: int) -> None:
-    """Apply a delta in place: `into` holds the old bytes before the call, and the new bytes after it.
-
-    Raises `WeightsError`, and leaves `into` unchanged, for bytes that `changes` cannot have made.
-    """
+    """Apply a delta in place. Raises `WeightsError`, with `into` unchanged, if `changes` cannot have made it."""
     if encoded.nbytes < HEAD_BYTES or encoded[0] not in GAPS or encoded[1] > 1:
         raise WeightsError("a delta has no valid head")
     gap_width, count = int(encoded[0]), int.from_bytes(encoded[2:HEAD_BYTES].tobytes(), "little")
@@ -77,7 +74,6 @@ Places = NDArray[np.int64]
 
 
 def _find_changes(old: Numbers, new: Numbers) -> tuple[Places, Numbers] | None:
-    """Return the indices of changed elements and their differences; None if too many have changed."""
     step = max(1, len(old) // SAMPLE)
     sample = old[::step] != new[::step]
     # Stop early if more than twice the share DENSE of a sample, taken at equal distances, has changed.

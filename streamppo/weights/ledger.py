@@ -60,7 +60,7 @@ class Ledger(Generic[T]):
         return [entry for entry in chain if entry.push.version > version]
 
     def reply_to(self, digest: str) -> PublishReply:
-        """Return the reply for a version with `digest`. A whole push is wanted if the deltas sum to its size."""
+        """Return the reply for a version with `digest`. A whole push is wanted if the deltas together are as large."""
         chain = self._chain()
         first, *deltas = [sum(entry.push.bucket_bytes) for entry in chain] or [0]
         whole = chain[0].push.version if chain else 0

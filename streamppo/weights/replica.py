@@ -49,7 +49,6 @@ class Replica:
         return {} if self.push is None else {tensor.name: tensor.content for tensor in self.push.tensors}
 
     def take(self, push: Push, buckets: Sequence[Bytes]) -> None:
-        """Replace the version by the one that `push` describes and `buckets` contain."""
         self.begin(push)
         for bucket in buckets:
             self.put(bucket)

@@ -67,10 +67,7 @@ def new(sizes: Sequence[int], block_bytes: int) -> SharedTensors:
 
 
 def attach(descriptors: Sequence[int], sizes: Sequence[int], block_bytes: int) -> SharedTensors:
-    """Return another process's memory for tensors of these sizes in bytes, and close the `descriptors`.
-
-    Raises `WeightsError` if the blocks do not have the sizes that these tensors need.
-    """
+    """Return another process's memory for tensors of these sizes, and close `descriptors`. Raises `WeightsError`."""
     places, totals = plan(sizes, block_bytes)
     try:
         shared_bytes = [os.fstat(descriptor).st_size for descriptor in descriptors]

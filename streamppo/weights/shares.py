@@ -83,10 +83,7 @@ class ShareCollector(Generic[T, R]):
 
 
 def join(parts: Sequence[Push]) -> Push:
-    """Return the push of a whole version from the shares of all ranks, whose buckets are concatenated.
-
-    Raises `WeightsError` if the shares belong to different versions, or if a byte is missing or present twice.
-    """
+    """Join the shares of all ranks to the push of a version. Raises `WeightsError` if they do not fit together."""
     first = parts[0]
     if [part.rank for part in parts] != list(range(first.ranks)):
         raise WeightsError(f"version {first.version} has shares of ranks {[part.rank for part in parts]}")
@@ -114,7 +111,6 @@ def join(parts: Sequence[Push]) -> Push:
 
 
 def _sum_hashes(parts: Sequence[tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
-    """Join the ranks' descriptions of the tensors. The hash of a tensor is the sum of its shards' hashes."""
     columns = zip(*parts, strict=True)
     return tuple(structs.replace(same[0], content=sum(shard.content for shard in same) % 2**64) for same in columns)
 

@@ -39,34 +39,26 @@ BLAME_S = 5.0
 """Time limit for finding the actor whose death made another actor's call fail."""
 CLOSING_S = 10.0
 """Time limit for Ray to end its processes."""
-
 TOO_LATE = "timed out during startup"
 """A part of Ray's message that its processes have not started within 30 s, which is a fixed limit."""
-
 TOO_LONG = "AF_UNIX path length"
 """A part of Ray's message about a socket whose path has more than 107 bytes."""
-
 LOST_NODE = re.compile(r"\bnode has (crashed|died)")
 """A part of Ray's message for an actor that died with its node or its owner's node."""
 UNUSED_SERVICES = ("start_monitor", "start_api_server")
 """Methods of Ray's node that start a process each: the autoscaler of a single node, and the server of a dashboard that
 is off. Ray has no option against them. They take a second of CPU, and `ray.init` waits for the server."""
 GIVEN_UP = "Ray has lost its machine: the raylet there died, was stopped, or had no CPU or memory for half a minute"
-
 RAYS_OWN = ("raylet", "gcs_server", "autoscaler")
 """The "pid" fields of log lines from Ray's processes. In log lines from actors, "pid" is a number."""
 ORDERS = (RAY_TQDM_MAGIC, ray_constants.LOG_PREFIX_INFO_MESSAGE)
 """The first marker in a line makes Ray draw a progress bar, and the second makes Ray omit the text before it."""
-
 log = logging.getLogger(__name__)
 
 
 @contextmanager
 def ray_session(config: Config, interrupts: Interrupts) -> Generator[None]:
-    """Run the block with Ray, and leave no process behind.
-
-    If Ray's shutdown hangs, this process exits after `CLOSING_S`. All of Ray's processes then end too.
-    """
+    """Run the block with Ray, and leave no process behind. If Ray's shutdown hangs, exit after `CLOSING_S`."""
     is_own = config.cluster.address == LOCAL
     with orphans.kill_at_end() if is_own else nullcontext("") as mark:
         # A closed terminal signals the whole process group. Ray's processes inherit SIG_IGN and live until the driver
@@ -87,10 +79,7 @@ def ray_session(config: Config, interrupts: Interrupts) -> Generator[None]:
 
 @contextmanager
 def command_ray(start: Callable[[str], AbstractContextManager[object]]) -> Generator[None]:
-    """Run the block of a command with its own Ray, and leave no process or folder behind.
-
-    `start` starts Ray with the mark of `orphans.kill_at_end`. Signals end the command in the same way as without Ray.
-    """
+    """Run a command's block with its own Ray, started by `start` with a mark; leave no process or folder behind."""
     handlers = {number: signal.getsignal(number) for number in process.SIGNALS}
     with orphans.kill_at_end() as mark:
         try:
@@ -113,11 +102,9 @@ def _shut_down(*, is_own: bool) -> None:
     node = cast("Node | None", worker._global_node)
     ray.shutdown()
     if is_own and node is not None:
-        _clear(Path(node.get_session_dir_path()), failed=_is_failure(sys.exception()))
-
-
-def _is_failure(error: BaseException | None) -> bool:
-    return isinstance(error, Exception) and not isinstance(error, Interrupted)
+        error = sys.exception()
+        failed = isinstance(error, Exception) and not isinstance(error, Interrupted)
+        _clear(Path(node.get_session_dir_path()), failed=failed)
 
 
 def _clear(folder: Path, *, failed: bool) -> None:
@@ -147,15 +134,14 @@ def _show_lines(mark: str, data: dict[str, Any]) -> None:
     """Make actors' lines harmless before Ray prints them, and mark lines that are not from our log."""
     rays_own = data.get("pid") in RAYS_OWN
     shown = ((harmless(line) if rays_own else process.with_origin(line, mark)) for line in data.get("lines", ()))
-    data["lines"] = [line if rays_own else functools.reduce(_without, ORDERS, line) for line in shown]
+    data["lines"] = [
+        line if rays_own else functools.reduce(lambda text, order: text.replace(order, "·"), ORDERS, line)
+        for line in shown
+    ]
     # A line that user code prints can set the names that Ray shows before later lines.
     for name in ("actor_name", "task_name"):
         if isinstance(data.get(name), str):
             data[name] = harmless(data[name])
-
-
-def _without(line: str, order: str) -> str:
-    return line.replace(order, "·")
 
 
 def _end_without_ray(error: BaseException | None) -> None:
@@ -166,13 +152,12 @@ def _end_without_ray(error: BaseException | None) -> None:
 
 @contextmanager
 def started_ray(config: Config, mark: str) -> Generator[None]:
-    """Join the cluster, or start our own Ray, whose processes have the mark of `orphans.kill_at_end`.
-
-    The caller ends Ray, within the block or after it.
-    """
+    """Join the cluster, or start our own Ray, whose processes have the `mark`. The caller ends Ray."""
     cluster = config.cluster
     plugins.export_path()
-    environment.disable_pipe_colours()
+    # Ray's colour codes are only for terminals.
+    if os.environ.get("NO_COLOR") or not sys.stdout.isatty():
+        os.environ["RAY_COLOR_PREFIX"] = "0"
     secret = show_origins()
     # Some data sets use hashes of strings. Every actor must make the same prompts, also after a resume.
     os.environ.setdefault("PYTHONHASHSEED", "0")
@@ -206,7 +191,7 @@ def init_own_ray(**options: Any) -> None:
     with ExitStack() as restored:
         for name in UNUSED_SERVICES:
             restored.callback(setattr, Node, name, getattr(Node, name))
-            setattr(Node, name, _start_nothing)
+            setattr(Node, name, lambda node, **_options: None)
         ray.init(
             address=LOCAL,
             include_dashboard=False,
@@ -216,16 +201,9 @@ def init_own_ray(**options: Any) -> None:
         )
 
 
-def _start_nothing(node: Node, **_options: object) -> None:
-    pass
-
-
 @contextmanager
 def _readable_start_errors() -> Generator[None]:
-    """Raise `RunError` if Ray's processes do not start in time, or if the paths of their sockets are too long.
-
-    Ray has no exception classes for these errors.
-    """
+    """Raise `RunError` if Ray's processes do not start in time, or if the paths of their sockets are too long."""
     try:
         yield
     finally:
@@ -292,11 +270,8 @@ def refuse_dead_ray() -> None:
     for name, processes in services:
         for process_info in processes:
             if (code := process_info.process.poll()) is not None:
-                raise RunError(f"Ray's {name} has died ({_ending(code)}); resume the run to start a new Ray")
-
-
-def _ending(code: int) -> str:
-    return signal.Signals(-code).name if code < 0 else f"exit code {code}"
+                ending = signal.Signals(-code).name if code < 0 else f"exit code {code}"
+                raise RunError(f"Ray's {name} has died ({ending}); resume the run to start a new Ray")
 
 
 def kill(actor: "ActorProxy[Any]") -> None:

@@ -6,7 +6,6 @@ a cluster      actors get the driver's `carried_variables`; other variables come
 
 import os
 import secrets
-import sys
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -50,19 +49,8 @@ RAY_TOKEN_VARIABLE = "RAY_AUTH_TOKEN"
 """The variable with a token that takes precedence over the file."""
 CARRIED = ("PYTHONPATH", "PYTHONHASHSEED", "OMP_NUM_THREADS")
 CARRIED_PREFIXES = (
-    "STREAMPPO_",
-    "HF_",
-    "HUGGING_FACE_",
-    "TRANSFORMERS_",
-    "TOKENIZERS_",
-    "SGLANG_",
-    "NCCL_",
-    "GLOO_",
-    "PYTORCH_",
-    "FLASH_ATTENTION_",
-    "CUTE_DSL_",
-    "TRITON_",
-    "TORCHINDUCTOR_",
+    *("STREAMPPO_", "HF_", "HUGGING_FACE_", "TRANSFORMERS_", "TOKENIZERS_", "SGLANG_", "NCCL_", "GLOO_"),
+    *("PYTORCH_", "FLASH_ATTENTION_", "CUTE_DSL_", "TRITON_", "TORCHINDUCTOR_"),
 )
 CARRIED_SUFFIXES = ("_API_KEY", "_TOKEN", "_PROXY")
 NODE_PREFIXES = ("RAY_",)
@@ -81,24 +69,13 @@ def _is_general(name: str) -> bool:
 
 
 def key_variables(config: Config) -> frozenset[str]:
-    """Return the variables with API keys of the configured reward services, teacher and engines.
-
-    The engines' variable has a default name, so it counts only if it is set.
-    """
+    """Return the variables with API keys of reward services and the teacher and, if it is set, that of the engines."""
     remotes = [scorer for scorer in config.reward.scorers.values() if isinstance(scorer, Remote)]
     names = {service.key_env for service in (*remotes, config.algorithm.teacher) if service.key_env}
-    match config.rollout.engine:
-        case SGLangEngine(urls=urls, api_key_env=name) if urls and name in os.environ:
-            names.add(name)
-        case _:
-            pass
+    engine = config.rollout.engine
+    if isinstance(engine, SGLangEngine) and engine.urls and engine.api_key_env in os.environ:
+        names.add(engine.api_key_env)
     return frozenset(names)
-
-
-def disable_pipe_colours() -> None:
-    """Switch off Ray's colour codes if standard output is not a terminal, or if NO_COLOR is set."""
-    if os.environ.get("NO_COLOR") or not sys.stdout.isatty():
-        os.environ["RAY_COLOR_PREFIX"] = "0"
 
 
 def _has_token_file() -> bool:
@@ -113,10 +90,7 @@ def _has_token_file() -> bool:
 
 @contextmanager
 def own_ray_environment(mark: str, log_mark: str, *, forked: bool = False) -> Generator[None]:
-    """Set the environment for starting our own Ray in the block. Only this machine can reach that Ray.
-
-    Ray's processes get both marks. `forked` says whether its workers are forks.
-    """
+    """Set the environment for our own Ray, which only this machine can reach. Ray's processes get both marks."""
     before = ray_constants.ENABLE_RAY_CLUSTER
     if not _has_token_file():
         os.environ.setdefault(RAY_TOKEN_VARIABLE, secrets.token_hex(32))

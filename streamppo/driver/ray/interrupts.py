@@ -37,7 +37,6 @@ class Interrupts:
                 signal.signal(number, self._note)
 
     def check(self) -> None:
-        """Raise `Interrupted` if a signal was recorded."""
         if self._noted is not None:
             raise Interrupted(self._noted)
 
@@ -47,9 +46,6 @@ class Interrupts:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         # A terminal that is closed sends SIGHUP more than once.
         signal.signal(signal.SIGHUP, signal.SIG_IGN)
-        self._announce(signal.Signals(number).name)
-
-    def _announce(self, name: str) -> None:
-        """Announce the stop at once, because the driver may check for signals only seconds later."""
+        # The driver may check for signals only seconds later.
         resume = f"; continue with: streamppo resume {harmless(shlex.quote(str(self.run)))}" if self.run else ""
-        self.say(f"{name}: stopping, a second signal stops at once{resume}\n")
+        self.say(f"{signal.Signals(number).name}: stopping, a second signal stops at once{resume}\n")

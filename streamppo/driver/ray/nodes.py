@@ -37,10 +37,7 @@ class Needs(NamedTuple):
 
 
 def rank_needs(config: Config, folder: Path) -> Needs:
-    """Write the token into `folder`, and return a learner rank's needs. Raises `RunError` if the write fails.
-
-    With `cluster.own_disks` the ranks do not need the folder, and no token is written.
-    """
+    """Return a rank's needs; write the token to `folder` unless nodes have their own disks. Raises `RunError`."""
     if config.cluster.own_disks:
         return Needs("", "", _input_folders(config), tuple(config.algorithm.custom_functions.values()))
     token = uuid4().hex
@@ -104,7 +101,6 @@ def _local(names: Sequence[str]) -> tuple[str, ...]:
 
 
 def _is_importable(module: str) -> bool:
-    """Return whether a module, or a file on the Python path, exists, without importing it."""
     if module.endswith(".py"):
         return any((Path(folder) / module).is_file() for folder in ("", *sys.path))
     try:

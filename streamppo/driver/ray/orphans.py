@@ -53,10 +53,8 @@ def kill_at_end() -> Generator[str]:
 
 
 def marked_processes(value: str) -> Iterator[int]:
-    """Yield the pids of this user's live processes with `value` in `MARK`, the highest pid first.
-
-    A caller that kills each process at once then rarely misses a child of a process that forks and exits.
-    """
+    """Yield the pids of this user's live processes with `value` in `MARK`, the highest pid first."""
+    # A caller that kills each process at once then rarely misses a child of a process that forks and exits.
     for pid in sorted((int(name) for name in os.listdir("/proc") if name.isdigit()), reverse=True):
         if _is_marked(pid, value):
             yield pid
@@ -98,7 +96,6 @@ def _main(driver: int, value: str) -> None:
 
 
 def _kill(pids: Iterator[int]) -> int:
-    """Kill each of `pids`. Returns their number, including those that had already ended."""
     count = 0
     for pid in pids:
         count += 1
@@ -121,7 +118,6 @@ def _kill_at_birth(newest: int, value: str) -> int:
 
 
 def _newest_pid() -> int:
-    """Return the pid of the process or thread that was started last."""
     return int(Path("/proc/loadavg").read_text().split()[-1])
 
 

@@ -33,7 +33,6 @@ class PlacementPlan(NamedTuple):
     models: dict[str, int]
 
     def total(self, resource: str) -> float:
-        """Return the total demand for "CPU" or "GPU"."""
         return sum(bundle.get(resource, 0.0) for bundle in self.bundles)
 
 
@@ -64,10 +63,8 @@ def plan(config: Config, *, rollout: bool = True, together: int = 1) -> Placemen
 def ranks_per_node(config: Config, nodes: Sequence[Mapping[str, float]]) -> int:
     """Return the number of neighbouring ranks to put into one bundle, so that Ray places them on one node.
 
-    `nodes` has the resources of each node. The first that fits is chosen: the ranks of a replica, if the model has
-    several; the ranks that exchange tokens in every layer (`learner.mesh`: context, tensor, expert); 1 rank. Ray orders
-    equal bundles arbitrarily: of 32 ranks on four nodes with eight GPUs, rank 0 was on one node and ranks 1 to 7 on
-    another.
+    The number is the first that fits the resources of `nodes`: the ranks of a replica, if the model has several; the
+    ranks that exchange tokens in every layer; 1. Ray orders equal bundles arbitrarily, and may separate neighbours.
     """
     learner, mesh = config.learner, config.learner.mesh
     if shares_gpus(config) or learner.gpus % 1:
@@ -140,29 +137,23 @@ class Placement:
         self._group = placement_group(self._plan.bundles, strategy="PACK")
 
     def rank(self, number: int) -> Options:
-        """Return the Ray options of rank `number`."""
         learner = self._config.learner
         return self._options(self._plan.ranks[number], learner.thread_count, learner.gpus)
 
     def actor(self, number: int) -> Options:
-        """Return the Ray options of rollout actor `number`. An actor that was not planned is placed outside the group.
-
-        A cluster may grow for such an actor. Our own Ray does not count its CPUs, because the user decides how many
-        actors the machine can run.
-        """
+        """Return the Ray options of rollout actor `number`, outside the group if it was not planned."""
         rollout = self._config.rollout
         if number >= len(self._plan.actors):
+            # Our own Ray does not count its CPUs, because the user decides how many actors the machine can run.
             cpus = 0 if self._config.cluster.address == LOCAL else rollout.threads
             return {"num_cpus": cpus, "num_gpus": rollout.gpus}
         return self._options(self._plan.actors[number], rollout.threads, rollout.gpus)
 
     def evaluator(self, number: int) -> Options:
-        """Return the Ray options of evaluation actor `number`."""
         rollout = self._config.rollout
         return self._options(self._plan.evaluators[number], rollout.threads, rollout.gpus)
 
     def model(self, name: str) -> Options:
-        """Return the Ray options of the reward model `name`."""
         gpus = self._config.reward.models()[name].gpus
         return self._options(self._plan.models[name], 0, gpus) if gpus else {"num_cpus": 0}
 

@@ -85,7 +85,6 @@ class WorkerStart(NamedTuple):
 
 
 def _describe_process(arguments: list[str]) -> WorkerStart:
-    """Return the properties of this process."""
     return WorkerStart(
         arguments,
         dict(os.environ),
@@ -99,7 +98,6 @@ def _describe_process(arguments: list[str]) -> WorkerStart:
 
 
 def _become(start: WorkerStart) -> None:
-    """Take over the properties of the process that Ray started, and run `python SCRIPT ARGUMENTS`."""
     os.environ.clear()
     os.environ.update(start.environment)
     os.chdir(start.folder)
@@ -113,15 +111,11 @@ def _become(start: WorkerStart) -> None:
     script, *_ = sys.argv = start.arguments
     if not sys.flags.safe_path:
         sys.path.insert(0, str(Path(script).parent))
-    _reseed()
-    runpy.run_path(script, run_name="__main__")
-
-
-def _reseed() -> None:
-    """Reseed the libraries' random numbers in this fork. Python's `random` reseeds itself."""
+    # Python's `random` reseeds itself in a fork.
     for name, seed in RANDOM.items():
         if module := sys.modules.get(name):
             operator.attrgetter(seed)(module)()
+    runpy.run_path(script, run_name="__main__")
 
 
 @contextmanager
@@ -130,8 +124,7 @@ def running(
 ) -> Generator[str]:
     """Run a template with this process's environment during the block. Yields Ray's `py_executable`.
 
-    The template imports `libraries` at once, and `actors` in the environment of the first worker. It ends with the
-    block or with this process, but its forks continue.
+    The template imports `libraries` at once, and `actors` in the environment of the first worker. Forks outlive it.
     """
     # A name in the abstract namespace leaves no file behind. Sandboxes may share the namespace, but not the secret.
     name, secret = f"streamppo-{token_hex(16)}", token_hex(16)
@@ -165,7 +158,6 @@ def _launch(name: str, secret: str, wait_s: float, arguments: list[str]) -> None
 
 
 def _request_fork(name: str, secret: str, wait_s: float, arguments: list[str]) -> int:
-    """Return the pid of the fork; 0 if the template has ended or is not ready."""
     with suppress(OSError), socket.socket(socket.AF_UNIX) as channel:
         message = json.dumps([secret, _describe_process(arguments)]).encode()
         channel.settimeout(wait_s)
@@ -180,7 +172,6 @@ def _request_fork(name: str, secret: str, wait_s: float, arguments: list[str]) -
 
 
 def _is_same_user(channel: socket.socket) -> bool:
-    """Return whether the process at the other end belongs to this user."""
     _, user, _ = struct.unpack("3i", channel.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i")))
     return user == os.getuid()
 
@@ -199,8 +190,7 @@ def _wait(pid: int) -> None:
 def _prepare(names: list[str], path: list[str]) -> None:
     """Import modules with the driver's search path `path`. Forks get the search path of a worker of Ray.
 
-    After an error, the template ends silently. Ray's workers then start as usual, and the same error in a worker is
-    reported.
+    After an error, the template ends silently. Ray's workers then start as usual, and report the error.
     """
     worker_path, sys.path = sys.path, path
     try:
@@ -264,10 +254,7 @@ def _receive(channel: socket.socket, secret: str) -> tuple[WorkerStart | None, l
 
 
 def _fork(channel: socket.socket) -> bool:
-    """Fork. Returns True in the fork, which has sent its pid to the launcher, and False in the template or on failure.
-
-    If its launcher has ended, the fork ends too, like a worker that is killed while it starts.
-    """
+    """Fork, and send the fork's pid to the launcher. Returns True in the fork, which ends if the launcher has ended."""
     # If SIGCHLD is ignored, the kernel removes ended forks, and the template does not have to wait for them.
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     try:

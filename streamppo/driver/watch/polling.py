@@ -73,17 +73,17 @@ class ReportPolling:
         self._requested = time.monotonic()
 
     def check(self, handles: Sequence[RolloutHandle]) -> None:
-        """Request reports of the queue and the rollout actors `handles` if they are due."""
         if time.monotonic() - self._requested < self._record.display.reports_s:
             return
         self._requested = time.monotonic()
 
-        def record_queue(answer: bytes) -> None:
-            self._record.queue(decode(answer, QueueReport))
-
-        def record_engine(answer: bytes) -> None:
-            self._record.engine(decode(answer, EngineReport))
-
-        self._calls.watch(self._queue.report.remote(), RunStage.QUEUE, record_queue)
+        self._calls.watch(
+            self._queue.report.remote(), RunStage.QUEUE, lambda answer: self._record.queue(decode(answer, QueueReport))
+        )
         for handle in handles:
-            self._calls.watch(handle.actor.report.remote(), RunStage.ROLLOUT, record_engine, name=handle.name)
+            self._calls.watch(
+                handle.actor.report.remote(),
+                RunStage.ROLLOUT,
+                lambda answer: self._record.engine(decode(answer, EngineReport)),
+                name=handle.name,
+            )

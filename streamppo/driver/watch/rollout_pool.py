@@ -38,7 +38,6 @@ class RolloutHandle:
 
     @property
     def actor_id(self) -> str:
-        """Ray's id of the actor."""
         return actor_id(self.actor)
 
 
@@ -70,8 +69,6 @@ class RolloutPool:
         self.handles: list[RolloutHandle] = []
         self.generating = False
 
-    # --- the number of actors --------------------------------------------------------------------------------
-
     def resize(self, wanted: int) -> None:
         """Create actors, or remove the newest, until there are `wanted`."""
         for handle in self.handles[wanted:]:
@@ -101,8 +98,6 @@ class RolloutPool:
             self._start(self.handles[-1])
 
     def _start(self, handle: RolloutHandle) -> None:
-        """Make an actor load, and then generate or follow the versions until it is killed."""
-
         def run(version: int) -> None:
             handle.at_work = True
             self._calls.reset_stall()
@@ -120,14 +115,10 @@ class RolloutPool:
         kill(handle.actor)
         self._calls.watch_all([self._queue.lost.remote(handle.name)], RunStage.QUEUE)
 
-    # --- the actors at work ----------------------------------------------------------------------------------
-
     def at_work(self) -> list[RolloutHandle]:
-        """Return the actors that have loaded, and so answer calls at once."""
         return [handle for handle in self.handles if handle.at_work]
 
     def loading(self) -> list[str]:
-        """Return the names of the actors that are still loading."""
         return [handle.name for handle in self.handles if not handle.at_work]
 
     def evaluate(self, prompts: int, min_version: int, on_reports: Callable[[list[EvaluationReport]], None]) -> None:
@@ -155,5 +146,4 @@ class RolloutPool:
             self._calls.watch(request(part), RunStage.EVALUATION, collect, repeat=lambda part=part: request(part))
 
     def _answering(self) -> list[RolloutHandle]:
-        """Return the actors at work, or all actors if none is at work."""
         return self.at_work() or self.handles

@@ -62,11 +62,7 @@ class WatchedCalls:
         self.reset_stall()
 
     def wait(self, refs: Sequence[ObjectRef[T]], doing: str) -> list[T]:
-        """Return the values of `refs`, calls to queue or learner, and handle all other calls meanwhile.
-
-        Raises `RunError` if a call fails, and any exception of `on_death` and `on_tick`. `doing` says in messages what
-        the driver waits for.
-        """
+        """Return the values of `refs`; handle other calls meanwhile. `doing` describes the wait. Raises `RunError`."""
         pending = list(refs)
         while pending:
             ready = self._look(doing, pending)
@@ -87,9 +83,8 @@ class WatchedCalls:
         self._watched[ref] = WatchedCall(stage, name or stage, on_value, repeat)
 
     def watch_all(self, refs: Sequence[ObjectRef[T]], stage: RunStage) -> None:
-        """Watch calls only for their errors."""
         for ref in refs:
-            self.watch(ref, stage, _ignore)
+            self.watch(ref, stage, lambda _: None)
 
     def drain(self, stage: RunStage) -> None:
         """Wait until no call of `stage` is watched."""
@@ -103,7 +98,6 @@ class WatchedCalls:
         self._watched = {ref: call for ref, call in self._watched.items() if (call.stage, call.name) != forgotten}
 
     def reset_stall(self) -> None:
-        """Restart the stall timer, because there was progress."""
         self._stalled_s, self._checked = 0.0, time.monotonic()
 
     def check_stall(self, limit_s: float, doing: str, explain: Callable[[], str]) -> None:
@@ -139,7 +133,3 @@ class WatchedCalls:
             raise RunError(f"{name}: {describe(error)}") from error
         if watched:
             watched.on_value(value)
-
-
-def _ignore(value: object) -> None:
-    pass

@@ -46,7 +46,6 @@ class ReplicaWriter:
         self.put_bytes(folder, name, with_crc(row))
 
     def put_bytes(self, folder: str, name: str, content: bytes) -> None:
-        """Copy `content` unchanged."""
         self._retry(lambda: self._store.put(folder, {name: io.BytesIO(content)}))
 
     def put_file(self, folder: str, path: Path, name: str) -> None:

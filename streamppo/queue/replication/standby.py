@@ -155,7 +155,6 @@ class CopiedJournal(Journal):
                 yield path, archive_copy_name(path, checksum)
 
     def _copy_run(self) -> None:
-        """Copy the changed files of `RUN_FILES`, each under a new name, and delete their older copies."""
         folder = f"{RUN}/{self._life}"
         for file in RUN_FILES:
             with self._errors_named():
@@ -174,7 +173,6 @@ class CopiedJournal(Journal):
             self._copies.put_file(folder, path, name)
 
     def _refuse_others(self) -> None:
-        """Raise `JournalError` if the run continues in another folder that was restored or copied later."""
         owners = self._copies.names(owner.OWNERS)
         lives = filter(copies.is_life, self._copies.names(LIVES))
         if max(lives, default="") > self._life or not owner.owns(owners, self._run):

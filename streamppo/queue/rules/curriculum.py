@@ -68,10 +68,7 @@ class RowCurriculum:
         return count if count and _draw(self._seed, prompt) >= share else 0
 
     def count_groups(self, trajectories: Iterable[Trajectory]) -> None:
-        """Count the resampled groups and the groups of `trajectories`; trajectories of a prompt must be adjacent.
-
-        If the rows are unknown, nothing is counted: a run that continues with a new curriculum may have older batches.
-        """
+        """Count the resampled groups and the groups of `trajectories`; trajectories of a prompt must be adjacent."""
         for prompt, counts in sorted(self._state.resampled.items()):
             self._count(prompt, counts=counts)
         self._state.resampled.clear()

@@ -65,10 +65,7 @@ class QueueRules:
 
     @phase("issue")
     def issue(self, actor: str, engine_version: int, limit: int, call: int) -> tuple[Ticket, ...]:
-        """Issue up to `limit` tickets to `actor`: first for reopened slots, oldest first, then for new ones.
-
-        A repeated `call` gets the same tickets. Raises `QueueError` for an actor that was marked dead.
-        """
+        """Issue up to `limit` tickets, reopened slots first; the same for a repeated `call`. Raises `QueueError`."""
         if actor in self.state.fenced:
             raise QueueError(f"{actor} was marked dead: it gets no tickets")
         last, slots = self.state.calls.get(actor, NEVER)
@@ -156,7 +153,6 @@ class QueueRules:
         return True
 
     def cut_for(self, actor: str, version: int) -> None:
-        """Record that `actor` has delivered all segments due for `version`."""
         self.state.cut_for[actor] = max(version, self.state.cut_for.get(actor, version))
 
     def fail(self, failure: Failure) -> None:
@@ -188,10 +184,7 @@ class QueueRules:
 
     @phase("take")
     def take(self, version: int, *, leased_only: bool = False) -> Batch | None:
-        """Lease the batch of the update that starts at `version`; None while it is incomplete.
-
-        With `leased_only`, no new batch is leased. Raises `QueueError` unless it is the present or the next update.
-        """
+        """Lease the batch of the update that starts at `version`; None while it is incomplete. Raises `QueueError`."""
         state = self.state
         if version in state.leases:
             return state.leases[version].batch
@@ -259,7 +252,6 @@ class QueueRules:
         state.opened += size
 
     def _open_next_part(self, slot: Slot) -> None:
-        """Add the next part of a completion, after one of its segments has arrived."""
         following = slot.open_next_segment()
         self.state.units[following.place] = following.unit
         self.state.slots[slot.identity.prompt, slot.identity.sample] = following
@@ -297,7 +289,6 @@ class QueueRules:
         heapq.heappush(self.state.open, slot)
 
     def _complete(self, unit: Unit) -> None:
-        """Count a complete unit as ready, or abandon it if it has no learning signal."""
         if self.settings.resample and (reason := no_signal_reason(unit.trajectories, self.settings.resample)):
             if self.curriculum:
                 self.curriculum.count_resampled(unit.trajectories)

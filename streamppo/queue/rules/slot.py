@@ -211,7 +211,6 @@ class FailureWindow:
             self._reasons.append(reason)
 
     def check(self) -> None:
-        """Raise `TooManyFailures` if the failure rate is above `max_rate`."""
         if len(self._reasons) < FEWEST:
             return
         reasons = [reason for reason in self._reasons if reason is not None]

@@ -54,7 +54,6 @@ class QueueSettings(NamedTuple):
 
     @property
     def unit_size(self) -> int:
-        """The number of trajectories that are trained on together."""
         return self.samples_per_prompt if self.whole_groups else 1
 
     @property
@@ -285,7 +284,6 @@ class QueueState:
         return batch
 
     def consume(self, version: int) -> None:
-        """End the lease of `version`, and consume its slots."""
         for unit in self.leases.pop(version).units:
             for slot in unit.slots:
                 slot.move(CONSUMED)
@@ -293,5 +291,4 @@ class QueueState:
             unit.end()
 
     def waiting(self) -> Iterator[Slot]:
-        """Iterate over all slots, or parts of slots, that are open, issued or ready."""
         return (slot for unit in self.units.values() for slot in unit.slots)

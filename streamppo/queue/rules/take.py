@@ -103,7 +103,6 @@ def _units_in_window(settings: QueueSettings, state: QueueState, too_old: Sequen
 
 
 def _num_old_tokens(settings: QueueSettings, unit: Unit, min_version: int) -> int | None:
-    """The number of tokens to mask in a complete unit; None if the unit is too old."""
     ages = [count_older(trajectory, min_version) for trajectory in unit.trajectories]
     if settings.too_old == "mask":
         too_old = any(old == sampled for old, sampled in ages)

@@ -113,11 +113,7 @@ class QueueShard:
 
     @ray.method
     async def archive(self, part: bytes, record_refs: "list[RecordRef]") -> bytes:
-        """Write the part to the archive under a temporary name, with the learner's record of its tokens.
-
-        `record_refs` has at most one reference, to the record of the whole batch. Returns a `WrittenFile`. Raises
-        `TimeoutError` after `RECORD_S` if the rank of the reference is unreachable; Ray alone would wait for minutes.
-        """
+        """Write the part to the archive, with the learner's record of its tokens. Returns a `WrittenFile`."""
         async with asyncio.timeout(RECORD_S):
             numbers = decode(await record_refs[0], TokenRecord) if record_refs else TokenRecord()
         return encode(await asyncio.to_thread(self._write_part, decode(part, BatchPart), numbers))
@@ -129,7 +125,6 @@ class QueueShard:
 
     @ray.method
     async def report(self) -> bytes:
-        """Return the time spent in this process: a `PhaseTime` by the name of each phase."""
         return encode(process.spent())
 
     async def _write(self, encoded: dict[Identity, bytes]) -> None:

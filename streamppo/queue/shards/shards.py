@@ -41,7 +41,6 @@ class Shards:
 
     @classmethod
     def attach(cls, config: Config) -> "Shards":
-        """Find the shards of this process's run, by the names of their actors."""
         # Ray restarts the queue with its old arguments. References in these may be lost by then; names stay valid.
         return cls([ray.get_actor(name(number)) for number in numbers(config)])
 
@@ -90,14 +89,12 @@ class Shards:
         return [decode(answer, dict[str, PhaseTime]) for answer in answers]
 
     def _rows(self, identities: Sequence[Identity]) -> list[tuple[int, list[int]]]:
-        """For each shard that has some of the `identities`, its number and their indices."""
         by_shard: dict[int, list[int]] = {}
         for row, identity in enumerate(identities):
             by_shard.setdefault(identity.prompt % len(self._actors), []).append(row)
         return sorted(by_shard.items())
 
     def _parts(self, batch: Batch) -> list[tuple[int, bytes]]:
-        """For each shard that has a part of a batch of records, its number and the encoded `BatchPart`."""
         records = batch.trajectories
         ends = np.cumsum([0, *(record.num_tokens for record in records)]).astype("<i8").tobytes()
         return [

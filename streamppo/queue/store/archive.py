@@ -178,7 +178,6 @@ class Archive:
         return pyarrow.table({**columns, **words, **explained, **flat})
 
     def path(self, version: int) -> Path:
-        """The path of the file of the batch of `version`, for a queue without shards."""
         return _path(self.folder, version)
 
     def paths(self, version: int, count: int) -> list[Path]:
@@ -230,7 +229,6 @@ def _path(folder: Path, version: int, part: str = "") -> Path:
 
 
 def _read(path: Path, expected: str) -> tuple[dict[str, Column], Attributes]:
-    """Read the columns and attributes of a file. Raises `JournalError` if it is missing or damaged."""
     try:
         with durable.reading(path, whole=True) as file:
             if hashlib.file_digest(file, "sha256").hexdigest() != expected:

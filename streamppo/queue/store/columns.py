@@ -82,7 +82,6 @@ class Attributes(msgspec.Struct, omit_defaults=True, forbid_unknown_fields=True)
     sources: list[str] = []
 
     def words(self) -> dict[str, Sequence[str]]:
-        """The words, by the name of the column that points to them."""
         named = {"task": self.tasks, "actor": self.actors, "finish": self.finishs}
         return {**named, "source": self.sources} if self.sources else named
 

@@ -96,7 +96,6 @@ class Database:
                     self._db.execute("rollback")
 
     def _begin(self) -> None:
-        """Take the write lock. Raises `JournalError` if another process holds it for longer than `LOCKED_S`."""
         deadline = time.monotonic() + LOCKED_S
         while True:
             try:
@@ -170,10 +169,7 @@ class Database:
 
 
 def merge_logs(run: Path) -> None:
-    """Move SQLite's logs into the files of a run whose processes were killed, so that each file is complete.
-
-    A failure is only logged, because a file together with its log is complete too.
-    """
+    """Move SQLite's logs into the files of a run whose processes were killed. A failure is only logged."""
     for written in [*run.glob(f"*.sqlite{LOG}"), *run.glob(f"shards/*.sqlite{LOG}")]:
         path = written.with_name(written.name.removesuffix(LOG))
         try:
@@ -185,7 +181,6 @@ def merge_logs(run: Path) -> None:
 
 @cache
 def _tables(tables: str) -> list[tuple[str, str, str | None]]:
-    """The schema of a file with these `tables`."""
     with closing(sqlite3.connect(":memory:", check_same_thread=False)) as db:
         db.executescript(tables)
         return db.execute(SCHEMA).fetchall()

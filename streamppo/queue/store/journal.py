@@ -129,11 +129,7 @@ class Journal(Database):
         versions: Sequence[PublishedVersion] = (),
         before_commit: Callable[[PublishedVersion], None] | None = None,
     ) -> None:
-        """Write one transaction. Writing the same changes again leaves the same rows.
-
-        `before_commit` is called in the transaction for each of `versions`, before the version is recorded, and never
-        for a writer that was fenced out.
-        """
+        """Write one transaction, idempotently; in it, call `before_commit` for each of `versions` unless fenced out."""
         with self._numbered_transaction() as db:
             if before_commit is not None:
                 for version in versions:
@@ -195,7 +191,6 @@ class Journal(Database):
         return self._counts("skipped", query, numbers.start, numbers.stop)
 
     def counters(self) -> Counters | None:
-        """The queue's counters; None if nothing was ever written."""
         rows = self._rows("state", "select value, checksum from state where name = 'counters'", Counters)
         return rows[0] if rows else None
 
@@ -222,7 +217,6 @@ class Journal(Database):
         return self._rows("ended", query, EndedAttempt, numbers.start, numbers.stop)
 
     def configs(self) -> dict[int, bytes]:
-        """The encoded configurations of the run, each by the first version that it applies to."""
         with self._errors_named():
             rows = self._db.execute("select version, row, checksum from configs order by version").fetchall()
         for _, row, checksum in rows:
@@ -271,7 +265,6 @@ class Journal(Database):
                 file.write(_tip(self._number))
 
     def _with_link(self, published: PublishedVersion) -> PublishedVersion:
-        """Add to the record of a version its link to the record of the previous version."""
         query = "select row, checksum from versions where version >= ? and version < ?"
         before = self._rows("versions", query, PublishedVersion, published.version - 1, published.version)
         return with_link(published, self.configs(), before[0].link if before else "")
@@ -303,7 +296,6 @@ class Journal(Database):
         return number
 
     def _read_tip(self) -> bytes:
-        """Read the content of the tip; b"" if there is no tip."""
         tip = b""
         for _ in range(TIP_READS):
             tip = durable.read(self._tip) if self._tip.exists() else b""

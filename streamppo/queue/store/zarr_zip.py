@@ -88,15 +88,11 @@ def _store_raw(column: NDArray[np.generic]) -> bytes:
 
 
 def _is_bomb(total: int, size: int) -> bool:
-    """True if columns of `total` bytes exceed the bound for a file of `size` bytes."""
     return total > MOST_BYTES + MOST_RATIO * size
 
 
 def unpack(file: BinaryIO) -> tuple[dict[str, NDArray[np.generic]], msgspec.Raw]:
-    """Read the columns of a file and its attributes as JSON: the inverse of `pack`. Raises `ForeignFile` otherwise.
-
-    Every size is checked before memory is allocated for it.
-    """
+    """Read a file's columns, and its attributes as JSON; check sizes before allocation. Raises `ForeignFile`."""
     try:
         with zipfile.ZipFile(file) as opened:
             return _unpack(opened, file.seek(0, io.SEEK_END))
@@ -135,7 +131,6 @@ def _unpack(file: zipfile.ZipFile, size: int) -> tuple[dict[str, NDArray[np.gene
 
 
 def _read_description(content: bytes) -> tuple[np.dtype[np.generic], tuple[int, ...]]:
-    """Read the dtype and shape of a column. Raises `ForeignFile` if its metadata are not as `pack` writes them."""
     metadata = msgspec.json.decode(content, type=ColumnMetadata)
     if metadata.data_type not in TYPES or not 1 <= len(metadata.shape) <= 2:
         raise ForeignFile(f"a column of {metadata.data_type!r} with the shape {metadata.shape}")

@@ -46,11 +46,7 @@ class Decoder(Protocol):
         ...
 
     def stage(self, tensors: Mapping[str, Tensor], contents: Mapping[str, int] | None = None) -> None:
-        """Write `tensors` (HF names) to spare memory, from which passes read only after `adopt`.
-
-        `contents` are the expected hashes, by default those of `tensors`. Raises `WeightsError` if names or shapes do
-        not fit the model, or if a written tensor has another hash.
-        """
+        """Write `tensors` (HF names) to spare memory, for `adopt`. Raises `WeightsError` if names or hashes differ."""
         ...
 
     def adopt(self) -> None:
@@ -58,10 +54,7 @@ class Decoder(Protocol):
         ...
 
     def prefill(self, tokens_BP: Tensor, lengths_B: Tensor, rows_N: Tensor, prompts_N: Tensor) -> Tensor:
-        """Fill the cache of rows `rows_N`, each with one of B prompts.
-
-        Returns the logits [N, V] after the last token of each row's prompt.
-        """
+        """Fill the cache of `rows_N`, each with one of B prompts; return the logits [N, V] after each row's prompt."""
         ...
 
     def extend(self, tokens_BP: Tensor, starts_B: Tensor, lengths_B: Tensor, first: int, longest: int) -> Tensor:
@@ -73,10 +66,7 @@ class Decoder(Protocol):
         ...
 
     def step(self, tokens_B: Tensor, at_B: Tensor, spans: Sequence[Span]) -> Tensor:
-        """Feed one token to each of the first B rows, at position `at_B`; attention is computed span by span.
-
-        Returns the logits [B, V].
-        """
+        """Feed one token, at position `at_B`, to each of the first B rows, span by span; return the logits [B, V]."""
         ...
 
     def copy(self, sources_B: Tensor, targets_B: Tensor, length: int) -> None:
@@ -113,11 +103,7 @@ def build(
     float32_head: bool,
     device: str,
 ) -> Decoder:
-    """Build the decoder of a model with `tensors` (HF names) and `rows` rows; `reserve` sets the capacity of a row.
-
-    Raises `ModelError` for a model that no decoder computes exactly in rows of up to `longest_row` tokens, and
-    `WeightsError` for tensors that do not fit.
-    """
+    """Build a model's decoder. Raises `ModelError` if no decoder computes the model exactly, and `WeightsError`."""
     if reason := refusal(config, longest_row):
         raise ModelError(reason)
     if is_fused(config, longest_row):

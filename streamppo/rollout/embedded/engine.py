@@ -98,21 +98,15 @@ class EmbeddedEngine:
 
     @property
     def version(self) -> int:
-        """The version of the weights that sample the next token."""
         return self._version
 
     def reserve(self, tokens: int, *, turns: bool = False) -> None:
-        """Allocate the cache for rows of `tokens` tokens. Raises `ModelError` if there is not enough memory.
-
-        With `turns`, the cache keeps ended rows while there is room. If a prompt continues an ended row, only the
-        prompt's new tokens are prefilled. With `kv` "recompute", a swap drops the ended rows.
-        """
+        """Allocate rows of `tokens` tokens. With `turns`, prompts may continue ended rows. Raises `ModelError`."""
         self._rows.reserve(min(tokens, self._max_total_tokens))
         if turns:
             self._rows.keep_turns()
 
     async def generate(self, prompt: Ints, sampling: Sampling, cuts: Cuts | None = None) -> Completion:
-        """See `Engine.generate`."""
         if prompt is not self._checked_prompt:
             # All samples of a prompt pass the same array, which is checked only once.
             check_prompt(prompt, self._max_total_tokens - 1, self._decoder.vocabulary)
@@ -148,19 +142,15 @@ class EmbeddedEngine:
                 self._swap = None
 
     def usage(self) -> Usage:
-        """See `Engine.usage`."""
         rows, swaps = self._rows, (self._swaps, self._swap_s)
         reuse = {"prompted": rows.prompted, "reused": rows.reused, "kv_ages": dict(rows.kv_ages)}
         return Usage(rows.tokens, self._busy_s, self._idle_s, *swaps, **reuse)
 
     async def stop(self) -> None:
-        """See `Engine.stop`."""
         self._loop_task.cancel()
         await asyncio.wait([self._loop_task])
         self._thread.shutdown()
         self._copies.shutdown(cancel_futures=True)
-
-    # --- the loop --------------------------------------------------------------------------------------------
 
     def _wake(self) -> None:
         """Wake up `_run_loop`. Raises the error that ended `_run_loop`, or `CancelledError` after `stop`."""
@@ -184,7 +174,6 @@ class EmbeddedEngine:
             self._busy_s += time.perf_counter() - begin
 
     async def _wait_for_work(self) -> None:
-        """Wait until there is a running row, a request or a swap."""
         begin = time.perf_counter()
         if not (self._rows.count or self._waiting or self._swap):
             self._has_work.clear()
@@ -203,7 +192,6 @@ class EmbeddedEngine:
         return ended
 
     def _next_requests(self) -> list[RunningRequest]:
-        """Return the requests to admit: at most one for each free row, and none while few rows are free."""
         admitted: list[RunningRequest] = []
         free = self._slots - self._rows.count
         if self._waiting and free * ADMIT_SHARE < self._slots and self._boundaries_held < MOST_HELD:
@@ -230,7 +218,6 @@ class EmbeddedEngine:
             swapped.set_result(None)
 
     async def _run_in_thread(self, function: Callable[[*Arguments], R], *arguments: *Arguments) -> R:
-        """Call `function` in the engine's thread."""
         return await asyncio.get_running_loop().run_in_executor(self._thread, function, *arguments)
 
     def _fail_all(self, loop_task: asyncio.Task[None]) -> None:

@@ -5,9 +5,9 @@ width, V vocabulary.
 
 A small model spends more time on launching operations than on arithmetic, so the forward pass has few of them:
 
-- One matrix product computes queries, keys and values; another computes gate and up. - The rotary embedding is one
-complex multiplication in place. This needs the two elements of a rotated pair side by side,
-  so the rows of the projections are reordered when weights are written. The new order changes no dot product.
+- One matrix product computes queries, keys and values; another computes gate and up.
+- The rotary embedding is one complex multiplication in place. This needs the two elements of a rotated pair side by
+  side, so the rows of the projections are reordered when weights are written. The new order changes no dot product.
 - Keys and values are adjacent in the cache and are written together.
 """
 
@@ -90,16 +90,13 @@ class FusedDecoder:
 
     @property
     def rows(self) -> int:
-        """See `Decoder.rows`."""
         return self.cache.shape[1]
 
     @property
     def room(self) -> int:
-        """See `Decoder.room`."""
         return self.cache.shape[2]
 
     def reserve(self, room: int) -> None:
-        """See `Decoder.reserve`."""
         layers, rows, before = self.cache.shape[:3]
         # `room` is rounded up like the number of positions in a span.
         room = width(room)
@@ -116,7 +113,6 @@ class FusedDecoder:
 
     @phase("swap")
     def stage(self, tensors: Mapping[str, Tensor], contents: Mapping[str, int] | None = None) -> None:
-        """See `Decoder.stage`. Writes the tensors into the fused matrices."""
         check_fit(self._expected, tensors)
         if self._spare is None:
             self._spare = parameters.empty(self._expected, self.dtype, self.head_dtype, self.device)
@@ -126,12 +122,10 @@ class FusedDecoder:
 
     @torch.no_grad()
     def _write_tensors(self, into: Parameters, tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, int]]:
-        """Write one tensor after another; yield the name and the hash of each written copy."""
         for name, view in parameters.views(into, self._expected.keys(), self.head_width):
             yield name, write(view, tensors[name].to(self.dtype).reshape(view.shape))
 
     def adopt(self) -> None:
-        """See `Decoder.adopt`."""
         self._spare, self.parameters = self.parameters, self._staged()
 
     def _staged(self) -> Parameters:
@@ -140,14 +134,12 @@ class FusedDecoder:
 
     @torch.inference_mode()
     def prefill(self, tokens_BP: Tensor, lengths_B: Tensor, rows_N: Tensor, prompts_N: Tensor) -> Tensor:
-        """See `Decoder.prefill`."""
         hidden_BPC = self._layers(tokens_BP, _Prefill(rows_N, prompts_N))
         last_BC = hidden_BPC[torch.arange(len(lengths_B), device=self.device), lengths_B - 1]
         return self._logits(last_BC).index_select(0, prompts_N)
 
     @torch.inference_mode()
     def extend(self, tokens_BP: Tensor, starts_B: Tensor, lengths_B: Tensor, first: int, longest: int) -> Tensor:
-        """See `Decoder.extend`."""
         B, P = tokens_BP.shape
         # Padding tokens are written at the position after a row's tokens. The next token overwrites them before any
         # read.
@@ -158,18 +150,14 @@ class FusedDecoder:
 
     @torch.inference_mode()
     def step(self, tokens_B: Tensor, at_B: Tensor, spans: Sequence[Span]) -> Tensor:
-        """See `Decoder.step`."""
         hidden_B1C = self._layers(tokens_B[:, None], _Decode(at_B, spans, self._masks(at_B, spans)))
         return self._logits(hidden_B1C[:, 0])
 
     @torch.inference_mode()
     def copy(self, sources_B: Tensor, targets_B: Tensor, length: int) -> None:
-        """See `Decoder.copy`."""
         for layer in self.cache[:, :, :length]:
             # `index_copy_` copies whole rows; assignment by index would copy element by element.
             layer.index_copy_(0, targets_B, layer.index_select(0, sources_B))
-
-    # --- the forward -----------------------------------------------------------------------------------------
 
     def _masks(self, at_B: Tensor, spans: Sequence[Span]) -> list[Tensor]:
         """Return the attention mask [b, 1, 1, T] of each span: true up to the position of a row's new token."""
@@ -254,10 +242,7 @@ class FusedDecoder:
 
 
 def _linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Return `F.linear`. In one thread of a CPU, each row's result has the same bits for any number of rows.
-
-    For few rows MKL uses other kernels, which add in another order. So at least `LEAST_ROWS` rows are multiplied.
-    """
+    """Return `F.linear` of at least `LEAST_ROWS` rows: for fewer, MKL has other kernels, which round differently."""
     rows = x.numel() // x.shape[-1]
     if rows >= LEAST_ROWS or x.is_cuda:
         return F.linear(x, weight, bias)

@@ -79,16 +79,13 @@ class ModelDecoder:
 
     @property
     def rows(self) -> int:
-        """See `Decoder.rows`."""
         return self._cache.rows
 
     @property
     def room(self) -> int:
-        """See `Decoder.room`."""
         return self._cache.room
 
     def reserve(self, room: int) -> None:
-        """See `Decoder.reserve`."""
         if room <= self.room:
             return
         room = width(room)
@@ -97,11 +94,8 @@ class ModelDecoder:
         except RuntimeError as error:
             raise cache_error(self.rows, room, self._cache.token_bytes) from error
 
-    # --- weights ---------------------------------------------------------------------------------------------
-
     @phase("swap")
     def stage(self, tensors: Mapping[str, Tensor], contents: Mapping[str, int] | None = None) -> None:
-        """See `Decoder.stage`."""
         check_fit(self._expected, tensors)
         if not self._spare:
             self._spare = {
@@ -116,29 +110,23 @@ class ModelDecoder:
     def _write_tensors(
         self, into: Mapping[str, Sequence[Tensor]], tensors: Mapping[str, Tensor]
     ) -> Iterator[tuple[str, int]]:
-        """Write one tensor after another; yield the name and the hash of each written copy."""
         for name, targets in into.items():
             for target in targets:
                 yield name, write(target, tensors[name].to(self._dtype))
 
     def adopt(self) -> None:
-        """See `Decoder.adopt`."""
         for name, parameters in self._parameters.items():
             for number, parameter in enumerate(parameters):
                 self._spare[name][number], parameter.data = parameter.data, self._spare[name][number]
 
-    # --- passes ----------------------------------------------------------------------------------------------
-
     @torch.inference_mode()
     def prefill(self, tokens_BP: Tensor, lengths_B: Tensor, rows_N: Tensor, prompts_N: Tensor) -> Tensor:
-        """See `Decoder.prefill`."""
         at_BP = torch.arange(tokens_BP.shape[1], device=self.device).expand(tokens_BP.shape)
         attention_pass = AttentionPass(self._cache, at_BP, copies=(rows_N, prompts_N))
         return self._logits(tokens_BP, at_BP, lengths_B - 1, attention_pass).index_select(0, prompts_N)
 
     @torch.inference_mode()
     def extend(self, tokens_BP: Tensor, starts_B: Tensor, lengths_B: Tensor, first: int, longest: int) -> Tensor:
-        """See `Decoder.extend`."""
         B, P = tokens_BP.shape
         # Padding tokens are written at the position after a row's tokens. The next token overwrites them before any
         # read.
@@ -148,20 +136,15 @@ class ModelDecoder:
 
     @torch.inference_mode()
     def step(self, tokens_B: Tensor, at_B: Tensor, spans: Sequence[Span]) -> Tensor:
-        """See `Decoder.step`."""
         attention_pass = AttentionPass(self._cache, at_B[:, None], spans=spans)
         return self._logits(tokens_B[:, None], at_B[:, None], torch.zeros_like(at_B), attention_pass)
 
     @torch.inference_mode()
     def copy(self, sources_B: Tensor, targets_B: Tensor, length: int) -> None:
-        """See `Decoder.copy`."""
         self._cache.copy(sources_B, targets_B, length)
 
     def _logits(self, tokens_BP: Tensor, at_BP: Tensor, last_B: Tensor, attention_pass: AttentionPass | None) -> Tensor:
-        """Return the logits [B, V] after token `last_B` of each row.
-
-        Without `attention_pass`, the modules compute attention as transformers does.
-        """
+        """Return the logits [B, V] after token `last_B` of each row; without a pass, with transformers' attention."""
         B, P = tokens_BP.shape
         padding = max(0, math.ceil(LEAST_ROWS / P) - B)
         tokens, at = F.pad(tokens_BP, (0, 0, 0, padding)), F.pad(at_BP, (0, 0, 0, padding))
@@ -174,7 +157,6 @@ class ModelDecoder:
         return logits_B1V[:B, 0].float()
 
     def _select(self, hidden_BPC: Tensor) -> Tensor:
-        """Select the hidden states [B, 1, C] of the tokens whose logits are needed."""
         assert self._last_B is not None, "the head belongs to a pass"
         return hidden_BPC[torch.arange(len(hidden_BPC), device=self.device), self._last_B][:, None]
 

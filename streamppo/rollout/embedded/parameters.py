@@ -45,7 +45,6 @@ def empty(shapes: Shapes, dtype: torch.dtype, head_dtype: torch.dtype, device: t
     """Allocate the weights of a model whose tensors (HF names) have `shapes`."""
 
     def allocate(*names: str) -> Tensor:
-        """Allocate one tensor for the concatenation of the tensors `names` along dimension 0."""
         rows = sum(shapes[name][0] for name in names)
         return torch.empty((rows, *shapes[names[0]][1:]), dtype=dtype, device=device)
 

@@ -19,8 +19,6 @@ from streamppo.types import Ints
 
 LEAST_TOKENS = 32
 """Minimum number of shared tokens that are copied. A small model recomputes fewer tokens faster than it copies them."""
-
-
 NONE: Ints = np.zeros(0, np.int32)
 
 
@@ -97,10 +95,7 @@ class Prefixes:
         return starts
 
     def make_room(self, first: int, end: int, capacity: int) -> list[tuple[int, int, int]]:
-        """Move prefixes in rows `first` to `end - 1` to free rows above; drop the least recently used if none is free.
-
-        Returns the copies to make: source row, target row, number of tokens.
-        """
+        """Move prefixes out of rows `first` to `end - 1`, or drop them. Returns copies (source, target, tokens)."""
         while len(self._rows) > capacity - end:
             del self._rows[next(iter(self._rows))]
         inside = [row for row in self._rows if first <= row < end]

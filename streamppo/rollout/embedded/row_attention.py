@@ -39,10 +39,7 @@ class RowCache:
         return sum(tensor[0, 0].nbytes for layer in self._layers.values() for tensor in layer)
 
     def layer(self, number: int, key_BPKD: Tensor, value_BPKD: Tensor) -> tuple[Tensor, Tensor]:
-        """Return a layer's cached keys and values.
-
-        The first call allocates memory for entries like those of `key_BPKD` and `value_BPKD`.
-        """
+        """Return a layer's cached keys and values; the first call allocates them for entries like the given ones."""
         if number not in self._layers:
             self._layers[number] = self._zeros(key_BPKD), self._zeros(value_BPKD)
         return self._layers[number]
@@ -51,7 +48,6 @@ class RowCache:
         return entries_BPKD.new_zeros(self.rows, self.room, *entries_BPKD.shape[2:])
 
     def enlarge(self, room: int) -> None:
-        """Enlarge each row to `room` tokens, and keep its content."""
         more = (0, 0, 0, 0, 0, room - self.room)
         self._layers = {
             number: (F.pad(keys, more), F.pad(values, more)) for number, (keys, values) in self._layers.items()

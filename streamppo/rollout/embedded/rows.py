@@ -71,7 +71,6 @@ class DecodingRows:
 
     @property
     def count(self) -> int:
-        """Number of running rows."""
         return len(self.requests)
 
     def keep_turns(self) -> None:
@@ -155,7 +154,6 @@ class DecodingRows:
                 request.cuts.take(segment)
 
     def remove_cancelled(self) -> None:
-        """Free the rows of cancelled requests."""
         self._free(np.array([row for row, request in enumerate(self.requests) if request.done.done()], np.int64))
 
     def _plan_spans(self) -> list[Span]:
@@ -204,7 +202,6 @@ class DecodingRows:
         return [requests[n] for n in order], np.array([start.common for start in starts])
 
     def _note_reuse(self, request: RunningRequest, start: Start, version: int) -> None:
-        """Record the version that computes each token of a prompt, and count the cached tokens by age."""
         new = np.full(len(request.prompt) - start.common, version, np.int32)
         request.computed, request.cached = np.concatenate([start.computed, new]), start.common
         ages, counts = np.unique(version - np.maximum(start.computed, self._recomputed), return_counts=True)
@@ -231,10 +228,7 @@ class DecodingRows:
         return logits
 
     def _prefill(self, texts: Sequence[Ints], first: int) -> torch.Tensor:
-        """Fill the cache from row `first` on with `texts`. Returns the logits after each text.
-
-        Only texts of one width are computed together, because the rounding of attention's sums depends on the width.
-        """
+        """Fill the cache from row `first` on with `texts`, width by width: rounding depends on it. Returns logits."""
         widths = np.array([spans.width(len(text)) for text in texts])
         if (widths == widths[0]).all():
             return self._prefill_alike(texts, np.arange(first, first + len(texts)))
@@ -287,15 +281,13 @@ class DecodingRows:
         is_complete = stopped | (self._length[rows] >= self._limit[rows])
         for row in rows[~is_complete & (self._length[rows] >= self._next_cut[rows])]:
             self._cut_row(int(row))
-        completed = [
-            self._complete(int(row), bool(stop))
-            for row, stop in zip(rows[is_complete], stopped[is_complete], strict=True)
-        ]
+        completed = [self.requests[row] for row in rows[is_complete]]
+        for row, stop, request in zip(rows[is_complete], stopped[is_complete], completed, strict=True):
+            request.completion = self._completion(int(row), "stop" if stop else "length")
         self._free(rows[is_complete])
         return completed
 
     def _store_candidates(self, rows: np.ndarray, candidates_BV: torch.Tensor) -> None:
-        """Store the candidates of the new token, in rows with top-p or top-k."""
         rows_with_candidates = [n for n, row in enumerate(rows) if self.requests[row].sampling.excludes_tokens]
         candidates_CV = candidates_BV[rows_with_candidates]
         counts = candidates_CV.sum(-1).cpu().numpy()
@@ -305,18 +297,11 @@ class DecodingRows:
             self.requests[rows[n]].candidates.append(candidates[:0] if is_vocabulary else candidates)
 
     def _draws(self, rows: np.ndarray) -> Draws | None:
-        """Return the sampling parameters of `rows`; None if all have temperature 1, and top-p and top-k off."""
         parameters = self._sampling[rows]
         if (parameters == PLAIN).all():
             return None
         temperature, top_p, top_k = torch.from_numpy(parameters).to(self._decoder.device).unbind(1)
         return Draws(temperature, top_p, top_k.long())
-
-    def _complete(self, row: int, stopped: bool) -> RunningRequest:
-        """Set the completion of one row's request, and return the request."""
-        request = self.requests[row]
-        request.completion = self._completion(row, "stop" if stopped else "length")
-        return request
 
     def _cut_row(self, row: int) -> None:
         """Cut a segment at the last token of a running row. A segment not yet handed over becomes a part of it."""

@@ -34,9 +34,8 @@ class SampledTokens(NamedTuple):
 def sample(logits_BV: Tensor, draws: Draws | None, uniform_B: Tensor) -> SampledTokens:
     """Draw one token for each row: the first whose cumulative probability is above u (float64, 0 < u < 1).
 
-    Without `draws` the distribution is the model's own: temperature 1, no top-p, no top-k.
-
-    The log-probs of greedy rows are at temperature 1. Raises `ModelError` if logits are not finite.
+    Without `draws` the distribution is the model's own: temperature 1, no top-p, no top-k. The log-probs of greedy rows
+    are at temperature 1. Raises `ModelError` if logits are not finite.
     """
     greedy_B = None if draws is None else draws.temperature_B == 0
     candidates_BV = None
@@ -58,17 +57,14 @@ def sample(logits_BV: Tensor, draws: Draws | None, uniform_B: Tensor) -> Sampled
 
 
 def _draw(logp_BV: Tensor, uniform_B: Tensor) -> Tensor:
-    """Return [B], the first token of each row whose cumulative probability is above u; V or more if there is none.
-
-    In a large vocabulary the token's block is found first, because float64 sums over all tokens would take most of a
-    step's time.
-    """
+    """Return [B], the first token of each row whose cumulative probability is above u; V or more if there is none."""
     B, V = logp_BV.shape
     if V <= LARGE:
         # In float32 the sum over a vocabulary would lose rare tokens.
         return _first_above(logp_BV.double().exp().cumsum(-1), uniform_B)
     p_BV = logp_BV.new_zeros(B, -(-V // BLOCK) * BLOCK)
-    torch.exp(logp_BV, out=p_BV[:, :V])
+    # In a large vocabulary, float64 sums over all tokens would take most of a step's time.
+    p_BV = logp_BV.new_zeros(B, -(-V // BLOCK) * BLOCK)
     p_BNW = p_BV.view(B, -1, BLOCK)
     mass_BN = p_BNW.sum(-1).double()
     cumulative_BN = mass_BN.cumsum(-1)
@@ -83,18 +79,12 @@ def _draw(logp_BV: Tensor, uniform_B: Tensor) -> Tensor:
 
 
 def _first_above(cumulative_BV: Tensor, share_B: Tensor) -> Tensor:
-    """Return [B], the first index of each row whose cumulative sum is above this share of the total; V if none is.
-
-    Rounding may make the total differ from 1.
-    """
+    """Return [B], the first index of each row whose cumulative sum is above this share of its total; V if none is."""
     return torch.searchsorted(cumulative_BV, (share_B * cumulative_BV[:, -1])[:, None], right=True).squeeze(-1)
 
 
 def _candidates(logits_BV: Tensor, draws: Draws) -> Tensor | None:
-    """Return [B, V], true for candidates: of the top k, the fewest tokens that together have probability top_p or more.
-
-    Every row has at least one candidate. Returns None if top-p and top-k are off in every row.
-    """
+    """Return [B, V], true for candidates: of the top k, the fewest that sum to top_p; None if all tokens are chosen."""
     V = logits_BV.shape[-1]
     if bool(((draws.top_k_B == 0) & (draws.top_p_B == 1)).all()):
         return None

@@ -28,10 +28,7 @@ class Span(NamedTuple):
 
 
 def divide(lengths: np.ndarray, max_positions: int) -> list[Span]:
-    """Divide rows with these `lengths` [B], in this order, into one span, or two if two read far fewer positions.
-
-    Rounding up does not make a span's `longest` greater than `max_positions`.
-    """
+    """Divide rows with these `lengths` [B], in this order, into one span, or two if two read far fewer positions."""
     single = Span(0, len(lengths), int(_round_up(lengths.max(), max_positions)))
     if len(lengths) < 2 or single.longest <= SHORT:
         return [single]
@@ -59,10 +56,7 @@ def cost(spans: list[Span]) -> int:
 
 
 def width(length: int) -> int:
-    """Return the padded width of a text: its length if at most `ROUND`, otherwise the next multiple of `ROUND`.
-
-    Vector instructions add 16 entries at once, and the remaining ones one by one, so the rounding depends on the width.
-    """
+    """Return the padded width of a text. Vector instructions add 16 entries at once, so rounding depends on it."""
     return length if length <= ROUND else -(-length // ROUND) * ROUND
 
 

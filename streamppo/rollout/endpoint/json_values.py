@@ -23,10 +23,7 @@ def read(text: str | bytes) -> object:
 
 
 def plain(value: object, depth: int = DEPTH) -> object:
-    """Return a value that processes can exchange: whole numbers from `LARGEST` on become floats.
-
-    Raises `ValueError` if it is nested deeper than `depth`.
-    """
+    """Return a value that processes can exchange: floats from `LARGEST` on. Raises `ValueError` if too deep."""
     if not depth:
         raise ValueError(f"it is nested deeper than {DEPTH} times")
     match value:

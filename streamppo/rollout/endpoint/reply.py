@@ -93,13 +93,7 @@ def new_id(kind: str) -> str:
     return f"{kind}_{secrets.token_hex(12)}"
 
 
-def _call_id() -> str:
-    """Make the id of a tool call in the form of Mistral's templates, which accept no other form."""
-    return "".join(secrets.choice(ID_CHARACTERS) for _ in range(9))
-
-
 def _drop_partial_mark(text: str) -> str:
-    """Remove the beginning of a mark from the end of a text."""
     for mark in (THINK, THINK_END, CALL):
         for length in range(len(mark) - 1, 0, -1):
             if text.endswith(mark[:length]):
@@ -108,7 +102,6 @@ def _drop_partial_mark(text: str) -> str:
 
 
 def _split_reasoning(text: str, *, opened: bool) -> tuple[str, str]:
-    """Divide a text into reasoning and answer."""
     stripped = text.lstrip()
     if stripped.startswith(THINK):
         opened, text = True, stripped.removeprefix(THINK)
@@ -119,7 +112,6 @@ def _split_reasoning(text: str, *, opened: bool) -> tuple[str, str]:
 
 
 def _parse_calls(text: str) -> list[ToolCall]:
-    """Parse the text between call marks: a call, or a list of calls. Returns [] for any other text."""
     try:
         value = json_values.read(text)
     except ValueError:
@@ -135,7 +127,9 @@ def _read_call(value: object) -> ToolCall | None:
             arguments = fields.get("arguments", fields.get("parameters", {}))
         case _:
             return None
-    return ToolCall(_call_id(), name, arguments if isinstance(arguments, str) else json.dumps(arguments))
+    # Mistral's templates accept no other form of ids.
+    call_id = "".join(secrets.choice(ID_CHARACTERS) for _ in range(9))
+    return ToolCall(call_id, name, arguments if isinstance(arguments, str) else json.dumps(arguments))
 
 
 def _from_fields(fields: Mapping[str, object]) -> Reply:

@@ -54,7 +54,6 @@ class Row:
         return len(self) - self.prompt
 
     def token(self, at: int) -> int:
-        """Return the token at a place."""
         return int(self._tokens[at])
 
     def context(self, at: int) -> Ints:
@@ -62,10 +61,9 @@ class Row:
         return self._tokens[self._path(at)]
 
     def add(self, at: int, unsampled: Ints, completion: Completion, turn: int) -> tuple[int, int]:
-        """Add a completion. Its context is `context(at)`, followed by the tokens `unsampled`.
+        """Add the completion of turn number `turn` (from 1 on) to its context: `context(at)`, then `unsampled` tokens.
 
-        Returns two places: of the last token of the context, and of the last token of the completion. `turn` is the
-        turn's number, from 1 on.
+        Returns two places: of the last token of the context, and of the last token of the completion.
         """
         sibling = not len(unsampled) and at != len(self) - 1
         if sibling:
@@ -110,11 +108,9 @@ class Row:
         self._turn = np.concatenate([self._turn, np.full(len(tokens), turn, np.int32)])
 
     def _predecessor(self, at: int) -> int:
-        """Return the place of the token that precedes the one at `at`."""
         return self._branches.get(at, at - 1)
 
     def _path(self, at: int) -> Ints:
-        """Return the places from the root to `at`."""
         parts: list[np.ndarray] = []
         while at != NO_PLACE:
             begin = max((start for start in self._branches if start <= at), default=0)
@@ -123,7 +119,6 @@ class Row:
         return np.concatenate(parts[::-1]).astype(np.int32) if parts else np.zeros(0, np.int32)
 
     def _store_routes(self, path: Ints, routes_SE: Routes) -> None:
-        """Store the routes of a turn's tokens, and keep those of earlier turns."""
         known = np.full((len(self), routes_SE.shape[1]), -1, np.int16)
         if self._routes is not None:
             known[: len(self._routes)] = self._routes
@@ -134,7 +129,6 @@ class Row:
         self._routes = known
 
     def _join_candidates(self, mask: Flags) -> TokenCandidates | None:
-        """Join the candidates of the turns in `mask`, one count for each token after the prompt."""
         if not self._candidates:
             return None
         counts, tokens = np.zeros(len(self), np.int32), list[Ints]()

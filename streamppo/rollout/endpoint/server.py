@@ -99,7 +99,6 @@ class Endpoint:
             await asyncio.sleep(0.001)
 
     async def stop(self) -> None:
-        """End every session, and stop listening."""
         for session in list(self._sessions.values()):
             self.close(session)
         if self._server is not None and self._serving is not None:
@@ -107,7 +106,6 @@ class Endpoint:
             await asyncio.wait([self._serving])
 
     def open(self, make: Callable[[str], Session]) -> Session:
-        """Open a session with a new key."""
         self._num_opened += 1
         name = f"{self._num_opened:x}"
         session = self._sessions[name] = make(f"sp-{name}-{secrets.token_urlsafe(32)}")
@@ -121,8 +119,6 @@ class Endpoint:
             self._ended_keys[name] = session.key
             while len(self._ended_keys) > REMEMBERED:
                 self._ended_keys.popitem(last=False)
-
-    # --- requests --------------------------------------------------------------------------------------------
 
     def _application(self) -> Starlette:
         chat, messages, responses = Chat(), Messages(), Responses()
@@ -150,7 +146,6 @@ class Endpoint:
         return self._refuse(request, RequestRefused(status, "not_found", message, "another address"))
 
     async def _report_fault(self, request: HttpRequest, error: Exception) -> Response:
-        """Answer a request after an error in the endpoint, which is logged."""
         fault = f"the endpoint failed: {type(error).__name__}: {error}"
         return self._refuse(request, RequestRefused(500, "server_error", fault, "endpoint failed"))
 
@@ -209,7 +204,6 @@ class Endpoint:
         return answer
 
     def _note_parameters(self, names: Sequence[str], counter: str, why: str) -> None:
-        """Count ignored parameters of a request, and log each parameter when it first occurs."""
         for name in names:
             self.counts[counter] += 1
             if name not in self._logged_parameters and len(self._logged_parameters) < NOTED:
@@ -226,7 +220,6 @@ class _TurnResponse(Response):
         self._model = str(body.get("model") or wire.MODEL)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer one request."""
         hangup, delivered = asyncio.create_task(_wait_for_hangup(receive)), False
         try:
             sender = self._stream if self._body.get("stream") is True else self._send_ended
@@ -292,7 +285,6 @@ class _Server(uvicorn.Server):
 
     @contextlib.contextmanager
     def capture_signals(self) -> Generator[None, None, None]:
-        """Install no signal handlers."""
         yield
 
 
@@ -310,7 +302,6 @@ async def _wait_for_change(turn: Turn, hangup: "asyncio.Task[None]") -> bool:
 
 
 async def _wait_for_hangup(receive: Receive) -> None:
-    """Wait until the client hangs up."""
     while (await receive())["type"] != "http.disconnect":
         pass
 
@@ -326,7 +317,6 @@ async def _send(send: Send, body: bytes, *, last: bool = False) -> None:
 
 
 async def _body(request: HttpRequest) -> Body:
-    """Read a JSON body of at most `BODY_BYTES`. Raises `RequestRefused`."""
     parts, size = list[bytes](), 0
     async for part in request.stream():
         size += len(part)

@@ -59,10 +59,7 @@ class SampledPolicy(NamedTuple):
 
 
 class Session:
-    """One agent's run with its bounds `limits`. `refused`: a request exceeded a bound.
-
-    `counts` counts the events of all runs at the endpoint.
-    """
+    """One agent's run. `refused`: a request exceeded the bounds `limits`. `counts` counts events of all runs."""
 
     def __init__(
         self,
@@ -89,7 +86,6 @@ class Session:
 
     @property
     def ignored(self) -> Sequence[str]:
-        """The parameters of requests that the run ignores."""
         return self._limits.ignored
 
     @property
@@ -99,16 +95,13 @@ class Session:
 
     @property
     def undelivered(self) -> int:
-        """The number of tokens of ended turns that the agent has not received."""
         return sum(turn.tokens for turn in self.turns if not turn.delivered)
 
-    # --- requests --------------------------------------------------------------------------------------------
-
     def begin(self, request: Request, *, again: bool = False) -> Turn:
-        """Begin a request's turn, or join an equal request's turn if nobody listens to it. Raises `RequestRefused`.
+        """Begin a request's turn, or join an equal request's turn without listeners. Raises `RequestRefused`.
 
-        `again`: the client says that it repeats the request. Then it may also join a turn that counts as delivered,
-        because the client may not have read it. The caller is a listener until it calls `leave`.
+        With `again`, the client repeats a request, and may also join a turn that counts as delivered. The caller is a
+        listener until it calls `leave`.
         """
         if self.ended:
             raise run_ended()
@@ -206,10 +199,7 @@ class Session:
             written = []
         return next((turn for turn in (*waiting, *written) if turn.error is None and turn.request.key() == key), None)
 
-    # --- a turn ----------------------------------------------------------------------------------------------
-
     async def _run_turn(self, turn: Turn) -> None:
-        """Sample a turn until it ends or is refused."""
         try:
             await self._sample(turn)
         except RequestRefused as error:
@@ -265,7 +255,6 @@ class Session:
         return await (generate(cuts) if completes is None else stop_strings.until(completes, generate))
 
     def _store(self, turn: Turn, place: TreePlace, new_tokens: Ints, context: Ints, completion: Completion) -> None:
-        """Add a completion to row and tree, after the stored part of its context."""
         request, setting = turn.request, turn.request.setting
         if len(self.turns) > turn.ended_before:
             # Another turn may have stored more of the context meanwhile.
@@ -282,7 +271,6 @@ class Session:
         self._tree.add(request.messages, turn.reply.message, setting, after=place, opened=opened, ended=ended, **forms)
 
     def _finish(self, turn: Turn, completion: Completion, context: Ints) -> None:
-        """Parse the turn, and add it to `turns`."""
         assert completion.finish != "cut"
         tokenizer = self._policy.tokenizer
         if turn.request.logprobs:
@@ -306,7 +294,6 @@ class Session:
         return request.stream and not strings and self._policy.tokenizer.response_parser() is None
 
     def _show_progress(self, turn: Turn, part: Completion) -> None:
-        """Record the turn's text so far, and wake its listeners."""
         now = time.monotonic()
         if now - turn.shown_s < STREAM_S:
             return
@@ -317,10 +304,7 @@ class Session:
         turn.changed.set()
 
     async def _wait_for_room(self, request: Request) -> tuple[TreePlace, Ints, int]:
-        """Wait until the row has room for the turn; return its place, its new tokens and its token limit.
-
-        Raises `RequestRefused` if there will be no room.
-        """
+        """Wait until the row has room; return the turn's place, new tokens and token limit. Raises `RequestRefused`."""
         limits = self._limits
         limit = min(self._sampling.max_tokens, request.max_tokens or self._sampling.max_tokens)
         while True:
@@ -362,7 +346,6 @@ class Session:
         return tokenizer.observation(messages, template, self.row.token(place.at), calls)
 
     def _render_plain(self, place: TreePlace, messages: Sequence[Message], template: Template) -> Ints:
-        """Join the texts of messages: the context of a model without a chat template."""
         if template.tools:
             raise TaskError("the model's tokenizer has no chat template: no tools can be described to it")
         text = "".join(message.text for message in messages)
@@ -374,8 +357,6 @@ class Session:
         """Count the tokens of a request's context. Raises `TaskError` for messages that the template refuses."""
         place = self._tree.match(request.messages, request.setting)
         return len(self.row.context(place.at)) + len(self._render(place, request))
-
-    # --- the end ---------------------------------------------------------------------------------------------
 
     def received_turns(self) -> list[Turn]:
         """Return the received turns, in the order of their ends. Raises `EnvironmentFailed` if none was received."""

@@ -22,10 +22,7 @@ Generate: TypeAlias = Callable[[Cuts], Coroutine[Any, Any, Completion]]
 
 
 async def until(completes: Callable[[Ints], bool], generate: Generate) -> Completion:
-    """Run `generate` until `completes` returns True for the tokens so far; return these tokens.
-
-    If no string occurs, the whole completion is returned.
-    """
+    """Run `generate` until `completes` is true for the tokens so far; return these tokens, or else the completion."""
     stopped: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
     searched = np.zeros(0, np.int32)
 
@@ -54,7 +51,6 @@ async def until(completes: Callable[[Ints], bool], generate: Generate) -> Comple
 
 
 def _cut_at(completion: Completion, count: int) -> Completion:
-    """Return the first `count` tokens of a completion as a completion that has stopped there."""
     routes = completion.routes_SE
     return completion._replace(
         tokens=completion.tokens[:count],

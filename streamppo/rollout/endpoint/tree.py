@@ -100,7 +100,6 @@ class Tree:
         return reply_node
 
     def _matches(self, frontier: Sequence[int], message: Message, first: bytes) -> list[int]:
-        """Return the children of the nodes `frontier` that match `message`, the oldest first."""
         key, reasoning = first + digest(message), _reasoning(message)
         known = {self._names[name] for name in ids(message) if name in self._names}
         by_name = [node for node in known if self._nodes[node].parent in frontier]
@@ -129,11 +128,7 @@ def ids(message: Message) -> list[str]:
 
 
 def digest(message: Message) -> bytes:
-    """Hash a message; equal messages have equal hashes.
-
-    Empty fields count as absent, and a tool call's arguments as JSON values. Of an assistant's message, only its
-    stripped text and its calls count, without reasoning and ids.
-    """
+    """Hash a message; equal messages have equal hashes. Of an assistant's, only stripped text and calls count."""
     fields: dict[str, object] = {"role": message.role}
     if message.role == "assistant":
         fields |= {"content": message.text.strip(), "calls": [_call(call) for call in message.tool_calls]}

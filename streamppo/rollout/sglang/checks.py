@@ -10,12 +10,7 @@ from streamppo.rollout.sglang.wire import CHECKS_PARTS, FLUSHES_PAUSED, NAMES_CA
 def check_version(
     version: tuple[int, ...], streams: str, *, excludes_tokens: bool, routes: bool, has_encoders: bool = False
 ) -> None:
-    """Raise `ModelError` if this `version` of SGLang is too old for a setting of the run.
-
-    The setting named `streams` ("": none) needs incremental streams. With top-p or top-k (`excludes_tokens`), SGLang
-    must return the remaining tokens, because the learner would otherwise compare another distribution. With `routes`
-    it must return the experts of each token. With encoders, its weights checker must be able to leave out tensors.
-    """
+    """Raise `ModelError` if `version` of SGLang is too old for a setting; `streams` is the name of one with streams."""
     needs = {streams: STREAMS} if streams else {}
     needs |= {"rollout.top_p or top_k": NAMES_CANDIDATES} if excludes_tokens else {}
     needs |= {"rollout.engine.routes": NAMES_ROUTES} if routes else {}
@@ -57,10 +52,7 @@ def differences(info: Mapping[str, Answer], learner: Mapping[str, object]) -> It
 
 
 def longest(info: Mapping[str, Answer]) -> int:
-    """Return the maximum number of tokens in a row (prompt and completion), from the `info` of SGLang's scheduler.
-
-    `max_req_input_len` is 6 tokens less. SGLang truncates a completion that does not fit.
-    """
+    """Return the maximum number of tokens in a row. SGLang's `max_req_input_len` is 6 tokens less."""
     return int(info["max_req_input_len"]) + 6
 
 

@@ -7,7 +7,7 @@ With the transport "tensor" SGLang reads the shared memory of these copies, and 
 actors of a machine share (rollout/machine_weights.py) are not copied here.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import torch
@@ -32,15 +32,15 @@ class VersionCopies:
         self._spare: list[Tensor] = []
 
     def copy(self, tensors: Mapping[str, Tensor], contents: Mapping[str, int] | None = None) -> VersionCopy:
-        """Copy `tensors` to the memory that is not served; `serve` then marks this memory as served.
-
-        Raises `WeightsError` if a copy's hash is not that of `contents`, or if /dev/shm has no room for it.
-        """
+        """Copy `tensors` to memory that is not served. Raises `WeightsError` if `contents` differ, or without room."""
         places, totals = shared_memory.plan((tensor.nbytes for tensor in tensors.values()), self._bucket_bytes)
         if [len(flat) for flat in self._spare] != totals:
             # The old memory is freed first, so that both are never allocated together.
             self._spare = []
-            self._spare = self._allocate(totals)
+            if self._shared:
+                self._spare = shared_memory.allocate(totals)
+            else:
+                self._spare = [torch.empty(total, dtype=torch.uint8) for total in totals]
         copied: dict[str, Tensor] = {}
         hashes: dict[str, int] = {}
         for (name, tensor), (bucket, start) in zip(tensors.items(), places, strict=True):
@@ -57,8 +57,3 @@ class VersionCopies:
     def serve(self) -> None:
         """Mark the last copy as served. The next version reuses the memory of the previously served one."""
         self._served, self._spare = self._spare, self._served
-
-    def _allocate(self, totals: Sequence[int]) -> list[Tensor]:
-        if self._shared:
-            return shared_memory.allocate(totals)
-        return [torch.empty(total, dtype=torch.uint8) for total in totals]

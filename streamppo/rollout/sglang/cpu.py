@@ -14,18 +14,13 @@ def activate() -> str | None:
         return None
     # On a CPU, SGLang's weights checker would raise, because it synchronizes a GPU before it hashes. Its other code
     # works.
-    torch.cuda.synchronize = _skip_synchronization
+    torch.cuda.synchronize = lambda device=None: None
     return f"{__name__}.Platform"
-
-
-def _skip_synchronization(device: object = None) -> None:
-    """Replaces `torch.cuda.synchronize` in SGLang's processes."""
 
 
 def _allocate_host_memory(
     dims: tuple[int, ...], dtype: torch.dtype, device: str, pin_memory: bool, allocator: object
 ) -> torch.Tensor:
-    """Allocate host memory, with the signature of SGLang's function for machines with a GPU."""
     return torch.empty(dims, dtype=dtype, device=device)
 
 
@@ -35,15 +30,12 @@ class Platform(CpuDeviceMixin, SRTPlatform):
     _enum = PlatformEnum.OOT
 
     def get_default_attention_backend(self) -> str:
-        """Return SGLang's name of torch's attention."""
         return "torch_native"
 
     def is_pin_memory_available(self, device: object = None) -> bool:
-        """Return False: without a GPU, memory need not be pinned."""
         return False
 
     def get_mha_kv_pool_cls(self) -> type:
-        """Return the class of the KV cache."""
         from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
         from sglang.srt.mem_cache.pool_host.common import ALLOC_MEMORY_FUNCS
 
@@ -52,7 +44,6 @@ class Platform(CpuDeviceMixin, SRTPlatform):
         return MHATokenToKVPool
 
     def get_paged_allocator_cls(self) -> type:
-        """Return the class of the KV cache's allocator."""
         from sglang.srt.mem_cache.allocator import PagedTokenToKVPoolAllocator
 
         return PagedTokenToKVPoolAllocator

@@ -59,10 +59,7 @@ async def start(
     eos_ids: Collection[int],
     max_total_tokens: int,
 ) -> "SGLangEngine":
-    """Start SGLang with `tensors` as `version`. A prompt and its completion have at most `max_total_tokens` tokens.
-
-    Raises `ModelError` or `WeightsError` if SGLang cannot start.
-    """
+    """Start SGLang with `tensors` as `version`, for rows of `max_total_tokens`. Raises `ModelError`, `WeightsError`."""
     copies = VersionCopies(setup.bucket_bytes, shared=setup.shared)
     check_fit(architecture.shapes, tensors)
     saved = await asyncio.to_thread(_copy_as_files, architecture, copies, tensors)
@@ -133,7 +130,6 @@ class SGLangEngine:
     async def update_weights(
         self, version: int, tensors: Mapping[str, Tensor], contents: Mapping[str, int] | None = None
     ) -> None:
-        """See `Engine.update_weights`."""
         check_fit(self._architecture.shapes, tensors)
         async with self._swapping:
             # One thread for all copies: a cancelled swap goes on writing, and the next swap writes to the same memory.
@@ -161,7 +157,6 @@ class SGLangEngine:
             self._version = version
 
     def usage(self) -> Usage:
-        """See `Engine.usage`."""
         self._count(0)
         idle_s = time.perf_counter() - self._begin - self._busy_s
         counts = (self._swaps, self._swap_s, self._restarts, self._prompted, self._reused)
@@ -171,15 +166,12 @@ class SGLangEngine:
         return Usage(self._tokens, self._busy_s, idle_s, *counts, {0: self._reused} if self._reused else {})
 
     async def stop(self) -> None:
-        """See `Engine.stop`."""
         self._watch.cancel()
         await asyncio.wait([self._watch])
         for cancel in list(self._cancel_calls):
             cancel()
         await self._session.link.stop()
         self._copying.shutdown(cancel_futures=True)
-
-    # --- deaths ----------------------------------------------------------------------------------------------
 
     async def _keep_alive(self) -> None:
         """Check SGLang's health in an endless loop and restart it after a death. Raises if the restart fails."""
@@ -253,8 +245,6 @@ class SGLangEngine:
         await self._serving.wait()
         await self._certain.wait()
 
-    # --- requests --------------------------------------------------------------------------------------------
-
     async def _generate_with_restart(self, prompt: Ints, sampling: Sampling, cuts: Cuts | None) -> Completion:
         for _ in range(DEATHS):
             await self._until_serving()
@@ -321,7 +311,6 @@ class SGLangEngine:
         self._reused += min(cached, prompted)
 
     def _count(self, change: int) -> None:
-        """Change the number of requests in flight; add up the time during which it is above 0."""
         now = time.perf_counter()
         if self._in_flight:
             self._busy_s += now - self._since
@@ -335,10 +324,10 @@ def _copy_as_files(
     tensors: Mapping[str, Tensor],
     contents: Mapping[str, int] | None = None,
 ) -> dict[str, Tensor]:
-    """Copy `tensors` into the memory of `copies`, named and split as in the model's files; a restart needs copies.
+    """Copy `tensors`, named and split as in the model's files, into `copies`, unless they are in shared memory.
 
-    The originals are views of the object store, or change with the next version. Tensors in shared memory do not
-    change, and were checked, so they are used without a copy. Raises `WeightsError` as `copy` does.
+    Tensors in shared memory were checked and do not change. Other tensors are views of the object store, or change with
+    the next version. Raises `WeightsError` as `copy` does.
     """
     if shared_memory.is_shared(tensors.values()):
         return architecture.as_saved(tensors)

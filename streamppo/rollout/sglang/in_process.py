@@ -89,11 +89,9 @@ class ProcessLink:
         self._processes = thread.processes()
 
     async def call(self, name: str, /, **fields: object) -> Answer:
-        """See `Link.call`."""
         return await self._thread.run(self._call(name, fields))
 
     async def stream(self, **fields: object) -> AsyncGenerator[Answer]:
-        """See `Link.stream`."""
         loop = asyncio.get_running_loop()
         answers: asyncio.Queue[Answer] = asyncio.Queue()
         deliver = partial(loop.call_soon_threadsafe, answers.put_nowait)
@@ -107,11 +105,9 @@ class ProcessLink:
             work.cancel()
 
     async def abort(self, rid: str) -> None:
-        """See `Link.abort`."""
         self._thread.call_soon(partial(self._engine.tokenizer_manager.abort_request, rid=rid))
 
     async def death(self) -> str:
-        """See `Link.death`."""
         self._output.show()
         ended = [process.exitcode or 0 for process in self._processes if not process.is_alive()]
         if not ended:
@@ -205,7 +201,6 @@ async def start(settings: LaunchSettings, number: int) -> ProcessLink:
 
 
 async def _log_output_during(output: ProcessOutput, work: Awaitable[SGLang]) -> SGLang:
-    """Return the result of `work`; show the output meanwhile, because a start may take minutes."""
     task = asyncio.ensure_future(work)
     try:
         while not task.done():

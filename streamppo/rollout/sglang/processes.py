@@ -57,7 +57,6 @@ class EngineThread:
         self._thread.start()
 
     async def run(self, work: Coroutine[object, object, T]) -> T:
-        """Run `work` in the thread and return its result."""
         future: Future[T] = asyncio.run_coroutine_threadsafe(work, self._loop)
         return await asyncio.wrap_future(future)
 
@@ -68,7 +67,6 @@ class EngineThread:
 
     @property
     def has_ended(self) -> bool:
-        """True after `end`."""
         return self._loop.is_closed()
 
     def processes(self) -> list[BaseProcess]:
@@ -108,13 +106,9 @@ def _kill(processes: list[BaseProcess]) -> None:
 
 
 def _contexts() -> list[ZMQContext]:
-    """Return the open ZeroMQ contexts of this process."""
     import zmq
 
     return [item for item in gc.get_objects() if issubclass(type(item), zmq.Context) and not item.closed]
-
-
-# --- the processes -------------------------------------------------------------------------------------------
 
 
 def run(log: str, target: str, *arguments: object) -> object:
@@ -143,7 +137,6 @@ class ProcessOutput:
         self._position = 0
 
     def show(self) -> None:
-        """Log the lines since the last call."""
         if not self._logs_lines:
             return
         self._file.seek(self._position)
@@ -158,7 +151,6 @@ class ProcessOutput:
         return explain_failure(self._file.read().decode(errors="replace"))
 
     def close(self) -> None:
-        """Show the remaining lines, and close the file."""
         self.show()
         self._file.close()
 

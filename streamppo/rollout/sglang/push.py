@@ -35,10 +35,7 @@ class Carrier(Protocol):
         ...
 
     async def carry(self, version: int, *, flush: bool) -> None:
-        """Load the staged weights into a paused SGLang as `version`; `flush` empties its prefix cache.
-
-        Raises `ValueError` if SGLang refuses the weights.
-        """
+        """Load the staged weights as `version`; `flush` empties the prefix cache. Raises `ValueError` if refused."""
         ...
 
 
@@ -59,11 +56,9 @@ class BySharedMemory:
         self._staged: list[tuple[Tensor, object]] = []
 
     async def stage(self, tensors: Mapping[str, Tensor]) -> None:
-        """See `Carrier.stage`."""
         await asyncio.to_thread(self._stage, tensors)
 
     async def carry(self, version: int, *, flush: bool) -> None:
-        """See `Carrier.carry`."""
         for number, (flat, places) in enumerate(self._staged, 1):
             # Each handle can be opened only once.
             payloads = [_handle(flat, places, text=self._server) for _ in range(self._link.ranks)]
@@ -118,11 +113,10 @@ class ByGroup:
         self._staged: Mapping[str, Tensor] = {}
 
     async def stage(self, tensors: Mapping[str, Tensor]) -> None:
-        """See `Carrier.stage`. Only stores the tensors, because SGLang must be paused to receive a broadcast."""
+        """Store the tensors, because SGLang must be paused to receive a broadcast."""
         self._staged = tensors
 
     async def carry(self, version: int, *, flush: bool) -> None:
-        """See `Carrier.carry`."""
         for part, last in _parts(self._staged, self._bucket_bytes):
             sglang_call = self._link.call(
                 "update_weights_from_distributed",
@@ -138,11 +132,7 @@ class ByGroup:
 
 
 async def by_group(bucket_bytes: int, url: str, gpu: bool, link: Link) -> ByGroup:
-    """Create a process group with SGLang's ranks.
-
-    With all arguments but `link` bound, this function is a `Connect`. If this actor has a GPU that SGLang does not use
-    (`gpu`), the group uses NCCL, otherwise gloo.
-    """
+    """Create a process group with SGLang's ranks: of NCCL if this actor has a GPU of its own (`gpu`), else of gloo."""
     from sglang.srt.utils.common import init_custom_process_group
 
     host, port = _address(url)
@@ -176,14 +166,12 @@ class ByDisk:
         self._link, self._folder = link, folder
 
     async def stage(self, tensors: Mapping[str, Tensor]) -> None:
-        """See `Carrier.stage`."""
         from safetensors.torch import save_file
 
         self._folder.mkdir(parents=True, exist_ok=True)
         await asyncio.to_thread(save_file, dict(tensors), self._folder / "model.safetensors")
 
     async def carry(self, version: int, *, flush: bool) -> None:
-        """See `Carrier.carry`. Deletes the files afterwards."""
         try:
             fields = _request_fields(version, last=True, flush=flush)
             # Without `load_format`, SGLang would use the format of its start, "dummy", and not read the files.
@@ -208,10 +196,7 @@ class Bucket(Protocol):
 
 
 def _parts(tensors: Mapping[str, Tensor], bucket_bytes: int) -> Iterator[tuple[Named, bool]]:
-    """Split `tensors` into parts of about `bucket_bytes` and one type; yield each part, and whether it is the last.
-
-    SGLang 0.5.23 refuses a tensor that does not begin at a multiple of its type's size.
-    """
+    """Split `tensors` into parts of one type and about `bucket_bytes`; yield each, and whether it is the last."""
     part: list[tuple[str, Tensor]] = []
     size = 0
     for name, tensor in tensors.items():
@@ -224,7 +209,6 @@ def _parts(tensors: Mapping[str, Tensor], bucket_bytes: int) -> Iterator[tuple[N
 
 
 def _request_fields(version: int, *, last: bool, flush: bool) -> dict[str, object]:
-    """Return the fields of a part's request: only the last part sets the version and flushes the cache."""
     return {"weight_version": versions.name(version) if last else None, "flush_cache": last and flush}
 
 
@@ -235,7 +219,6 @@ def _bucket(part: Named) -> Bucket:
 
 
 def _handle(flat: Tensor, places: object, *, text: bool) -> str | bytes:
-    """Return SGLang's serialized handle of a bucket in shared memory with tensors at `places`."""
     from sglang.srt.utils import MultiprocessingSerializer
 
     return MultiprocessingSerializer.serialize({"flattened_tensor": flat, "metadata": places}, output_str=text)

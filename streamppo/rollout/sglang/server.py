@@ -38,7 +38,6 @@ class ServerLink:
         self._client, self._url = client, url
 
     async def call(self, name: str, /, **fields: object) -> Answer:
-        """See `Link.call`."""
         if self._client.is_closed:
             raise ConnectionError(f"the connection to {self._url} is closed")
         try:
@@ -51,7 +50,6 @@ class ServerLink:
         return content.get("ranks") if name == "weights_checker" else content
 
     async def stream(self, **fields: object) -> AsyncGenerator[Answer]:
-        """See `Link.stream`. The answers arrive as server-sent events."""
         if self._client.is_closed:
             raise ConnectionError(f"the connection to {self._url} is closed")
         try:
@@ -112,7 +110,6 @@ def _read(answer: httpx.Response, url: str) -> Answer:
 
 
 async def _events(response: httpx.Response) -> AsyncGenerator[Answer]:
-    """Yield the events of a stream. Raises `ValueError` for an error event."""
     async for line in response.aiter_lines():
         if line.startswith("data: {"):
             answer: Answer = msgspec.json.decode(line.removeprefix("data: "))

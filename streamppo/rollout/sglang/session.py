@@ -57,10 +57,7 @@ class EngineSession:
     async def swap(
         self, version: int, tensors: Mapping[str, Tensor], loaded: Callable[[int], None] = lambda version: None
     ) -> None:
-        """Load the staged `tensors` as `version`; call `loaded(version)` before SGLang continues.
-
-        Raises `ValueError` or `WeightsError` if SGLang does not accept them.
-        """
+        """Load the staged `tensors` as `version`; call `loaded(version)` before SGLang continues."""
         await _load(self.link, self.carrier, self._kv, version)
         loaded(version)
         await self.link.call("continue_generation")
@@ -68,11 +65,7 @@ class EngineSession:
 
 
 async def start(setup: SessionSetup, number: int, version: int, tensors: Mapping[str, Tensor]) -> EngineSession:
-    """Start SGLang session number `number` with `tensors` as `version`.
-
-    Raises `ModelError` if SGLang does not start, dies, or has not loaded the tensors within `start_s`, and
-    `WeightsError` if it refuses them.
-    """
+    """Start SGLang session `number` with `tensors` as `version`. Raises `ModelError`, or `WeightsError` if refused."""
     link = await setup.start(number)
     async with AsyncExitStack() as undo:
         undo.push_async_callback(link.stop)
@@ -99,7 +92,6 @@ async def start(setup: SessionSetup, number: int, version: int, tensors: Mapping
 
 
 async def _fill(setup: SessionSetup, link: Link, version: int, tensors: Mapping[str, Tensor]) -> EngineSession:
-    """Load and verify the first weights of a newly started SGLang."""
     carrier = await setup.connect(link)
     attestation = await verify_weights.begin(link, tensors, setup.vocabulary, setup.encoders)
     await carrier.stage(tensors)

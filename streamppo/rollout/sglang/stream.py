@@ -84,11 +84,13 @@ class CompletionStream:
         while self._certain.is_set() and (at := self._next_cut()) <= self.length - (self._last is not None):
             self._write_cut(at)
         if self._due and self.handed >= self._version_starts[-1][0]:
-            self._finish_cut()
+            self.close()
 
     def close(self) -> None:
-        """Stop cutting, because the completion has ended or failed."""
-        self._finish_cut()
+        """End the wait for a due cut, because it was made, or the completion has ended or failed."""
+        if self._due and not self._due.done():
+            self._due.set_result(None)
+        self._due = None
 
     def completion(self, kv: Literal["keep", "recompute"]) -> Completion:
         """Return the whole completion. Raises `ModelError` if a token in a segment is older than the segment states."""
@@ -133,11 +135,6 @@ class CompletionStream:
         for begin, version in self._version_starts:
             versions[begin:] = version
         return versions
-
-    def _finish_cut(self) -> None:
-        if self._due and not self._due.done():
-            self._due.set_result(None)
-        self._due = None
 
 
 class CompletionStreams:

@@ -105,9 +105,6 @@ async def begin(link: Link, tensors: Tensors, vocabulary: int, encoders: Sequenc
     return Attestation(probe)
 
 
-# --- by SGLang's weights checker -----------------------------------------------------------------------------
-
-
 class CheckedTensors:
     """The checked tensors of SGLang: all, or, of a multimodal model with `encoders`, those of its text model."""
 
@@ -144,7 +141,6 @@ class Checksums:
         self.exact: Collection[str] = ()
 
     async def mismatches(self, before: Tensors | None, tensors: Tensors) -> Sequence[str]:
-        """See `WeightProbe.mismatches`."""
         file_names = {self._held.bare(name): name for name in tensors}
         tensors = {bare: tensors[name] for bare, name in file_names.items()}
         before = None if before is None else {bare: before[name] for bare, name in file_names.items()}
@@ -170,7 +166,6 @@ class Checksums:
         return self._equal(sizes, tensors) if self._equal(smallest, tensors) else set()
 
     def _equal(self, held: Collection[str], tensors: Tensors) -> set[str]:
-        """Return those names in `held` whose checksums equal those of the pushed tensors."""
         mapped = {name: tensor for name, tensor in tensors.items() if held_name(name) in held}
         known = _expected_checksums(mapped) if mapped else {}
         return {name for name, checksum in known.items() if self._checksums.get(f"0/{name}") == checksum}
@@ -186,7 +181,6 @@ async def _by_checksums(held: CheckedTensors) -> WeightProbe | None:
 
 
 def _expected_checksums(tensors: Tensors) -> dict[str, str]:
-    """Return the checksums that SGLang on a CPU has for `tensors` in the layout of `tensors_of_rank`, by its names."""
     try:
         from sglang.srt.managers.mm_utils import tensor_hash
     except ImportError:
@@ -217,9 +211,6 @@ def _equal(first: Tensor, second: Tensor) -> bool:
     return torch.equal(first.reshape(-1).view(torch.uint8), second.reshape(-1).view(torch.uint8))
 
 
-# --- by values -----------------------------------------------------------------------------------------------
-
-
 class Values:
     """Compares the values of SGLang's tensors with the pushed values, or, without values, log-probs of `text`."""
 
@@ -236,7 +227,6 @@ class Values:
         self._logprobs_before: Sequence[float] = ()
 
     async def mismatches(self, before: Tensors | None, tensors: Tensors) -> Sequence[str]:
-        """See `WeightProbe.mismatches`."""
         if self.method == "values":
             rows = await self._read()
             if rows and None not in rows.values():
@@ -262,9 +252,6 @@ class Values:
         probe = {"input_ids": self._text, "return_logprob": True, "logprob_start_len": 0}
         answer = await self._link.call("generate", sampling_params=sampling, **probe)
         return [entry[0] for entry in answer["meta_info"]["input_token_logprobs"][1:]]
-
-
-# --- SGLang's layout -----------------------------------------------------------------------------------------
 
 
 def held_name(name: str) -> str:

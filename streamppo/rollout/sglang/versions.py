@@ -19,10 +19,7 @@ def name(version: int) -> str:
 
 
 def of_tokens(spans: Sequence[Mapping[str, Answer]], count: int) -> Ints:
-    """Expand SGLang's spans [{version, start, end}] to one version for each of `count` tokens.
-
-    Raises `ModelError` if a token has no span, or if another process has pushed its version.
-    """
+    """Expand SGLang's spans [{version, start, end}] to a version for each token. Raises `ModelError` for gaps."""
     by_token = np.full(count, -1, np.int32)
     for span in spans:
         number, _, writer = str(span["version"]).partition("-")

@@ -27,7 +27,6 @@ OLDEST = (0, 5, 17)
 """The oldest supported version: earlier ones execute code from anyone who can reach their ports."""
 FLUSHES_PAUSED = (0, 5, 21)
 """The first version whose paused engine can flush its prefix cache while requests wait; earlier versions die."""
-
 NAMES_GRAPHS = NAMES_CANDIDATES = NAMES_ROUTES = NAMES_DEFAULTS = STREAMS = CHECKS_PARTS = (0, 5, 21)
 """The first versions known to have certain arguments and answers. GRAPHS: an argument for the largest batch of decode
 CUDA graphs. CANDIDATES: the tokens that top-p and top-k leave. ROUTES: the experts of every token. DEFAULTS: the
@@ -86,10 +85,7 @@ def arguments(
     *,
     loads_tokenizer: bool = False,
 ) -> dict[str, object]:
-    """Return the arguments of an SGLang of `version` that this actor starts. On a CPU its cache holds `tokens` tokens.
-
-    With `loads_tokenizer`, SGLang loads the model's tokenizer to find stop strings in completions.
-    """
+    """Return the arguments of an SGLang of `version` that this actor starts, with a cache of `tokens` on a CPU."""
     rollout, model = config.rollout, config.model
     keeps_stale_prefixes = engine.kv == "recompute" and version < FLUSHES_PAUSED
     common: dict[str, object] = {
@@ -253,7 +249,6 @@ def completion(
 
 
 def _routes(meta: Mapping[str, Answer], tokens: int) -> Routes:
-    """Read the experts of `tokens` tokens, [tokens, layers * experts per token]."""
     experts = np.frombuffer(base64.b64decode(meta.get("routed_experts") or ""), "<i4")
     if not len(experts) or len(experts) % tokens:
         raise ModelError(f"SGLang gave {len(experts)} experts for {tokens} tokens of a mixture of experts")
@@ -329,9 +324,6 @@ def streaming(config: Config) -> str:
     if isinstance(config.environment, AgentEnvironment):
         return "agents (environment.kind = 'agent')"
     return "queue.segments" if config.queue.segments is not None else ""
-
-
-# --- attestation ---------------------------------------------------------------------------------------------
 
 
 def checksums(ranks: Sequence[Mapping[str, Answer]]) -> dict[str, str]:

@@ -63,7 +63,6 @@ def _drop_refused(settings: Mapping[str, object]) -> Generation:
 
 
 def _validate(settings: Mapping[str, object]) -> "GenerationConfig | str":
-    """Return the settings as transformers' object, or the reason why transformers refuses them."""
     from transformers import GenerationConfig
 
     try:

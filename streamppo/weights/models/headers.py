@@ -45,10 +45,7 @@ Headers = Mapping[str, Header]
 
 
 def folder_headers(folder: Path) -> dict[str, Header] | None:
-    """Read the headers of a folder's safetensors files; None if the folder has only pickles.
-
-    Raises `ModelError` for a file that is missing, damaged or a git-LFS pointer, and for a wrong index.
-    """
+    """Read the headers of a folder's safetensors files; None if it has only pickles. Raises `ModelError`."""
     files = weight_files(folder)
     if files[0].suffix == ".bin":
         for file in files:
@@ -144,10 +141,7 @@ def _tensors(file: Path, content: object, first: int) -> Iterator[tuple[str, Hea
 
 
 def pickle_tensors(folder: Path, device: str = "cpu") -> "dict[str, Tensor]":
-    """Return the tensors of a folder's pickles, memory-mapped and not read; with "meta" only names, dtypes and shapes.
-
-    Raises `ModelError` for a pickle that contains more than tensors.
-    """
+    """Return a folder's pickled tensors, memory-mapped; with "meta" without data. Raises `ModelError`."""
     import torch
 
     tensors: dict[str, Tensor] = {}

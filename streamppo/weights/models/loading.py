@@ -143,7 +143,6 @@ def fetch(path: str | Path) -> Path:
 
 
 def _compare_ties(path: str | Path, config: "PretrainedConfig", model: Any) -> None:
-    """Raise `ModelError` if transformers and `settings` disagree on whether a head is tied."""
     by_name = dict(model.named_parameters(remove_duplicate=False))
     for head, embedding in pairs(config):
         if head in by_name and embedding in by_name and (by_name[head] is by_name[embedding]) != is_tied(config):

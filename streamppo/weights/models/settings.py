@@ -44,9 +44,8 @@ CHUNK = 1 << 26
 def settings(path: str | Path, *, untied: bool = False) -> "PretrainedConfig":
     """Read the configuration of the model at `path`, a folder or a hub name.
 
-    The result unties the head if `untied` is true, or if the head in the local files differs from the embedding. Raises
-    `ModelError` if there is no configuration, if its weights are quantised, or if it needs code that comes with the
-    model.
+    The head is untied if `untied` is true, or if the head in the local files differs from the embedding. Raises
+    `ModelError` without a configuration, for quantised weights, or for a model with code.
     """
     config = read_settings(path)
     if is_tied(config) and (untied or heads_differ(path, config)):
@@ -124,10 +123,7 @@ def pairs(config: "PretrainedConfig") -> Iterator[tuple[str, str]]:
 
 
 def heads_differ(path: str | Path, config: "PretrainedConfig") -> bool:
-    """Return whether the local files of the model at `path` have a head whose values differ from the embedding.
-
-    Raises `ModelError` if only some of several heads differ.
-    """
+    """Return whether local files have a head that differs from the embedding. Raises `ModelError` if only some do."""
     local = local_folder(path)
     if local is None:
         return False

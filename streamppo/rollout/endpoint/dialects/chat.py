@@ -19,7 +19,6 @@ class Chat:
     keep_alive = b": keep-alive\n\n"
 
     def read(self, body: Body) -> Request:
-        """See `Dialect.read`."""
         # Of all dialects, only this one can answer with log-probs.
         wire.refuse_absent({**body, "logprobs": None})
         wire.refuse(body, "best_of", "ask for n answers", 1)
@@ -43,7 +42,6 @@ class Chat:
         )
 
     def complete(self, turns: Sequence[Turn], model: str) -> Body:
-        """See `Dialect.complete`."""
         choices = [{"index": number, **self._choice(turn)} for number, turn in enumerate(turns)]
         return {**_head(turns[0], model, "chat.completion"), "choices": choices, "usage": _usage(turns)}
 
@@ -59,12 +57,10 @@ class Chat:
         return {"message": message, "finish_reason": _finish(turn), "logprobs": _logprobs(turn)}
 
     def stream(self, turn: Turn, model: str, body: Body) -> "ChatStream":
-        """See `Dialect.stream`."""
         options = body.get("stream_options") or {}
         return ChatStream(turn, model, usage=isinstance(options, dict) and options.get("include_usage") is True)
 
     def error(self, error: RequestRefused) -> Body:
-        """See `Dialect.error`."""
         kind = {401: "authentication_error", 429: "rate_limit_error", 500: "server_error"}
         return {
             "error": {
@@ -77,24 +73,21 @@ class Chat:
 
 
 class ChatStream:
-    """Writes chunks, and at the end [DONE]."""
+    """A `Stream` of chunks, with [DONE] at the end."""
 
     def __init__(self, turn: Turn, model: str, *, usage: bool) -> None:
         self._head, self._usage = _head(turn, model, "chat.completion.chunk"), usage
         self._sent = Reply("")
 
     def begin(self) -> bytes:
-        """See `Stream.begin`."""
         return self._chunk({"role": "assistant", "content": ""})
 
     def extend(self, partial: Reply) -> bytes:
-        """See `Stream.extend`."""
         (thought, content), self._sent = wire.new_texts(self._sent, partial), partial
         deltas = {"reasoning_content": thought, "content": content}
         return b"".join(self._chunk({name: text}) for name, text in deltas.items() if text)
 
     def end(self, turn: Turn) -> bytes:
-        """See `Stream.end`."""
         assert turn.reply is not None
         chunks = [self.extend(turn.reply)]
         for number, call in enumerate(turn.reply.calls):
@@ -147,7 +140,6 @@ def _finish(turn: Turn) -> str:
 
 
 def _logprobs(turn: Turn) -> Body | None:
-    """Return the log-probs of the sampled tokens, without those of other likely tokens."""
     if not turn.request.logprobs:
         return None
     return {

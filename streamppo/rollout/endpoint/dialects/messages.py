@@ -26,7 +26,6 @@ class Messages:
     keep_alive = wire.event({"type": "ping"}, "ping")
 
     def read(self, body: Body) -> Request:
-        """See `Dialect.read`."""
         wire.refuse_absent(body)
         messages = wire.object_list(body.get("messages"), "messages")
         if not messages:
@@ -43,7 +42,6 @@ class Messages:
         )
 
     def complete(self, turns: Sequence[Turn], model: str) -> Body:
-        """See `Dialect.complete`."""
         (turn,) = turns
         assert turn.reply is not None
         usage = {"input_tokens": turn.context, "output_tokens": turn.tokens}
@@ -51,17 +49,15 @@ class Messages:
         return {**head, **_end(turn), "usage": usage}
 
     def stream(self, turn: Turn, model: str, body: Body) -> "MessageStream":
-        """See `Dialect.stream`."""
         return MessageStream(turn, model)
 
     def error(self, error: RequestRefused) -> Body:
-        """See `Dialect.error`."""
         kind = ERRORS.get(error.status, "invalid_request_error")
         return {"type": "error", "error": {"type": kind, "message": str(error)}}
 
 
 class MessageStream:
-    """Writes blocks one after another: reasoning, text, tool calls."""
+    """A `Stream` of blocks: reasoning, text, tool calls."""
 
     def __init__(self, turn: Turn, model: str) -> None:
         self._turn, self._model = turn, model
@@ -69,13 +65,11 @@ class MessageStream:
         self._block, self._open = -1, ""
 
     def begin(self) -> bytes:
-        """See `Stream.begin`."""
         usage = {"input_tokens": self._turn.context, "output_tokens": 0}
         empty = {"content": [], "stop_reason": None, "stop_sequence": None, "usage": usage}
         return _event("message_start", message={**_head(self._turn, self._model), **empty})
 
     def extend(self, partial: Reply) -> bytes:
-        """See `Stream.extend`."""
         (thought, content), self._sent = wire.new_texts(self._sent, partial), partial
         parts: list[bytes] = []
         if thought:
@@ -85,7 +79,6 @@ class MessageStream:
         return b"".join(parts)
 
     def end(self, turn: Turn) -> bytes:
-        """See `Stream.end`."""
         assert turn.reply is not None
         parts = [self.extend(turn.reply)]
         if not turn.reply.calls and not turn.reply.content:
@@ -99,7 +92,6 @@ class MessageStream:
         return b"".join(parts)
 
     def _enter(self, kind: str) -> bytes:
-        """Begin a block of this kind, unless one is open."""
         if self._open == kind:
             return b""
         empty = {"text": {"text": ""}, "thinking": {"thinking": "", "signature": ""}}[kind]
@@ -115,7 +107,6 @@ class MessageStream:
         return _event("content_block_delta", index=self._block, delta=delta)
 
     def _leave(self) -> bytes:
-        """End the open block, if any."""
         if not self._open:
             return b""
         self._open = ""

@@ -21,7 +21,6 @@ class Responses:
     keep_alive = b": keep-alive\n\n"
 
     def read(self, body: Body) -> Request:
-        """See `Dialect.read`."""
         wire.refuse_absent(body)
         wire.refuse(body, "background", "an answer comes on the connection that asks for it")
         wire.refuse(body, "conversation", "send the messages, or previous_response_id")
@@ -47,22 +46,19 @@ class Responses:
         )
 
     def complete(self, turns: Sequence[Turn], model: str) -> Body:
-        """See `Dialect.complete`."""
         (turn,) = turns
         assert turn.reply is not None
         return _response(turn, model, _items(turn, turn.reply))
 
     def stream(self, turn: Turn, model: str, body: Body) -> "ResponseStream":
-        """See `Dialect.stream`."""
         return ResponseStream(turn, model)
 
     def error(self, error: RequestRefused) -> Body:
-        """See `Dialect.error`."""
         return Chat().error(error)
 
 
 class ResponseStream:
-    """Writes items one after another: reasoning, the message, function calls."""
+    """A `Stream` of items: reasoning, the message, function calls."""
 
     def __init__(self, turn: Turn, model: str) -> None:
         self._turn, self._model = turn, model
@@ -70,11 +66,9 @@ class ResponseStream:
         self._item, self._open, self._number = -1, "", -1
 
     def begin(self) -> bytes:
-        """See `Stream.begin`."""
         return self._event("created", response=_response(self._turn, self._model, []))
 
     def extend(self, partial: Reply) -> bytes:
-        """See `Stream.extend`."""
         (thought, content), self._sent = wire.new_texts(self._sent, partial), partial
         parts: list[bytes] = []
         if thought:
@@ -84,7 +78,6 @@ class ResponseStream:
         return b"".join(parts)
 
     def end(self, turn: Turn) -> bytes:
-        """See `Stream.end`."""
         assert turn.reply is not None
         parts = [self.extend(turn.reply)]
         items = _items(turn, turn.reply)
@@ -103,7 +96,6 @@ class ResponseStream:
         return b"".join(parts)
 
     def _enter(self, kind: str) -> bytes:
-        """Begin an item of this kind, unless one is open."""
         if self._open == kind:
             return b""
         left = self._leave()
@@ -120,7 +112,6 @@ class ResponseStream:
         return self._event(f"{kind}.delta", **place, delta=text, **more)
 
     def _leave(self) -> bytes:
-        """End the open item, if any."""
         kind, self._open = self._open, ""
         if not kind:
             return b""
