@@ -25,7 +25,9 @@ from collections import deque
 from collections.abc import Generator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
+
+from ray import ObjectRef
 
 from streamppo import durable, process
 from streamppo.config import consent
@@ -47,9 +49,6 @@ from streamppo.telemetry.summary import final_line
 from streamppo.telemetry.tracking.sinks import Sinks
 from streamppo.types import EngineReport, QueueReport, UpdateReport, decode
 
-if TYPE_CHECKING:
-    from ray import ObjectRef
-
 AHEAD = 2
 """The number of updates that are requested from the learner at a time."""
 
@@ -63,7 +62,7 @@ class PendingUpdate(NamedTuple):
     """A requested update: the version that it makes, and one pending call for each rank."""
 
     version: int
-    refs: "list[ObjectRef[bytes]]"
+    refs: list[ObjectRef[bytes]]
 
 
 def run(config: Config, folder: Path, *, started: float, interrupts: Interrupts, accept_changes: bool = False) -> int:
@@ -162,7 +161,6 @@ def _checkpoint(stages: Stages, version: int) -> None:
 
 
 def _drop_batches(stages: Stages, version: int) -> None:
-    """Drop the archived batches that no resume needs, except the newest `archive.keep` batches."""
     config, complete = stages.config, manifest.complete(stages.folder / "checkpoints")
     if config.archive.keep and len(complete) >= config.checkpoint.keep:
         before = min(version - config.archive.keep, int(complete[-config.checkpoint.keep].name))
@@ -190,7 +188,6 @@ def _record(stages: Stages, record: RunRecord, pending: deque[PendingUpdate], *,
 
 
 def _finish(stages: Stages, record: RunRecord) -> Reports:
-    """Save the last checkpoint, export the model and evaluate it. Returns the last counters."""
     ranks, folder = stages.ranks, stages.folder
     saving = [rank.save.remote(str(folder / "checkpoints")) for rank in ranks]
     stages.calls.wait([*saving, *(rank.settle.remote() for rank in ranks)], "the last checkpoint")
@@ -232,7 +229,6 @@ def new_folder(config: Config, runs: Path) -> Path:
 
 
 def _claim_folder(scratch: Path, folder: Path) -> bool:
-    """Rename the folder `scratch` to `folder`; return False if `folder` exists."""
     with durable.naming(folder, RunError):
         try:
             # A rename replaces an empty folder, and raises OSError if the folder has files.

@@ -5,8 +5,6 @@
 A prompt's number selects a data row, so with changed data it would select another row. For this reason a run keeps its
 data and models, unless the user accepts a change. A reward or a custom function of `[algorithm]` may change, and the
 change is logged. Data sets and models on a hub have no local files and are not checked.
-
-The fingerprint of a file above `WHOLE_BYTES` covers its size and `PLACES` evenly spread pieces of 1 MiB.
 """
 
 import hashlib

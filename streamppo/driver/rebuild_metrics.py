@@ -1,8 +1,7 @@
 """Rebuilds lost lines of metrics.jsonl from the archived batches.
 
 A batch contains the rewards, lengths, tokens and lags of its update. Losses, gradients and times are lost with the
-line, but `streamppo replay` recomputes losses and gradients. If a line cannot be rebuilt, a log line says so and the
-run continues.
+line, but `streamppo replay` recomputes losses and gradients.
 """
 
 import logging

@@ -45,9 +45,7 @@ REPORT = "report.html"
 SAMPLES = 4
 """The number of trajectories shown from each of the three batches of `_samples`."""
 SHOWN_TOKENS = 1000
-"""The maximum number of tokens shown of a completion."""
 REASONS = 20
-"""The maximum number of failure reasons shown."""
 ZEROS = {"wait_s": 0.0, "update_s": 0.0, "push_ms": 0.0, "push_mib": 0.0, "lag_histogram": {}}
 """Entries of an update's line that a replay does not measure."""
 TOKENIZER = "tokenizer.json"
@@ -209,7 +207,6 @@ def _failures(journal: Journal) -> list[NamedNumber]:
 
 
 def _samples(config: Config, folder: Path) -> list[TrainedSample]:
-    """Return samples from three archived batches: the oldest, the middle and the newest one."""
     archived = archive.open(folder)
     if not (versions := archived.versions()):
         raise JournalError(f"{folder}: no batch is kept in its archive")
@@ -249,7 +246,6 @@ def _batch_samples(batch: Batch, decode: Decode) -> Iterable[TrainedSample]:
 
 
 def _pieces(batch: Batch, trajectory: Trajectory, decode: Decode) -> list[TextPiece]:
-    """Split the completion where the version changes, and between the policy's tokens and others."""
     tokens, mask = ints(trajectory.tokens)[:SHOWN_TOKENS], flags(trajectory.mask).tolist()
     lags = [batch.version - version for version in ints(trajectory.versions).tolist()]
     pieces: list[TextPiece] = []

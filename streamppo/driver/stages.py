@@ -16,11 +16,11 @@ from collections import deque
 from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import ray
 from msgspec import structs
 from ray import ObjectRef
+from ray.actor import ActorProxy
 from ray.exceptions import RayActorError, RayError
 
 from streamppo import durable
@@ -39,19 +39,15 @@ from streamppo.driver.watch.watch import TICK_S, RunStage, WatchedCalls
 from streamppo.errors import ConfigError, LearnerLost, RunError
 from streamppo.learner.checkpoint import history, manifest, remote
 from streamppo.learner.checkpoint.history import History
+from streamppo.queue.actor import QueueActor
 from streamppo.queue.batch_source import as_source
+from streamppo.queue.shards.shard import QueueShard
+from streamppo.rollout.actor import RolloutActor
 from streamppo.tasks.rewards import reward_model
 from streamppo.telemetry.host_memory import MemoryKills
 from streamppo.telemetry.record import RunRecord
 from streamppo.types import EngineReport, QueueReport, UpdateReport, decode, encode
 from streamppo.weights import factory, store
-
-if TYPE_CHECKING:
-    from ray.actor import ActorProxy
-
-    from streamppo.queue.actor import QueueActor
-    from streamppo.queue.shards.shard import QueueShard
-    from streamppo.rollout.actor import RolloutActor
 
 TOGETHER_S = 30.0
 """If one failure cuts off several nodes, Ray declares all of them dead within this number of seconds."""
@@ -191,7 +187,6 @@ class Stages:
         return sorted(reports, key=lambda report: report.version)
 
     def fetch_final(self) -> None:
-        """Fetch the exported model into the run's folder if it was written to another node's disk."""
         if self.config.cluster.own_disks:
             final = self.folder / store.FINAL
             with durable.naming(final, RunError):
@@ -237,7 +232,6 @@ class Stages:
             pool.replace(error.actor_id, describe(error))
 
     def _replace_silent(self, name: str, reason: str) -> None:
-        """Replace a rollout actor, unless it was replaced already. Raises `LearnerLost` for a rank."""
         if name in self._loaded_ranks:
             raise LearnerLost(f"{self._loaded_ranks[name]}: {reason}")
         for pool in (self.rollouts, self.evaluators):

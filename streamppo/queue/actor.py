@@ -20,7 +20,7 @@ import time
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TypeAlias
 from uuid import uuid4
 
 import ray
@@ -49,9 +49,7 @@ from streamppo.tasks.order import RowNumbers
 from streamppo.types import Batch, Failure, Push, TokenRecord, Trajectory, decode, encode
 from streamppo.weights.ledger import Ledger, PublishReply
 from streamppo.weights.shares import EncodedRecord, RankShare, ShareCollector
-
-if TYPE_CHECKING:
-    from streamppo.weights.transport import BucketRef
+from streamppo.weights.transport import BucketRef
 
 log = logging.getLogger(__name__)
 PushedRefs: TypeAlias = "tuple[bytes, list[BucketRef]]"
@@ -124,7 +122,6 @@ class QueueActor(ArchivedRuns):
 
     @ray.method
     async def silent(self, actors: list[str], limit_s: float) -> list[str]:
-        """Return the `actors` that have not called for more than `limit_s` seconds."""
         present = time.monotonic()
         return [actor for actor in actors if present - self._last_call_s.setdefault(actor, present) > limit_s]
 

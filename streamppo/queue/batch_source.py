@@ -1,14 +1,11 @@
-"""Sources of a learner's batches: the protocol, and the archive as a source.
-
-The live queue (`QueueActor`) and a run's archive (`ArchiveSource`) are both a `BatchSource`.
-"""
+"""Sources of a learner's batches: the protocol, and the archive as a source."""
 # Ray leaves parts of its signatures untyped.
 # pyright: reportUnknownMemberType=false
 
 import asyncio
 from functools import lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol, TypeVar, cast
+from typing import Protocol, TypeVar, cast
 
 import ray
 from ray.actor import ActorProxy
@@ -19,9 +16,7 @@ from streamppo.queue.store import archive
 from streamppo.types import Push, decode, encode
 from streamppo.weights.ledger import PublishReply
 from streamppo.weights.shares import EncodedRecord, RankShare, ShareCollector
-
-if TYPE_CHECKING:
-    from streamppo.weights.transport import BucketRef
+from streamppo.weights.transport import BucketRef
 
 BEAT_S = 5.0
 """Seconds between two heartbeats of a rollout actor or a rank, also during long work."""

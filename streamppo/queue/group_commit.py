@@ -52,7 +52,6 @@ class Commits:
         """What an unchanged queue would write: the same counters as the last transaction, and nothing else."""
 
     def publish(self, version: PublishedVersion, consumed: Sequence[Identity]) -> None:
-        """Add a published version, and the trajectories that it consumed, to the next transaction."""
         self._versions.append(version)
         self._consumed += consumed
 

@@ -26,7 +26,6 @@ from streamppo.queue.store.journal import Journal
 from streamppo.types import WireStruct
 
 WINDOWS = 4
-"""The number of parts into which the common updates are divided; each part has a row."""
 Rewards: TypeAlias = Mapping[int, tuple[int, float]]
 """For each prompt: the last update that trained on any of its samples, and the mean reward of its samples."""
 

@@ -39,7 +39,6 @@ def report(state: QueueState) -> QueueReport:
 
 
 def _ledger(state: QueueState) -> dict[str, int]:
-    """Count sampled tokens: all that were delivered, those of each ending, and those that wait or are leased."""
     ready = [slot.trajectory for slot in state.waiting() if slot.trajectory is not None]
     leased = [trajectory for batch in state.leases.values() for trajectory in batch.batch.trajectories]
     return {

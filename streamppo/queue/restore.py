@@ -129,7 +129,6 @@ def _read_transactions(remote: Store, folder: str, names: Sequence[str]) -> Iter
 
 
 def _restore_base(remote: Store, folder: str, bases: Sequence[str], run: Path) -> tuple[Journal, str]:
-    """Restore the last intact copy in `bases`; return the journal and the token of the claim that wrote the copy."""
     for base in reversed(bases):
         checksum = base[DIGITS + 1 :].partition(".")[0]
         remote.fetch(folder, base, run)
@@ -152,7 +151,6 @@ def _repeat(journal: Journal, entry: Entry) -> None:
 
 
 def _restore_shards(remote: Store, folder: str, run: Path, journal: Journal, token: str) -> None:
-    """Restore the journals of a run's shards. Raises `JournalError` if a shard lacks a trajectory of the queue."""
     config = resume_checks.newest_config(journal)
     identities = [slot.identity for slot in journal.slots() if slot.record]
     numbers = shards.numbers(config) if config else range(0)

@@ -206,7 +206,6 @@ def _counters(config: Config, slots: Slots, point: RewindPoint) -> Counters:
 def _zero_variance(
     archive: Archive, ended: Iterable[EndedAttempt], config: Config, version: int, rows: KnownRows | None
 ) -> Counts:
-    """The curriculum's count of each data row at `version`, from the kept batches since `rows` were recorded."""
     settings = queue_settings(config)
     if settings.curriculum is None or rows is None:
         return ()

@@ -5,8 +5,7 @@
     versions    all engines that hold version v share one event, set when a version above v is published
 
 After each change of the queue, `serve` runs before anything is awaited, so that no caller waits for a result that
-exists. A change that serves no caller costs one check per engine version and per requested batch, for any number of
-callers.
+exists.
 """
 
 import asyncio
@@ -61,13 +60,11 @@ class TicketLine:
             self._leave(caller)
 
     def available(self, actor: str, engine_version: int, limit: int, call: int) -> Tickets:
-        """Return the tickets that `QueueRules.issue` gives now, perhaps none."""
         if tickets := self._rules.issue(actor, engine_version, limit, call):
             self._places.pop(actor, None)
         return tickets
 
     def serve(self) -> None:
-        """Issue all available tickets, to the longest waiting actor first."""
         served = [version for version in self._by_version if self._rules.has_ticket(version)]
         if not served:
             return
@@ -99,7 +96,6 @@ class TicketLine:
         self._places.clear()
 
     def _answer(self, caller: Caller) -> None:
-        """Give `caller` its tickets, if there are any; if the rules refuse, raise their error in its call."""
         if caller.tickets_future.done():
             # The call was cancelled; `tickets` will remove the caller from the line.
             return
@@ -210,6 +206,5 @@ class VersionWaiters:
         await self._events.setdefault(version, asyncio.Event()).wait()
 
     def wake(self, version: int) -> None:
-        """Wake all engines that hold a version below `version`."""
         for waited in [waited for waited in self._events if waited < version]:
             self._events.pop(waited).set()

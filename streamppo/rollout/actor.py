@@ -76,7 +76,6 @@ class RolloutActor:
 
     @ray.method
     async def report(self) -> bytes:
-        """Return the counters since the start, as an `EngineReport`."""
         return encode((await self._ready_worker()).report())
 
     async def _ready_worker(self) -> "Worker":

@@ -6,7 +6,7 @@ frozen weights      read once from the model's files; hashes compared with the l
 
 import asyncio
 from collections.abc import Mapping
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -28,18 +28,11 @@ class Loadable(NamedTuple):
     contents: Mapping[str, int]
 
 
-class EngineTensors(Protocol):
-    """Makes the tensors of a version for an engine."""
-
-    async def materialize(self, replica: Replica) -> Loadable:
-        """Return the tensors of the version in `replica`, whose next version may overwrite them, or `WeightsError`."""
-        ...
-
-
 class WholeModel:
     """Passes on the tensors of pushed whole models. Their hashes are compared where the tensors are copied."""
 
     async def materialize(self, replica: Replica) -> Loadable:
+        """Return the tensors of the version in `replica`; the next version in `replica` may overwrite them."""
         return Loadable(replica.tensors, replica.contents)
 
 
@@ -51,7 +44,7 @@ class MergedAdapters:
         self._contents = {name: hash_tensor(tensor) for name, tensor in frozen.items()}
 
     async def materialize(self, replica: Replica) -> Loadable:
-        """See `EngineTensors.materialize`. Merges in a thread, so that the event loop stays free."""
+        """Return new tensors of the version in `replica`. Raises `WeightsError` if the version is damaged."""
         return await asyncio.to_thread(self._merge, replica)
 
     @phase("merge")
@@ -75,6 +68,9 @@ class MergedAdapters:
                 f"version {push.version} has adapters of another model than the one in this actor's files: "
                 f"{names[0]} differs, and {len(names) - 1} more"
             )
+
+
+EngineTensors: TypeAlias = WholeModel | MergedAdapters
 
 
 def source(config: Config, model_path: str) -> EngineTensors:

@@ -92,7 +92,6 @@ class ContextReuse:
 
 
 NEVER = 2**62
-"""A number larger than the length of any completion."""
 
 
 class Cuts(NamedTuple):

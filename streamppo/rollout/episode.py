@@ -31,7 +31,6 @@ from streamppo.types import (
 
 NO_STOP = Stop()
 EXPLAINED = 2000
-"""Maximum number of characters of a reward's explanation in a trajectory."""
 
 
 class Episode(NamedTuple):
@@ -64,7 +63,6 @@ class Episode(NamedTuple):
         return int(np.count_nonzero(self.mask))
 
     def until(self, end: int) -> "Episode":
-        """Return the episode of the first `end` tokens, with `finish` "cut"."""
         return self._replace(
             tokens=self.tokens[:end],
             logprobs=self.logprobs[:end],
@@ -158,11 +156,9 @@ class Columns:
         return np.concatenate([self.prompt_tokens, *(part[0] for part in self._parts)])
 
     def versions(self) -> Ints:
-        """Join the versions of all tokens so far, except the prompt's."""
         return np.concatenate([np.zeros(0, np.int32), *(part[2] for part in self._parts)])
 
     def cut(self, completion: Completion) -> Episode:
-        """Return the episode so far, including the tokens of the running turn."""
         columns = copy(self)
         columns.turns, columns._parts = [*self.turns], [*self._parts]
         columns._turn_ends, columns._candidates = [*self._turn_ends], [*self._candidates]
@@ -216,14 +212,12 @@ class Columns:
         )
 
     def _padded_routes(self) -> Routes | None:
-        """Return the routes of all tokens except the last; those of an observation at the end are -1."""
         if self._routes is None:
             return None
         missing = len(self.prompt_tokens) + self.length - 1 - len(self._routes)
         return np.pad(self._routes, ((0, missing), (0, 0)), constant_values=-1)
 
     def _join_candidates(self) -> TokenCandidates | None:
-        """Join the candidates of all turns; tokens of observations have a count of 0."""
         if all(candidates is None for candidates in self._candidates):
             return None
         none = np.zeros(0, np.int32)

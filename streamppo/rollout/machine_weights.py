@@ -10,8 +10,7 @@
     unblocks     the next swap of `WeightSync`
 
 The machine's name is a socket address in Linux's abstract namespace, which is free again when the leader ends. The next
-actor that finds no leader takes the name. Shared memory is freed when the last process that has it ends. So a dead
-process leaves neither a name nor memory behind.
+actor that finds no leader takes the name. Shared memory is freed when the last process that has it ends.
 
 With any number of actors, a machine holds three copies of the model: the served version, the next one, and the one
 being pulled. While an engine is late, the machine also holds the older version of that engine.
@@ -125,7 +124,6 @@ class MachinePuller(Puller):
         return self._leading is not None
 
     def _resign(self) -> None:
-        """Stop leading, so that the next leader pulls into new memory."""
         if self._leading is not None:
             self._leading.leader.close()
             self._leading.task.cancel()
@@ -263,7 +261,6 @@ async def _pull_for_all(puller: Puller, leader: Leader) -> None:
 
 
 def _bind(address: str) -> socket.socket | None:
-    """Return a socket that listens at `address`; None if another process does. Other errors raise `WeightsError`."""
     try:
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:

@@ -5,9 +5,8 @@ turn of the policy -> environment.step -> observation, or done
         +--------------------------------------+   until max_turns or max_tokens
 """
 
-from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from msgspec import structs
 
@@ -15,32 +14,21 @@ from streamppo.config.task import AgentEnvironment, AnyEnvironment
 from streamppo.config.task import Environment as EnvironmentConfig
 from streamppo.errors import ModelError, TaskError
 from streamppo.rollout import random_numbers
-from streamppo.rollout.engine import Completion, ContextReuse, Cuts, Sampler, Sampling
+from streamppo.rollout.engine import ContextReuse, Sampler, Sampling
 from streamppo.rollout.episode import NO_STOP, Columns, Episode, one_turn
+from streamppo.rollout.segment_writer import SegmentWriter
 from streamppo.tasks import environments
 from streamppo.tasks.environments import Done, EnvSession
 from streamppo.tasks.stalls import EventLoopStalls
 from streamppo.tasks.stop import Stop
 from streamppo.tasks.tokenizer import Said, Tokenizer
-from streamppo.types import Ints, Prompt
+from streamppo.types import Prompt
 
 if TYPE_CHECKING:
     from streamppo.rollout.agents import Agents
 
 FAILURES = (TaskError, ModelError)
 """Errors that fail only the trajectory that is being played or scored."""
-
-
-class Cutter(Protocol):
-    """Hands over an episode's segments while it is played: see `segment_writer.SegmentWriter`."""
-
-    def cuts(self, so_far: Callable[[Completion], Episode], before: Ints) -> Cuts | None:
-        """Return where the engine cuts the next turn."""
-        ...
-
-    def wait(self, episode: Episode) -> None:
-        """Note that a turn has ended: `episode` waits for the environment's answer."""
-        ...
 
 
 class Player:
@@ -75,7 +63,6 @@ class Player:
             self._stalls = EventLoopStalls(self._environment.name, self._environment.timeout_s)
 
     def stalls(self) -> dict[str, int]:
-        """Return the number of environment steps that blocked the event loop, by file and line."""
         return dict(self._stalls.counts) if self._stalls else {}
 
     def prepare(self, prompt: Prompt) -> None:
@@ -84,7 +71,7 @@ class Player:
         if self._environment is None and self.agents is None:
             self.tokenizer.encode(prompt)
 
-    async def play(self, prompt: Prompt, sampling: Sampling, cutter: Cutter | None = None) -> Episode:
+    async def play(self, prompt: Prompt, sampling: Sampling, cutter: SegmentWriter | None = None) -> Episode:
         """Play one episode; `cutter` hands over its segments. Raises one of `FAILURES`."""
         if self.agents is not None:
             return await self.agents.play(prompt, sampling)
@@ -97,7 +84,12 @@ class Player:
             return await self._converse(prompt, sampling, self._environment, world, cutter)
 
     async def _converse(
-        self, prompt: Prompt, sampling: Sampling, limits: EnvironmentConfig, world: EnvSession, cutter: Cutter | None
+        self,
+        prompt: Prompt,
+        sampling: Sampling,
+        limits: EnvironmentConfig,
+        world: EnvSession,
+        cutter: SegmentWriter | None,
     ) -> Episode:
         opening = _opening(prompt, await world.begin(prompt), limits)
         columns = Columns(self.tokenizer.encode(opening), opening)

@@ -25,7 +25,6 @@ if TYPE_CHECKING:
     from streamppo.queue.actor import QueueActor
 
 RETRY_S = 0.5
-"""Seconds from a failed pull to the next attempt."""
 AHEAD = 2
 """The number of buckets fetched while one is unpacked."""
 

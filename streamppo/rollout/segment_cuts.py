@@ -8,8 +8,7 @@ the oldest first. `share` is the number of segments in a batch divided by the nu
     uncut segments of an age of a or more, for each a       at most (max_age - a) * share
     segments of an age of `aim` (the wanted lag) or more    cut, up to `share` cuts in all
 
-While the first bound holds, the second causes at most `share` cuts at a swap. An actor that also had the tickets of
-other actors would cut more at every swap than a batch has room for, until tokens were too old.
+While the first bound holds, the second causes at most `share` cuts at a swap.
 
 Example: max_age 2, share 1. Of two segments of age 1, one is cut, because at most (2 - 1) * 1 may stay uncut.
 

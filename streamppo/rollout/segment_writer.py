@@ -1,8 +1,7 @@
 """Hands over the segments of one ticket's completion before its end, each once and in order.
 
 The engine cuts completions that are being sampled; `cut_waiting` cuts a completion that waits for a reward or an
-environment. All segments except the last are trajectories with `finish` "cut" and no reward. The last segment is made
-after scoring.
+environment. All segments except the last are trajectories with `finish` "cut" and no reward.
 """
 
 from collections.abc import Callable
@@ -56,7 +55,6 @@ class SegmentWriter:
         )
 
     def wait(self, episode: Episode) -> None:
-        """Note that `episode` waits for a reward or an environment."""
         self._waiting = episode
 
     def cut_waiting(self, version: int) -> int | None:

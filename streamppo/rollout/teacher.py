@@ -145,7 +145,6 @@ class TeacherClient:
             return TeacherScores(reason=reason, retryable=isinstance(error, Retryable))
 
     async def _texts(self, tokens: Sequence[int]) -> list[str]:
-        """Return the text of each of `tokens` by the server's tokenizer; empty if the call fails."""
         body = {"tokens": [[token] for token in tokens], "skip_special_tokens": False}
         try:
             async with asyncio.timeout(self._timeout_s):

@@ -76,7 +76,6 @@ def _shapes_in_files(folder: Path) -> dict[str, tuple[int, ...]]:
 
 
 def _shapes_on_hub(model: str) -> dict[str, tuple[int, ...]]:
-    """Return name and shape of every tensor of a model on the hub, or in its cache if the hub cannot be reached."""
     import httpx
     from huggingface_hub import HfApi, snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, NotASafetensorsRepoError, OfflineModeIsEnabled

@@ -6,8 +6,6 @@ waits for    tickets, which the queue's admission rule limits; never for the lea
 unblocks     the queue's next take
 
     ticket -> prompt -> generate -> score -> deliver      one coroutine for each trajectory in flight: `_sample`
-
-A teacher's server is called concurrently with the rewards.
 """
 
 import asyncio
@@ -200,7 +198,6 @@ class Worker:
 
     @property
     def _num_requestable(self) -> int:
-        """The number of tickets to request: the free places, up to `most_under_way` if segments are cut by age."""
         queue, in_flight = self._config.queue, self._config.rollout.in_flight
         if queue.segments and queue.segments.just_in_time:
             under_way = in_flight - self._free_places
@@ -215,7 +212,6 @@ class Worker:
         return self._config.queue.aim(self._follower.admitted_lag)
 
     def _admit(self, answer: bytes, group: asyncio.TaskGroup) -> int:
-        """Begin the trajectories of the tickets in `answer`. Returns the number of tickets."""
         with phase("admit"):
             tickets = decode(answer, tuple[Ticket, ...])
             for ticket in tickets:
@@ -270,7 +266,6 @@ class Worker:
         self._delivery_due.set()
 
     async def _score_and_teach(self, prompt: Prompt, episode: Episode) -> tuple[Reward, bytes]:
-        """Return the reward, and the log-probs that the teacher's server computes meanwhile; b"" without a teacher."""
         if self._teacher is None:
             return await self._score(prompt, episode), b""
         return await asyncio.gather(self._score(prompt, episode), self._teacher.score(episode))

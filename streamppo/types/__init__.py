@@ -12,7 +12,7 @@ Arrays travel as bytes columns (little-endian int32, float32 or uint8), which `i
 """
 
 import hashlib
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias
 
 from streamppo.types.reports import EngineReport as EngineReport
 from streamppo.types.reports import EvaluationReport as EvaluationReport
@@ -32,6 +32,8 @@ from streamppo.types.wire import floats as floats
 from streamppo.types.wire import ints as ints
 from streamppo.types.wire import utf8_safe as utf8_safe
 
+JsonObject: TypeAlias = dict[str, Any]
+
 
 class Message(WireStruct, frozen=True, omit_defaults=True, repr_omit_defaults=True):
     """One turn of a chat. `role` is system, user, assistant or tool.
@@ -43,9 +45,9 @@ class Message(WireStruct, frozen=True, omit_defaults=True, repr_omit_defaults=Tr
     role: str
     content: str | None
     name: str | None = None
-    tool_calls: tuple[dict[str, Any], ...] = ()
+    tool_calls: tuple[JsonObject, ...] = ()
     tool_call_id: str | None = None
-    fields: dict[str, Any] = {}
+    fields: JsonObject = {}
 
     def __hash__(self) -> int:
         """Return a hash of role and content: the other fields contain dicts, which have no hash."""
@@ -55,7 +57,7 @@ class Message(WireStruct, frozen=True, omit_defaults=True, repr_omit_defaults=Tr
     def text(self) -> str:
         return self.content or ""
 
-    def plain(self) -> dict[str, Any]:
+    def plain(self) -> JsonObject:
         """Return the message as a dict of its set fields. Chat templates and TRL's rewards expect this form."""
         optional = {"name": self.name, "tool_calls": list(self.tool_calls), "tool_call_id": self.tool_call_id}
         filled = {key: value for key, value in optional.items() if value}
@@ -69,8 +71,8 @@ class Template(WireStruct, frozen=True, omit_defaults=True, repr_omit_defaults=T
     token.
     """
 
-    arguments: dict[str, Any] = {}
-    tools: tuple[dict[str, Any], ...] = ()
+    arguments: JsonObject = {}
+    tools: tuple[JsonObject, ...] = ()
     control_tokens: Literal["text", "parse"] = "text"
 
     def __hash__(self) -> int:
@@ -85,7 +87,7 @@ class Prompt(WireStruct, frozen=True):
     """
 
     text: str
-    columns: dict[str, Any]
+    columns: JsonObject
     messages: tuple[Message, ...] = ()
     source: str = ""
     max_tokens: int | None = None

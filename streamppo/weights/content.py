@@ -88,7 +88,6 @@ def _hash_words(words: Tensor, start: int) -> int:
 
 
 def _hash_blocks(blocks: Tensor, table: Tensor) -> list[int]:
-    """Return the sum of each block, without the block's factor."""
     if blocks.device.type == "cpu":
         # einsum adds the products without storing them. `astype` widens faster than einsum would.
         return np.einsum("bw,w->b", blocks.numpy().astype(np.int64), table.numpy()).tolist()

@@ -31,7 +31,6 @@ from streamppo.weights.transport import BucketGone, BucketRef
 READ_S, SLOWEST_BYTES_PER_S = 60.0, 20e6
 """A read is abandoned after READ_S + bytes / SLOWEST_BYTES_PER_S seconds."""
 LOOK_S = 0.0005
-"""Seconds between two polls of a transfer."""
 BLOCKS = 1 << 16
 """The maximum number of blocks of a rank, and the number of generations that the rank registers."""
 KIND = "DRAM"
@@ -110,7 +109,6 @@ class NixlSender:
             self._agent.register_memory([(memory.ctypes.data, memory.nbytes, 0, "")], KIND)
 
     def _make_progress(self) -> None:
-        """Make progress calls forever, for devices that do not serve reads on their own."""
         while True:
             with self._lock:
                 self._agent.get_new_notifs()
@@ -148,7 +146,6 @@ class NixlReceiver:
         return bucket[: remote.nbytes]
 
     def _read(self, name: str, address: int, into: Bytes) -> None:
-        """Fill `into` from `address` in the memory of the agent `name`. Raises `BucketGone` if it takes too long."""
         agent, place = self._agent, (into.ctypes.data, into.nbytes, 0)
         registered = agent.register_memory([(*place, "")], KIND)
         remote_memory = agent.get_xfer_descs([(address, into.nbytes, 0)], KIND)
@@ -193,6 +190,5 @@ def _api() -> ModuleType:
 
 
 def _failures() -> tuple[type[Exception], ...]:
-    """Return the exception types that NIXL raises for a lost peer or an unfinished read."""
     members = vars(import_module("nixl._bindings")).values()
     return tuple(member for member in members if isinstance(member, type) and issubclass(member, Exception))

@@ -6,16 +6,14 @@ out, which takes minutes. For this reason every fetch has a timeout, after which
 
 import asyncio
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, cast
+from typing import cast
 
 import ray
+from ray import ObjectRef
 from ray.exceptions import ObjectLostError
 
 from streamppo.weights.delta import Bytes
 from streamppo.weights.transport import BucketGone, BucketRef
-
-if TYPE_CHECKING:
-    from ray import ObjectRef
 
 FETCH_S, LONGER_S = 20.0, 10.0
 """The timeout of a fetch in seconds, and its increase after each fetch that exceeds it."""

@@ -2,9 +2,10 @@
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import ray
+from ray.actor import ActorProxy
 
 from streamppo.config.sections import Config, model_path
 from streamppo.driver.ray.cluster import this_node
@@ -16,9 +17,6 @@ from streamppo.queue.shards import shards
 from streamppo.queue.shards.shard import QueueShard
 from streamppo.rollout.actor import RolloutActor
 from streamppo.types import encode
-
-if TYPE_CHECKING:
-    from ray.actor import ActorProxy
 
 MAILBOX_CALLS = 10_000
 """The maximum number of calls that wait in an actor at one time. All actors together never make so many calls."""

@@ -13,12 +13,13 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from pathlib import Path
 from threading import Timer
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, TypeAlias, cast
 
 import ray
 from ray import ObjectRef
 from ray._private import ray_constants, ray_logging, worker
 from ray._private.node import Node
+from ray.actor import ActorHandle, ActorProxy
 from ray.exceptions import ActorDiedError, RayActorError, RayError, RayTaskError
 from ray.experimental.tqdm_ray import RAY_TQDM_MAGIC
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
@@ -32,13 +33,12 @@ from streamppo.errors import Interrupted, RunError, StreamppoError
 from streamppo.tasks import plugins
 from streamppo.terminal import harmless
 
-if TYPE_CHECKING:
-    from ray.actor import ActorHandle, ActorProxy
-
+Actor: TypeAlias = ActorProxy[Any]
+Call: TypeAlias = ObjectRef[Any]
+"""A call to an actor."""
 BLAME_S = 5.0
 """Time limit for finding the actor whose death made another actor's call fail."""
 CLOSING_S = 10.0
-"""Time limit for Ray to end its processes."""
 TOO_LATE = "timed out during startup"
 """A part of Ray's message that its processes have not started within 30 s, which is a fixed limit."""
 TOO_LONG = "AF_UNIX path length"
@@ -237,7 +237,7 @@ def describe(error: BaseException) -> str:
     return text if isinstance(error, StreamppoError) else f"{type(error).__name__}: {text}"
 
 
-def death(refs: Sequence[ObjectRef[Any]]) -> RayActorError | None:
+def death(refs: Sequence[Call]) -> RayActorError | None:
     """Return the first error about a dead actor among the calls `refs`; None if no actor has died.
 
     If one actor of a group dies, a call to another actor may fail with an error that does not name the cause.
@@ -253,12 +253,12 @@ def death(refs: Sequence[ObjectRef[Any]]) -> RayActorError | None:
     return None
 
 
-def actor_id(actor: "ActorProxy[Any]") -> str:
+def actor_id(actor: Actor) -> str:
     """Return Ray's id of an actor. The error about its death has the same `actor_id`."""
     return cast("ActorHandle[Any]", actor)._actor_id.hex()
 
 
-def inside(actor: "ActorProxy[Any]", function: Callable[..., None], *arguments: object) -> "ObjectRef[None]":
+def inside(actor: Actor, function: Callable[..., None], *arguments: object) -> "ObjectRef[None]":
     """Call `function(actor, *arguments)` in the actor's process."""
     return cast("ActorHandle[Any]", actor).__ray_call__.remote(function, *arguments)
 
@@ -274,6 +274,6 @@ def refuse_dead_ray() -> None:
                 raise RunError(f"Ray's {name} has died ({ending}); resume the run to start a new Ray")
 
 
-def kill(actor: "ActorProxy[Any]") -> None:
+def kill(actor: Actor) -> None:
     """End an actor at once."""
     ray.kill(cast("ActorHandle[Any]", actor))

@@ -86,7 +86,6 @@ def missing_needs(needs: Needs) -> list[str]:
 
 
 def _input_folders(config: Config) -> tuple[str, ...]:
-    """Return the folders that ranks need: models, a pretraining run, and the folder through which weights pass."""
     algorithm, transport = config.algorithm, config.learner.transport
     folders = [config.model.path, algorithm.critic.model, algorithm.critic.pretrain, algorithm.teacher.model]
     folders += [transport.path] if isinstance(transport, Folder) else []

@@ -18,7 +18,6 @@ from streamppo.errors import RunError
 
 Bundle = dict[str, float]
 Options = dict[str, object]
-"""Ray options of an actor."""
 
 log = logging.getLogger(__name__)
 
@@ -113,7 +112,6 @@ def refuse_impossible(config: Config, *, rollout: bool = True) -> None:
 
 
 def _cluster_ranks_per_node(config: Config) -> int:
-    """Return `ranks_per_node` of the running Ray. Logs if ranks that exchange tokens may be on several nodes."""
     import ray
 
     if config.cluster.address == LOCAL:

@@ -36,7 +36,6 @@ from secrets import token_hex
 from typing import NamedTuple
 
 FORKS, LAUNCHES = "forks", "launches"
-"""The two roles of this script: template and launcher."""
 LIBRARIES = (
     "torch",
     "transformers.masking_utils",
@@ -61,7 +60,6 @@ OOM_SCORE = Path("/proc/self/oom_score_adj")
 READY = b"ready"
 """The template's first message, sent when it can fork. A launcher sends its message only after this message."""
 STREAMS = 3
-"""The number of standard streams: input, output and error."""
 NUMBER_BYTES = 8
 WAIT_S = 30.0
 """Time limit of a launcher for a template that is still importing. Ray gives a worker 60 s to start."""
@@ -237,7 +235,6 @@ def _serve(
 
 
 def _receive(channel: socket.socket, secret: str) -> tuple[WorkerStart | None, list[int]]:
-    """Return a launcher's message (None if it does not arrive in time) and its standard streams."""
     streams: list[int] = []
     message = b""
     with suppress(OSError, ValueError, TypeError):

@@ -8,17 +8,14 @@ processes may have been stopped too. Actors then get time to send a heartbeat be
 
 import time
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+
+from ray.actor import ActorProxy
 
 from streamppo.driver.watch.rollout_pool import RolloutHandle
 from streamppo.driver.watch.watch import RunStage, WatchedCalls
+from streamppo.queue.actor import QueueActor
 from streamppo.telemetry.record import RunRecord
 from streamppo.types import EngineReport, QueueReport, decode
-
-if TYPE_CHECKING:
-    from ray.actor import ActorProxy
-
-    from streamppo.queue.actor import QueueActor
 
 
 class Heartbeats:

@@ -8,7 +8,10 @@ A removed actor gets no more calls. The queue takes back the actor's unfinished 
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import count
-from typing import TYPE_CHECKING, Literal, TypeAlias
+from typing import Literal, TypeAlias
+
+from ray import ObjectRef
+from ray.actor import ActorProxy
 
 from streamppo.driver.ray.cluster import actor_id, kill
 from streamppo.driver.watch.watch import RunStage, WatchedCalls
@@ -16,10 +19,6 @@ from streamppo.errors import RunError
 from streamppo.queue.actor import QueueActor
 from streamppo.rollout.actor import RolloutActor
 from streamppo.types import EvaluationReport, decode
-
-if TYPE_CHECKING:
-    from ray import ObjectRef
-    from ray.actor import ActorProxy
 
 Kind: TypeAlias = Literal["rollout", "evaluation"]
 """The beginning of an actor's name. Actors that only evaluate follow the versions and request no tickets."""
@@ -70,7 +69,6 @@ class RolloutPool:
         self.generating = False
 
     def resize(self, wanted: int) -> None:
-        """Create actors, or remove the newest, until there are `wanted`."""
         for handle in self.handles[wanted:]:
             self._dismiss(handle)
         while len(self.handles) < wanted:

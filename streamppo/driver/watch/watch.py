@@ -18,11 +18,10 @@ import ray
 from ray import ObjectRef
 from ray.exceptions import RayActorError, RayError
 
-from streamppo.driver.ray.cluster import death, describe
+from streamppo.driver.ray.cluster import Call, death, describe
 from streamppo.errors import RunError
 
 TICK_S = 0.5
-"""The maximum number of seconds between two calls of `on_tick`."""
 LOOK_S = 5.0
 """The maximum number of seconds that a call of `check_stall` adds. After a longer pause, the driver was stopped."""
 T = TypeVar("T")
@@ -45,7 +44,7 @@ class WatchedCall(NamedTuple):
     stage: RunStage
     name: str
     on_value: Callable[[Any], None]
-    repeat: Callable[[], ObjectRef[Any]] | None
+    repeat: Callable[[], Call] | None
 
 
 class WatchedCalls:
@@ -58,7 +57,7 @@ class WatchedCalls:
     def __init__(self, on_death: Callable[[str, RayActorError], None], on_tick: Callable[[str], None]) -> None:
         self._on_death = on_death
         self._on_tick = on_tick
-        self._watched: dict[ObjectRef[Any], WatchedCall] = {}
+        self._watched: dict[Call, WatchedCall] = {}
         self.reset_stall()
 
     def wait(self, refs: Sequence[ObjectRef[T]], doing: str) -> list[T]:
@@ -87,7 +86,6 @@ class WatchedCalls:
             self.watch(ref, stage, lambda _: None)
 
     def drain(self, stage: RunStage) -> None:
-        """Wait until no call of `stage` is watched."""
         while any(watched.stage == stage for watched in self._watched.values()):
             self._look(stage, [])
         self.reset_stall()
@@ -108,7 +106,7 @@ class WatchedCalls:
         if self._stalled_s >= limit_s:
             raise RunError(f"no progress for {limit_s:g} s: the driver waits for {doing}; {explain()}")
 
-    def _look(self, doing: str, pending: Sequence[ObjectRef[Any]]) -> list[ObjectRef[Any]]:
+    def _look(self, doing: str, pending: Sequence[Call]) -> list[Call]:
         """Handle the answers to `pending` and watched calls that arrive within `TICK_S`. Returns the answered calls."""
         # A watched call may also be pending, and `ray.wait` accepts each reference only once.
         ready, _ = ray.wait(list({*pending, *self._watched}), num_returns=1, timeout=TICK_S)
@@ -117,7 +115,7 @@ class WatchedCalls:
         self._on_tick(doing)
         return ready
 
-    def _handle(self, ref: ObjectRef[Any], doing: str, group: Sequence[ObjectRef[Any]]) -> None:
+    def _handle(self, ref: Call, doing: str, group: Sequence[Call]) -> None:
         watched = self._watched.pop(ref, None)
         name = watched.name if watched else doing
         try:

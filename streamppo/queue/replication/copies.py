@@ -29,7 +29,6 @@ LIFE = "standby.life"
 FIRST = "0000"
 LIFE_NAME = re.compile(r"\d{4,}(-[0-9a-f]{8})?")
 RETRY_S = 5.0
-"""Seconds between two attempts to reach an unreachable store."""
 T = TypeVar("T")
 log = logging.getLogger(__name__)
 

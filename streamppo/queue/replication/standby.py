@@ -37,7 +37,6 @@ from streamppo.weights import owner, store
 BASE = ".base"
 DIGITS = 12
 JOURNAL_COPY = re.compile(r"\d{12}(-[0-9a-f]{8})?(\.[0-9a-f]+)?(\.base)?")
-"""Matches the names of whole journals and of transactions."""
 RUN_FILES = ("config.toml", "inputs.json", "metrics.jsonl", consent.FILE)
 """The files of a run's folder, except journal and archive, that `resume` reads if they exist."""
 BASE_EVERY = 1000
@@ -128,7 +127,6 @@ class CopiedJournal(Journal):
             self._copy_base()
 
     def _copy_base(self) -> None:
-        """Copy the whole journal, and delete the older copies, which it replaces."""
         aside = durable.aside(self.path.with_name(f"{self.path.name}.copy"))
         with self._errors_named():
             aside.unlink(missing_ok=True)
@@ -149,7 +147,6 @@ class CopiedJournal(Journal):
                 self._copy_file(ARCHIVE, path, name)
 
     def _archive_files(self, files: Mapping[int, tuple[str, ...]]) -> Iterator[tuple[Path, str]]:
-        """Yield the path of each archived file and the name of its copy; `files` has the files' SHA-256 by version."""
         for version, sums in files.items():
             for path, checksum in zip(self._archive.paths(version, len(sums)), sums, strict=True):
                 yield path, archive_copy_name(path, checksum)

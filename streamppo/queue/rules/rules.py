@@ -119,7 +119,6 @@ class QueueRules:
         self._put_all(records, [record.defect or None for record in records])
 
     def _put_all(self, trajectories: Sequence[Trajectory], reasons: Sequence[str | None]) -> int:
-        """Store the trajectories without a defect (their reason is empty). Returns the number stored."""
         judged = list(zip(trajectories, reasons, strict=True))
         sound = [trajectory for trajectory, reason in judged if not reason]
         if sound and (newest := newest_version(sound)) > self.state.version:
@@ -322,7 +321,6 @@ class QueueRules:
             self._reopen(slot, "too_old", f"sampled by versions from {oldest} on, {min_version} is the oldest allowed")
 
     def _count_delivered(self, tokens: int, end: str | None = None) -> None:
-        """Count `tokens` as delivered and, if they were refused on arrival, also under the reason `end`."""
         self.state.tokens["delivered"] += tokens
         if end is not None:
             self.state.tokens[end] += tokens

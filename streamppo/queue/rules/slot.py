@@ -33,9 +33,7 @@ NO_CALL = -1
 WINDOW = 256
 """The number of slots over which the failure rate is computed."""
 FEWEST = 64
-"""With fewer slots than this the failure rate is not checked."""
 QUOTED = 3
-"""The error quotes at most this many different reasons of failures."""
 
 
 class SlotState(StrEnum):

@@ -1,7 +1,4 @@
-"""The data of a queue: its settings, which never change, and its state, which the rules change.
-
-After a crash, a queue is restored by rebuilding its `QueueState` from the journal (snapshot.py).
-"""
+"""The data of a queue: its settings, which never change, and its state, which the rules change."""
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -49,7 +46,6 @@ class QueueSettings(NamedTuple):
 
     @property
     def judged(self) -> Resample:
-        """The definition of a group without a learning signal, for the curriculum."""
         return self.resample or Resample()
 
     @property
@@ -256,14 +252,12 @@ class QueueState:
         self.issued[slot.actor] += 1
 
     def returns(self, slot: Slot) -> None:
-        """Stop counting `slot` for its actor, if it is issued."""
         if slot.state is ISSUED and slot.actor is not None:
             self.issued[slot.actor] -= 1
             if not self.issued[slot.actor]:
                 del self.issued[slot.actor]
 
     def forget(self, unit: Unit) -> None:
-        """Remove a unit that is leased or abandoned from the waiting units."""
         for slot in unit.slots:
             key = slot.identity.prompt, slot.identity.sample
             # For a slot with segments, `slots` has only the newest part.
@@ -272,7 +266,6 @@ class QueueState:
         del self.units[unit.slots[0].place]
 
     def lease(self, version: int, min_version: int, units: Sequence[Unit]) -> Batch:
-        """Make the batch of `version` from these complete units, and lease the units."""
         chosen: list[Trajectory] = []
         for unit in units:
             self.forget(unit)

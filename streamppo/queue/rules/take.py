@@ -118,7 +118,6 @@ def _is_behind(settings: QueueSettings, state: QueueState, min_version: int) -> 
 
 
 def _choose_segments(settings: QueueSettings, state: QueueState, min_version: int) -> ChosenUnits:
-    """Choose the segments with the oldest tokens; segments with only old tokens are `too_old`."""
     young: list[tuple[int, tuple[int, int], int, Unit]] = []
     too_old: list[Unit] = []
     for unit in (unit for unit in state.units.values() if unit.missing == 0):

@@ -86,7 +86,6 @@ class BatchRefs:
         )
 
     async def tokens(self, version: int, rows: bytes, read: Callable[[], Batch]) -> BatchRef:
-        """Return the reference of the `Tokens` of the trajectories at `rows` (int32)."""
         batch, picked = await self._batches.get(version, "", read), ints(rows).tolist()
         return await self._refs.get(
             version, rows, lambda: self._put(encode_slowly(batch_parts.select_tokens(batch, picked)))

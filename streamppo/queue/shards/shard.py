@@ -120,7 +120,6 @@ class QueueShard:
 
     @ray.method
     async def drop(self, identities: bytes, first_prompt: int) -> None:
-        """Delete these trajectories, and all trajectories of prompts before `first_prompt`."""
         await asyncio.to_thread(self._bodies.drop, decode(identities, tuple[Identity, ...]), first_prompt)
 
     @ray.method

@@ -4,23 +4,18 @@
 
 import asyncio
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import numpy as np
 import ray
+from ray.actor import ActorProxy
 
 from streamppo.config.sections import Config
 from streamppo.process import PhaseTime
 from streamppo.queue.rules.slot import TrajectoryRecord
 from streamppo.queue.shards.batch_refs import BatchRef
-from streamppo.queue.shards.shard import BatchPart, RecordRef
+from streamppo.queue.shards.shard import BatchPart, QueueShard, RecordRef
 from streamppo.queue.store.archive import WrittenFile
 from streamppo.types import Batch, Identity, Trajectory, decode, encode
-
-if TYPE_CHECKING:
-    from ray.actor import ActorProxy
-
-    from streamppo.queue.shards.shard import QueueShard
 
 
 def name(number: int) -> str:
@@ -66,7 +61,6 @@ class Shards:
         return await asyncio.gather(*(self._actors[shard].outline.remote(part) for shard, part in self._parts(batch)))
 
     async def tokens(self, batch: Batch, rows: bytes) -> list[BatchRef]:
-        """Return the tokens of `rows` (int32), from each shard that has a part of the batch."""
         parts = self._parts(batch)
         return await asyncio.gather(*(self._actors[shard].tokens.remote(part, rows) for shard, part in parts))
 

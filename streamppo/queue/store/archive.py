@@ -29,8 +29,7 @@ end of its prompt that belong to earlier segments.
 
 Each writer writes a file under a temporary name of its own. The journal's transaction that records the file's SHA-256
 also gives the file its final name. From then on the file counts. A queue that was marked dead but still writes cannot
-make that transaction. The journal also has the range of prompts in each file, so that a prompt is found without opening
-all files.
+make that transaction.
 """
 
 # pyarrow leaves parts of its signatures untyped.

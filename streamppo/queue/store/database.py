@@ -67,7 +67,6 @@ class Database:
             self._db.close()
 
     def back_up(self, path: Path) -> None:
-        """Write all committed content to a new file at `path`."""
         with self._errors_named():
             copy = sqlite3.connect(path, check_same_thread=False)
             try:
@@ -148,7 +147,6 @@ class Database:
             raise JournalError(f"{self.path}: damaged: a row of {table!r} does not match its checksum")
 
     def _verify_format(self, tables: str, number: int, *, read_only: bool) -> None:
-        """Create the tables of a new file. Raises `JournalError` for a different format or an empty read-only file."""
         ((stored,),) = self._db.execute("pragma user_version").fetchall()
         schema = self._db.execute(SCHEMA).fetchall()
         if not schema and read_only:

@@ -7,8 +7,7 @@ runs/NAME/journal.tip          the number of the last transaction; a journal tha
 A writer starts with `fence`. Earlier writers may still run although they were marked dead. After the fence they can
 neither write rows nor give files of the archive their final names.
 
-A slot's row is deleted when its batch is consumed, because the archive then has the trajectory. So the journal is as
-large as the queue, plus a short row for each attempt that was lost, failed, too old or abandoned.
+A slot's row is deleted when its batch is consumed, because the archive then has the trajectory.
 """
 
 import os
@@ -40,15 +39,12 @@ from streamppo.queue.rules.records import (
 from streamppo.queue.store.database import LOG, Database, with_checksum
 
 FORMAT = 9
-"""The number of the tables' format; a journal with another number is refused."""
 DEAD_LETTERS = 1000
 """The number of dead letters that are kept, the newest ones."""
 ALL = range(2**62)
-"""The numbers of all slots."""
 TIP = struct.Struct("<QI")
 TIP_FILE = "journal.tip"
 LOGS = (LOG, "-shm")
-"""The suffixes of SQLite's files beside a journal."""
 TIP_READS = 3
 """The number of reads before a tip counts as damaged: a queue may be writing the tip during a read."""
 TABLES = """
@@ -195,7 +191,6 @@ class Journal(Database):
         return rows[0] if rows else None
 
     def slots(self, numbers: range = ALL) -> list[SavedSlot]:
-        """The held slots with a number in `numbers`, ordered by number and part."""
         query = "select row, checksum from slots where number >= ? and number < ? order by number, part"
         return self._rows("slots", query, SavedSlot, numbers.start, numbers.stop)
 
@@ -203,7 +198,6 @@ class Journal(Database):
         return self._rows("leases", "select row, checksum from leases order by version", Lease)
 
     def versions(self) -> dict[int, PublishedVersion]:
-        """Every published version, in order, by its number."""
         versions = self._rows("versions", "select row, checksum from versions order by version", PublishedVersion)
         return {version.version: version for version in versions}
 
@@ -224,7 +218,6 @@ class Journal(Database):
         return {version: row for version, row, _ in rows}
 
     def configure(self, version: int, config: bytes) -> None:
-        """Record that `config` applies from `version` on."""
         with self._numbered_transaction() as db:
             db.execute("insert or replace into configs values (?, ?, ?)", (version, config, crc32(config)))
 
@@ -279,7 +272,6 @@ class Journal(Database):
         return rows[0] if rows else 0
 
     def _last_transaction(self, tip: bytes) -> int:
-        """The number of the last transaction. Raises `JournalError` if the `tip`, read earlier, has a later number."""
         number = self._transactions()
         # The queue creates the tip before its first transaction; both may have happened after `tip` was read.
         if not tip and number and not self._read_tip():

@@ -17,7 +17,6 @@ from streamppo.queue.store.database import Database, checked_row
 from streamppo.types import Identity, Trajectory
 
 FORMAT = 1
-"""The number of the table's format; a file with another number is refused."""
 TABLES = """
 create table if not exists bodies (
     prompt int, sample int, attempt int, segment int, row blob, checksum int,

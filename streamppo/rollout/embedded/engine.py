@@ -7,8 +7,7 @@
 
     at a boundary:   swap to new weights, if any  ->  admit waiting requests into free rows  ->  step
 
-One coroutine, `_run_loop`, swaps, admits and steps. It runs the steps in a thread, so that the actor's event loop stays
-free for rewards and deliveries.
+`_run_loop` runs the steps in a thread, so that the actor's event loop stays free for rewards and deliveries.
 """
 
 import asyncio

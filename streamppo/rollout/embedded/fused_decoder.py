@@ -31,7 +31,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
 SILU = ("silu", "swish")
-"""transformers' two names of SiLU, the activation in the MLP."""
 ROPE_TYPES = ("default", "linear", "llama3", "yarn", "dynamic", "longrope")
 """Rotary embeddings whose angles depend only on the position, in rows of up to `positions.longest` tokens."""
 

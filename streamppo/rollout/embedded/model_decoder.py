@@ -162,7 +162,6 @@ class ModelDecoder:
 
     @torch.inference_mode()
     def _compare_with_model(self) -> None:
-        """Raise `ModelError` if logits of a few tokens, or windows, differ from those of the model's own attention."""
         windows, B, L = set[int](), min(2, self.rows), sum(PROBED)
         tokens_BL, ends = (
             torch.arange(B * L, device=self.device).view(B, L) % self.vocabulary,

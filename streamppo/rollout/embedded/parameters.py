@@ -1,9 +1,6 @@
 """The weights of a model in the decoder's layout: fused and reordered; `views` finds each tensor in them.
 
 C width, H query heads, K key-value heads, D head width, I width of the MLP, V vocabulary.
-
-`views` yields each tensor as a view of the fused memory. A version is written through these views, and the written
-values are hashed through them.
 """
 
 from collections.abc import Collection, Iterator, Mapping

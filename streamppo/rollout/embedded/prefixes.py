@@ -77,7 +77,6 @@ class Prefixes:
             self._rows[row] = prefix
 
     def clear(self) -> None:
-        """Drop all prefixes, because older weights computed them."""
         self._rows.clear()
 
     def starts(self, prompts: Sequence[Ints], running: Sequence[tuple[int, Prefix]]) -> list[Start]:

@@ -44,11 +44,9 @@ class RunningRequest:
     cached: int = 0
 
     def next_cut(self) -> int:
-        """Return the number of tokens at which the next segment is due."""
         return self.cuts.next_by_length(self.handed) if self.cuts else NEVER
 
     def resolve(self) -> None:
-        """Set the completion as the result, unless the request was cancelled."""
         if not self.done.done():
             assert self.completion is not None
             self.done.set_result(self.completion)

@@ -55,7 +55,6 @@ class RowCache:
         self.room = room
 
     def copy(self, sources_B: Tensor, targets_B: Tensor, length: int) -> None:
-        """See `Decoder.copy`."""
         for layer in self._layers.values():
             for tensor in layer:
                 # `index_copy_` copies whole rows; assignment by index would copy element by element.

@@ -157,7 +157,6 @@ class DecodingRows:
         self._free(np.array([row for row, request in enumerate(self.requests) if request.done.done()], np.int64))
 
     def _plan_spans(self) -> list[Span]:
-        """Divide the running rows into spans for a step; move long rows to the front if that is cheaper."""
         lengths, max_tokens = self._cached[: self.count] + 1, self._decoder.room
         in_place = spans.divide(lengths, max_tokens)
         if max(span.longest for span in in_place) <= spans.SHORT:
@@ -261,7 +260,6 @@ class DecodingRows:
 
     @torch.inference_mode()
     def _advance(self, rows: np.ndarray, logits_BV: torch.Tensor, version: int) -> list[RunningRequest]:
-        """Sample and store a token for each of `rows`; cut rows that are due, and end rows that are complete."""
         if self._unknown is not None:
             logits_BV.index_fill_(1, self._unknown, -torch.inf)
         length = self._length[rows]

@@ -7,9 +7,7 @@ import msgspec
 LARGEST = 2**63
 """Whole numbers from this one on become floats, because processes do not exchange them."""
 FLOAT_BITS = 1023
-"""Whole numbers with more bits become infinity."""
 DEPTH = 100
-"""Maximum nesting of values."""
 
 
 def read(text: str | bytes) -> object:

@@ -14,12 +14,12 @@ import re
 import secrets
 import string
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, NamedTuple, TypeAlias, cast
+from typing import NamedTuple, TypeAlias, cast
 
 from jinja2 import TemplateError
 
 from streamppo.rollout.endpoint import json_values
-from streamppo.types import Message
+from streamppo.types import JsonObject, Message
 
 THINK, THINK_END, CALL, CALL_END = "<think>", "</think>", "<tool_call>", "</tool_call>"
 ID_CHARACTERS = string.ascii_letters + string.digits
@@ -56,7 +56,7 @@ class Reply(NamedTuple):
         return assistant(self.content, calls, self.reasoning)
 
 
-def assistant(content: str, calls: Iterable[dict[str, Any]], reasoning: object) -> Message:
+def assistant(content: str, calls: Iterable[JsonObject], reasoning: object) -> Message:
     """Make an assistant's message; a `reasoning` other than a text is left out."""
     fields = {"reasoning_content": reasoning} if isinstance(reasoning, str) and reasoning else {}
     return Message(role="assistant", content=content or None, tool_calls=tuple(calls), fields=fields)

@@ -7,7 +7,7 @@ from typing import Any, Literal, NamedTuple
 
 from streamppo.rollout.endpoint.reply import Reply
 from streamppo.rollout.endpoint.tree import digest
-from streamppo.types import Message
+from streamppo.types import JsonObject, Message
 
 NO_REPLY = Reply("")
 
@@ -16,7 +16,7 @@ class Request(NamedTuple):
     """A request of any dialect. `arguments` are for the chat template. `after` is the id of an earlier answer."""
 
     messages: tuple[Message, ...]
-    tools: tuple[dict[str, Any], ...] = ()
+    tools: tuple[JsonObject, ...] = ()
     arguments: Mapping[str, Any] = {}
     max_tokens: int | None = None
     stop: tuple[str, ...] = ()

@@ -45,12 +45,10 @@ class Row:
         self._routes: Routes | None = None
 
     def __len__(self) -> int:
-        """Count all tokens, including the prompt's."""
         return len(self._tokens)
 
     @property
     def length(self) -> int:
-        """Count the tokens after the prompt."""
         return len(self) - self.prompt
 
     def token(self, at: int) -> int:

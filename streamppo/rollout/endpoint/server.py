@@ -42,9 +42,7 @@ from streamppo.tasks.rewards.outcome import number
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 BODY_BYTES = 16 * 2**20
-"""Maximum size of a request's body."""
 NOTED = 100
-"""Maximum number of different ignored parameters that are logged."""
 KEEP_ALIVE_S = 5.0
 """Time between two keep-alive events of a waiting stream."""
 REMEMBERED = 10_000

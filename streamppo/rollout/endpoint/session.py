@@ -44,7 +44,6 @@ from streamppo.types import Ints, Message, Prompt, Template
 STREAMED, STREAM_S = 4, 0.2
 """Minimum tokens and seconds between two pieces of a stream. For each piece the whole turn so far is parsed."""
 MOST_UNDER_WAY = 256
-"""Maximum number of requests of one run that are under way at once."""
 TAIL = 16
 """The number of a context's last tokens in which a <think> of the chat template is searched."""
 
@@ -90,7 +89,6 @@ class Session:
 
     @property
     def sampled(self) -> int:
-        """The number of tokens of all ended turns."""
         return sum(turn.tokens for turn in self.turns)
 
     @property

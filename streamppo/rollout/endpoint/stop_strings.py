@@ -1,9 +1,6 @@
 """Samples an answer up to a stop string of its request, for which the engine does not search.
 
-    stop ["Observation:"]      "Thought: look\nObservation:" | " it rains"      the remainder is discarded
-
-The engine hands over the tokens so far after every few tokens. The first token that completes a stop string is the last
-token of the answer.
+stop ["Observation:"]      "Thought: look\nObservation:" | " it rains"      the remainder is discarded
 """
 
 import asyncio
@@ -16,7 +13,6 @@ from streamppo.rollout.engine import Completion, Cuts
 from streamppo.types import Ints
 
 EVERY = 4
-"""Number of tokens between two searches."""
 
 Generate: TypeAlias = Callable[[Cuts], Coroutine[Any, Any, Completion]]
 

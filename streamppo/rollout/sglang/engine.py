@@ -22,7 +22,7 @@ from collections.abc import Awaitable, Callable, Collection, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
-from typing import NamedTuple, TypeAlias, TypeVar
+from typing import TypeAlias, TypeVar
 
 from torch import Tensor
 
@@ -42,7 +42,6 @@ DEATHS = 3
 """A request fails when SGLang has died, or the connection has broken, this many times during the request."""
 T = TypeVar("T")
 Fields: TypeAlias = Mapping[str, object]
-"""The fields of a request."""
 log = logging.getLogger(__name__)
 
 
@@ -65,36 +64,25 @@ async def start(
     saved = await asyncio.to_thread(_copy_as_files, architecture, copies, tensors)
     session = await sessions.start(setup, 0, version, saved)
     copies.serve()
-    model = ServedModel(architecture, copies, saved)
-    return SGLangEngine(setup, session, model, version, eos_ids=eos_ids, max_total_tokens=max_total_tokens)
-
-
-class ServedModel(NamedTuple):
-    """A model's architecture, the memory for copies of its versions, and the served tensors by name.
-
-    The names are those of the model's files.
-    """
-
-    architecture: Architecture
-    copies: VersionCopies
-    tensors: Mapping[str, Tensor]
+    served = (architecture, copies, saved)
+    return SGLangEngine(setup, session, served, version, eos_ids=eos_ids, max_total_tokens=max_total_tokens)
 
 
 class SGLangEngine:
-    """Implements `Engine`; made by `start`. `session` holds the tensors of `model` as `version`."""
+    """Implements `Engine`; made by `start`. SGLang holds the tensors of `served`, named as in files, as `version`."""
 
     def __init__(
         self,
         setup: SessionSetup,
         session: EngineSession,
-        model: ServedModel,
+        served: tuple[Architecture, VersionCopies, Mapping[str, Tensor]],
         version: int,
         *,
         eos_ids: Collection[int],
         max_total_tokens: int,
     ) -> None:
         self._setup, self._session = setup, session
-        self._architecture, self._copies, self._tensors = model
+        self._architecture, self._copies, self._tensors = served
         self._version = self._loaded_version = version
         self._eos_ids, self._longest = sorted(eos_ids), max_total_tokens - 1
         self._biases = wire.biases(setup.unknown)
@@ -230,7 +218,6 @@ class SGLangEngine:
         return await self._until_death(answer())
 
     async def _until_serving(self) -> None:
-        """Wait until SGLang runs and its weights are certain. Raises the error of a failed restart."""
         if self._serving.is_set() and self._certain.is_set():
             return
         ready = asyncio.ensure_future(self._ready())

@@ -10,10 +10,10 @@ import inspect
 import os
 import signal
 import tempfile
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from contextlib import AsyncExitStack
 from functools import partial
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, TypeAlias
 
 from streamppo.errors import ModelError
 from streamppo.rollout.sglang import checks, processes, wire
@@ -34,46 +34,10 @@ REQUESTS = {
 }
 """The request class of each endpoint of SGLang. The method of its tokenizer manager has the endpoint's name."""
 METHODS = {"weights_checker": "check_weights"}
-"""A method whose name differs from its endpoint's."""
 
 
-class ProcessWatchdog(Protocol):
-    """SGLang's thread that monitors its processes."""
-
-    def stop(self) -> None:
-        """End the thread."""
-        ...
-
-
-class TokenizerManager(Protocol):
-    """The methods of SGLang's tokenizer manager that this module calls directly; `REQUESTS` has the others."""
-
-    _subprocess_watchdog: ProcessWatchdog
-
-    def abort_request(self, rid: str) -> None:
-        """Cancel a request."""
-        ...
-
-    def generate_request(self, request: object, http: None) -> AsyncIterator[Answer]:
-        """Sample a completion; without `stream` the only item is the whole answer."""
-        ...
-
-
-class StartedSchedulers(Protocol):
-    """What SGLang's schedulers report when they have started."""
-
-    scheduler_infos: Sequence[Mapping[str, object]]
-
-
-class SGLang(Protocol):
-    """The part of `sglang.Engine` used here."""
-
-    tokenizer_manager: TokenizerManager
-    _scheduler_init_result: StartedSchedulers
-
-    def shutdown(self) -> None:
-        """Kill every child process of this process; never call it."""
-        ...
+SGLang: TypeAlias = Any
+"""An `sglang.Engine`. Its method `shutdown` kills every child process of this process: never call it."""
 
 
 class ProcessLink:
@@ -230,5 +194,4 @@ async def _build(settings: LaunchSettings, seed: int, log: str) -> SGLang:
 
 
 def _logged(function: Callable[..., object], log: str) -> Callable[..., object]:
-    """Wrap `function`, the main function of an SGLang process, so that its output goes to the file `log`."""
     return partial(processes.run, log, f"{function.__module__}:{function.__name__}")

@@ -17,7 +17,7 @@ from collections.abc import Callable, Coroutine
 from concurrent.futures import Future
 from multiprocessing.process import BaseProcess
 from threading import Thread
-from typing import BinaryIO, Protocol, TypeVar
+from typing import Any, BinaryIO, TypeVar
 
 from streamppo.process import die_with_parent
 
@@ -31,19 +31,8 @@ EXPLANATIONS = (
     (r"No CUDA GPUs are available|no NVIDIA driver|libcuda", "there is no GPU: rollout.gpus must be 0 on a CPU"),
     (r"No module named", "a package that SGLang needs is not installed"),
 )
-"""Patterns in SGLang's errors, and explanations for the user."""
 T = TypeVar("T")
 log = logging.getLogger(__name__)
-
-
-class ZMQContext(Protocol):
-    """A ZeroMQ context."""
-
-    closed: bool
-
-    def destroy(self, linger: int) -> None:
-        """Close its sockets and then itself, after at most `linger` ms."""
-        ...
 
 
 class EngineThread:
@@ -105,7 +94,7 @@ def _kill(processes: list[BaseProcess]) -> None:
         process.join()
 
 
-def _contexts() -> list[ZMQContext]:
+def _contexts() -> list[Any]:
     import zmq
 
     return [item for item in gc.get_objects() if issubclass(type(item), zmq.Context) and not item.closed]

@@ -117,6 +117,8 @@ class ByGroup:
         self._staged = tensors
 
     async def carry(self, version: int, *, flush: bool) -> None:
+        from sglang.srt.weight_sync.tensor_bucket import FlattenedTensorBucket
+
         for part, last in _parts(self._staged, self._bucket_bytes):
             sglang_call = self._link.call(
                 "update_weights_from_distributed",
@@ -127,7 +129,7 @@ class ByGroup:
                 load_format="flattened_bucket",
                 **_request_fields(version, last=last, flush=flush),
             )
-            flat = _bucket(part).get_flattened_tensor().to(self._device)
+            flat: Tensor = FlattenedTensorBucket(named_tensors=list(part)).get_flattened_tensor().to(self._device)
             await asyncio.gather(sglang_call, asyncio.to_thread(torch.distributed.broadcast, flat, 0, self._group))
 
 
@@ -187,14 +189,6 @@ async def by_disk(folder: Path, link: Link) -> ByDisk:
     return ByDisk(link, folder)
 
 
-class Bucket(Protocol):
-    """SGLang's flat buffer of several tensors."""
-
-    def get_flattened_tensor(self) -> Tensor:
-        """Return the buffer."""
-        ...
-
-
 def _parts(tensors: Mapping[str, Tensor], bucket_bytes: int) -> Iterator[tuple[Named, bool]]:
     """Split `tensors` into parts of one type and about `bucket_bytes`; yield each, and whether it is the last."""
     part: list[tuple[str, Tensor]] = []
@@ -210,12 +204,6 @@ def _parts(tensors: Mapping[str, Tensor], bucket_bytes: int) -> Iterator[tuple[N
 
 def _request_fields(version: int, *, last: bool, flush: bool) -> dict[str, object]:
     return {"weight_version": versions.name(version) if last else None, "flush_cache": last and flush}
-
-
-def _bucket(part: Named) -> Bucket:
-    from sglang.srt.weight_sync.tensor_bucket import FlattenedTensorBucket
-
-    return FlattenedTensorBucket(named_tensors=list(part))
 
 
 def _handle(flat: Tensor, places: object, *, text: bool) -> str | bytes:

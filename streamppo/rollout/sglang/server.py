@@ -155,7 +155,6 @@ def _client(url: str, key: str, slots: int) -> httpx.AsyncClient:
 
 
 async def _answer(client: httpx.AsyncClient, url: str, start_s: float) -> Mapping[str, Answer]:
-    """Request /server_info until the server answers. Raises `ModelError` if it does not within `start_s`."""
     begin, is_logged = time.monotonic(), False
     while True:
         try:

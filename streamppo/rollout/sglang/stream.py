@@ -8,11 +8,8 @@ only at the end of the completion. Until then:
     cut        comes after these tokens; a swap ends when all due segments have been cut
     end        the versions of written segments are compared with SGLang's own versions
 
-A cut thus changes nothing in SGLang, and the completion continues with the same cache.
-
 If tokens pass through SGLang's detokenizer or a server, the answer to a pause may overtake them. The first token of the
-new version is then recorded later, when the loaded weights are verified. So some more tokens count as tokens of the
-previous version.
+new version is then recorded later, when the loaded weights are verified.
 """
 
 import asyncio

@@ -29,7 +29,6 @@ from streamppo.rollout.sglang.link import Answer, Link
 SMALL = 1 << 20
 """Without a weights checker, all values of a model with at most this many elements are read back, as text."""
 ROWS = 8
-"""Number of rows that are read back from every tensor of a larger model."""
 SMALLEST = 8
 """This many of the smallest tensors are hashed first, to see whether SGLang's checksum can be computed here."""
 PROBE = 16
@@ -238,7 +237,6 @@ class Values:
         return [name for name in tensors if not _equal(before[name], tensors[name])]
 
     async def _read(self) -> Mapping[str, Answer]:
-        """Read the first rows of every tensor; None for a name unknown to SGLang."""
         try:
             calls = [
                 self._link.call("get_weights_by_name", name=name, truncate_size=self._rows) for name in self._names

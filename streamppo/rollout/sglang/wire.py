@@ -47,7 +47,6 @@ NEUTRAL = {
     "min_new_tokens": 0,
     "ignore_eos": False,
 }
-"""Values of sampling parameters that have no effect."""
 
 
 class SampledPart(NamedTuple):
@@ -307,7 +306,6 @@ def complete(
 
 
 def _read_candidates(meta: Mapping[str, Answer], count: int) -> tuple[Floats, TokenCandidates]:
-    """Read the last `count` tokens' candidates, and the log-probs renormalised over these candidates."""
     sets, logprobs = meta.get("output_token_sampling_mask"), meta.get("output_token_sampling_logprobs")
     last = slice(-count, None) if count else slice(0)
     sets, logprobs = (sets or ())[last], (logprobs or ())[last]

@@ -24,11 +24,9 @@ if TYPE_CHECKING:
 
 Shape: TypeAlias = tuple[int, ...]
 MOST_SHOWN = 3
-"""The maximum number of tensors named in a message."""
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 """Dtypes of weights by their names in safetensors. Other dtypes belong to buffers, and count as float32 here."""
 NUMBERED = re.compile(r"\.(?:layers|h|blocks)\.(\d+)\.")
-"""Finds the number of a layer in a tensor's name."""
 
 
 class Report(NamedTuple):

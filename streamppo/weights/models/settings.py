@@ -36,9 +36,7 @@ REFUSALS = (
 )
 """Exceptions that transformers and torch raise for an invalid model. Different mistakes raise different exceptions."""
 UNKNOWN_TYPE = re.compile(r"model type `([^`]+)`")
-"""Finds the model type in transformers' message about an unknown type."""
 CHUNK = 1 << 26
-"""The number of bytes of two tensors that are compared at a time."""
 
 
 def settings(path: str | Path, *, untied: bool = False) -> "PretrainedConfig":

@@ -17,7 +17,6 @@ FILES = (
     *("tokenizer*", "vocab*", "merges.txt", "spiece.model", "sentencepiece*", "*.tiktoken", "tekken.json"),
     *("special_tokens_map.json", "added_tokens.json", "chat_template*", "additional_chat_templates"),
 )
-"""Name patterns of a tokenizer's files."""
 PROCESSOR_TEMPLATE = "chat_template.json"
 PROCESSOR = ("*processor_config.json", PROCESSOR_TEMPLATE)
 """Name patterns of a multimodal model's files for pictures and sounds."""

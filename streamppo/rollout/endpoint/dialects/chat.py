@@ -1,14 +1,13 @@
 """OpenAI's chat completions: POST /v1/chat/completions."""
 
 from collections.abc import Sequence
-from typing import Any
 
 from streamppo.rollout.endpoint import reply
 from streamppo.rollout.endpoint.dialects import wire
 from streamppo.rollout.endpoint.dialects.wire import Body
 from streamppo.rollout.endpoint.reply import Reply, ToolCall
 from streamppo.rollout.endpoint.request import Request, RequestRefused, Turn, malformed
-from streamppo.types import Message
+from streamppo.types import JsonObject, Message
 
 ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
 
@@ -47,7 +46,7 @@ class Chat:
 
     def _choice(self, turn: Turn) -> Body:
         assert turn.reply is not None
-        message: dict[str, Any] = {"role": "assistant", "content": turn.reply.content or None, "refusal": None}
+        message: JsonObject = {"role": "assistant", "content": turn.reply.content or None, "refusal": None}
         if not turn.reply.calls:
             message["content"] = turn.reply.content
         if turn.reply.reasoning:
@@ -117,14 +116,14 @@ def _message(item: Body) -> Message:
     )
 
 
-def _read_call(item: Body) -> dict[str, Any]:
+def _read_call(item: Body) -> JsonObject:
     function = item.get("function")
     if not isinstance(function, dict):
         raise malformed(f"a tool call must call a function, not {item.get('type')!r}")
     return wire.call(item.get("id"), function.get("name"), function.get("arguments"))
 
 
-def _tool(item: Body) -> dict[str, Any]:
+def _tool(item: Body) -> JsonObject:
     function = item.get("function")
     if item.get("type", "function") != "function" or not isinstance(function, dict):
         raise malformed(f"a tool is a function, not {item.get('type')!r}")

@@ -8,7 +8,7 @@ from streamppo.rollout.endpoint.dialects import wire
 from streamppo.rollout.endpoint.dialects.wire import Body
 from streamppo.rollout.endpoint.reply import Reply
 from streamppo.rollout.endpoint.request import Request, RequestRefused, Turn, malformed
-from streamppo.types import Message
+from streamppo.types import JsonObject, Message
 
 ROLES = {role: role for role in ("user", "assistant", "system")}
 ERRORS = {
@@ -140,7 +140,7 @@ def _assistant(blocks: Any) -> Message:
     return reply.assistant(text, calls, "".join(str(thought.get("thinking", "")) for thought in thoughts))
 
 
-def _tool(item: Body) -> dict[str, Any]:
+def _tool(item: Body) -> JsonObject:
     if item.get("type") not in (None, "custom"):
         raise malformed(f"a tool must be the program's own, not {item.get('type')!r}, which Anthropic runs")
     return wire.tool(item.get("name"), item.get("description"), item.get("input_schema"))

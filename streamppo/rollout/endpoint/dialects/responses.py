@@ -1,7 +1,6 @@
 """OpenAI's responses: POST /v1/responses. With `previous_response_id`, a request has only new messages."""
 
 from collections.abc import Sequence
-from typing import Any
 
 from streamppo.rollout.endpoint import reply
 from streamppo.rollout.endpoint.dialects import wire
@@ -9,7 +8,7 @@ from streamppo.rollout.endpoint.dialects.chat import ROLES, Chat
 from streamppo.rollout.endpoint.dialects.wire import Body
 from streamppo.rollout.endpoint.reply import Reply
 from streamppo.rollout.endpoint.request import Request, RequestRefused, Turn, malformed
-from streamppo.types import Message
+from streamppo.types import JsonObject, Message
 
 OF_ASSISTANT = ("reasoning", "function_call")
 """Types of items that belong to the assistant's message, besides its text."""
@@ -132,7 +131,6 @@ class ResponseStream:
 
 
 def _messages(items: Sequence[Body]) -> list[Message]:
-    """Join items into messages; consecutive items of the assistant are one message."""
     messages, parts = list[Message](), list[Body]()
     for item in [*items, {}]:
         kind = item.get("type", "message" if "role" in item else "")
@@ -182,7 +180,7 @@ def _assistant(parts: Sequence[Body]) -> Message:
     )
 
 
-def _tool(item: Body) -> dict[str, Any]:
+def _tool(item: Body) -> JsonObject:
     if item.get("type") != "function":
         raise malformed(f"a tool is a function, not {item.get('type')!r}")
     return wire.tool(item.get("name"), item.get("description"), item.get("parameters"))
@@ -199,18 +197,18 @@ def _items(turn: Turn, answer: Reply) -> list[Body]:
     ]
 
 
-def _reasoning(turn: Turn, text: str) -> dict[str, Any]:
+def _reasoning(turn: Turn, text: str) -> JsonObject:
     content = [{"type": "reasoning_text", "text": text}]
     return {"type": "reasoning", "id": f"rs_{turn.id}", "summary": [], "content": content, "status": "completed"}
 
 
-def _text(turn: Turn, text: str) -> dict[str, Any]:
+def _text(turn: Turn, text: str) -> JsonObject:
     content = [{"type": "output_text", "text": text, "annotations": [], "logprobs": []}]
     known = {"role": "assistant", "status": "completed", "content": content}
     return {"type": "message", "id": turn.message_id, **known}
 
 
-def _text_item(kind: str, turn: Turn, text: str) -> dict[str, Any]:
+def _text_item(kind: str, turn: Turn, text: str) -> JsonObject:
     return _reasoning(turn, text) if kind == "reasoning" else _text(turn, text)
 
 

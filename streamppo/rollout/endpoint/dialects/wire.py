@@ -9,9 +9,9 @@ from streamppo.rollout.endpoint import json_values
 from streamppo.rollout.endpoint.reply import Reply
 from streamppo.rollout.endpoint.request import Request, RequestRefused, Turn, malformed
 from streamppo.tasks.chat import PARTS
+from streamppo.types import JsonObject
 
 MODEL = "policy"
-"""The model's name if a request has none."""
 SAMPLING = (
     *("temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty", "seed"),
     *("min_tokens", "ignore_eos"),
@@ -55,7 +55,6 @@ KNOWN = {
     *("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention"),
     *("include", "cache_control", "parallel_tool_calls", "prediction"),
 }
-"""All known parameters: those that are read, those that are refused, and those that do not change an answer."""
 Body = Mapping[str, Any]
 
 
@@ -189,7 +188,7 @@ def _part(part: Body, where: str) -> str:
     raise malformed(f"the content of {where} is only text, and this has a part of the type {kind!r}")
 
 
-def call(call_id: object, name: object, arguments: object) -> dict[str, Any]:
+def call(call_id: object, name: object, arguments: object) -> JsonObject:
     """Make a tool call for chat templates, with its arguments as values. Raises `RequestRefused` without a name."""
     if not isinstance(name, str) or not name:
         raise malformed("a tool call has no name")
@@ -201,7 +200,7 @@ def call(call_id: object, name: object, arguments: object) -> dict[str, Any]:
     return {"id": id_text, "type": "function", "function": {"name": name, "arguments": values or {}}}
 
 
-def tool(name: object, description: object, parameters: object) -> dict[str, Any]:
+def tool(name: object, description: object, parameters: object) -> JsonObject:
     """Make the description of a tool for chat templates. Raises `RequestRefused` without a name."""
     if not isinstance(name, str) or not name:
         raise malformed("a tool has no name")
@@ -209,7 +208,7 @@ def tool(name: object, description: object, parameters: object) -> dict[str, Any
     return {"type": "function", "function": {"name": name, **optional, "parameters": parameters or {}}}
 
 
-def tools(body: Body, read: Callable[[Body], dict[str, Any]]) -> tuple[dict[str, Any], ...]:
+def tools(body: Body, read: Callable[[Body], JsonObject]) -> tuple[JsonObject, ...]:
     """Return the tools of a request, each made by `read`; none if the request forbids calls."""
     listed = object_list(body.get("tools") or [], "tools") if choice(body) != "none" else ()
     return tuple(map(read, listed))
