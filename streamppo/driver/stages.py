@@ -58,9 +58,8 @@ log = logging.getLogger(__name__)
 class Stages:
     """The actors of one run, and the unfinished `calls` to them.
 
-    These are the `queue`, the learner `ranks`, the rollout actors (`rollouts`), and actors that only evaluate
-    (`evaluators`, if configured). Ray must be running. All actors are created at once, so that they import libraries
-    concurrently. `config` has the wanted number of rollout actors.
+    Of the actors with engines, `rollouts` sample and `evaluators` only evaluate. Ray must be running. All actors are
+    created at once, so that they import libraries concurrently.
     """
 
     def __init__(self, config: Config, folder: Path, record: RunRecord, interrupts: Interrupts) -> None:

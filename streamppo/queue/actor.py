@@ -97,11 +97,7 @@ class QueueActor(ArchivedRuns):
 
     @ray.method
     async def begin(self, version: int) -> int:
-        """Begin for a new driver, whose learner starts at `version`. Returns the newest version.
-
-        All earlier actors have ended, so the slots that they sampled are reopened. Raises `CheckpointError` if the new
-        configuration changes a setting that is fixed for the run.
-        """
+        """Begin for a new driver, whose learner starts at `version`; return the newest. Raises `CheckpointError`."""
         self._queue.reopen_all()
         self._tickets.clear()
         before, newest = resume_checks.newest_config(self._journal), self._queue.state.version
@@ -204,9 +200,8 @@ class QueueActor(ArchivedRuns):
     ) -> bytes:
         """Store what `actor` has finished since its last delivery, and wait until the journal has it.
 
-        `cut_for` is the newest version for which `actor` has cut and delivered all due segments. If the queue has
-        shards, `trajectories` are records. The call also returns up to `limit` tickets as `issue` does, but never waits
-        for tickets.
+        `cut_for` is the newest version for which `actor` has cut all due segments. The call also returns up to `limit`
+        tickets as `issue` does, without waiting for tickets.
         """
         self._last_call_s[actor] = time.monotonic()
         if self._queue.limits is None and not self._shards:
@@ -221,10 +216,7 @@ class QueueActor(ArchivedRuns):
 
     @ray.method
     async def weights_after(self, actor: str, version: int, have: int) -> "list[PushedRefs]":
-        """Wait for a version above `version`, the engine's; return the pushes, in order, from `have` (-1: none) to it.
-
-        Returns an empty list after a timeout.
-        """
+        """Wait for a version above the engine's `version`; return the pushes from `have` (-1: none) to it, or none."""
         self._note_call(actor, version)
         if (newest := self._newest()) is None or newest <= version:
             with suppress(TimeoutError):
@@ -240,8 +232,7 @@ class QueueActor(ArchivedRuns):
     async def take(self, version: int) -> "list[BatchRef] | None":
         """Return the parts of the batch of the update that starts at `version`, when it is complete.
 
-        Returns None after `stop`, unless a rank received this batch before `stop`: then every rank gets it. If the
-        update has already published its version, the batch is read from the archive.
+        Returns None after `stop`, unless a rank received this batch before `stop`: then every rank gets it.
         """
         return await self._batch_refs(version, lambda read: self._refs.batch(version, read), self._shards.take)
 
@@ -263,11 +254,9 @@ class QueueActor(ArchivedRuns):
     async def publish(self, push: bytes, refs: "list[BucketRef]", record: EncodedRecord, learner: int) -> bytes:
         """Publish a version when every rank has called with its share. All ranks get a `PublishReply`.
 
-        Archives and consumes the batch that made the version, which frees slots. Then engines can pull the weights.
-        `record` is the encoded `TokenRecord` of the batch; it is empty if no batch made the version. A version that is
-        published again keeps its first digest. If all configurations up to the version have `learner.exact`, its
-        weights must equal its first weights. Raises `Diverged` if they differ, `QueueError` for a learner marked as
-        dead, and `WeightsError` if the shares are not of one version.
+        Archives and consumes the batch that made the version; then engines can pull the weights. With `learner.exact`,
+        a version that is published again must have its first weights. Raises `Diverged` if they differ, `QueueError`
+        for a learner marked as dead, and `WeightsError` if the shares are not of one version.
         """
         share = RankShare(decode(push, Push), refs, record)
         if learner < self._learner:

@@ -27,10 +27,7 @@ class BatchSource(Protocol):
 
     @ray.method
     async def take(self, version: int) -> "list[BatchRef] | None":
-        """Wait for the batch of the update that starts at `version`, and return its parts; None after a stop.
-
-        If the actor's process dies, its references are lost. A call of its next process returns the same batch.
-        """
+        """Wait for the batch of the update from `version`; return the same parts to every call; None after a stop."""
         ...
 
     @ray.method

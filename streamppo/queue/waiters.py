@@ -166,10 +166,7 @@ class BatchWaiters:
         self.stopped = False
 
     def batch(self, version: int) -> asyncio.Future[Batch | None]:
-        """Return a future of the batch (`QueueRules.take`), or of None if the run stops before it is leased.
-
-        All callers share one future, so each must shield it. The call may reopen slots, so serve tickets afterwards.
-        """
+        """Return a future of the batch, or of None after a stop. All callers share the future: shield it."""
         if version not in self._wanted:
             self._wanted[version] = asyncio.get_running_loop().create_future()
         future = self._wanted[version]

@@ -23,8 +23,7 @@ if TYPE_CHECKING:
 class RolloutActor:
     """Passes calls to a worker, all in one event loop. `start` makes the worker; the other calls wait until it exists.
 
-    The constructor imports torch and the other libraries of `start` while the learner loads or makes the model. These
-    libraries are not imported at the top of this module, because the driver imports it and would start seconds later.
+    The constructor imports torch, while the learner loads the model. The driver imports this module without torch.
     """
 
     def __init__(

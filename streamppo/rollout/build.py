@@ -154,11 +154,7 @@ def _setup(
 
 
 class EngineModel(NamedTuple):
-    """A model's settings, and bounds on the number of tokens in a row. `context` is the bound of the model.
-
-    `room` is the smaller of `context` and the longest row of the configuration. `unknown` are token ids below
-    `vocabulary` that the tokenizer lacks. `completes` tests for a stop string, as in `EndTokens`.
-    """
+    """A model's settings; a row has at most `context` tokens by the model, and `room` by model and configuration."""
 
     hf_config: "PreTrainedConfig"
     stop: Stop

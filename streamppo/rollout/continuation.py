@@ -37,10 +37,7 @@ class RecordedCompletion(NamedTuple):
 
 
 class Continuation:
-    """The sampler of one episode: repeats the recorded tokens before token `at`, and samples from token `at` on.
-
-    `completes` tests for a stop string, as in `EndTokens`. `has_begun` is True after sampling has begun.
-    """
+    """The sampler of one episode: repeats the recorded tokens before token `at`, and samples from token `at` on."""
 
     def __init__(
         self, engine: Sampler, recorded: RecordedCompletion, at: int, completes: Callable[[Ints], bool] | None = None

@@ -13,8 +13,7 @@ from streamppo.types import Floats, Ints, Routes
 class Sampling(NamedTuple):
     """Sampling parameters of one completion. `temperature = 0` is greedy. `top_k = 0` and `top_p = 1` exclude no token.
 
-    Completions with the same `seed` have the same random numbers (random_numbers.py). Without a seed, the engine
-    chooses one.
+    Completions with the same `seed` have the same random numbers (random_numbers.py).
     """
 
     max_tokens: int
@@ -75,10 +74,7 @@ class Completion(NamedTuple):
 
 
 class ContextReuse:
-    """Counts `tokens` of contexts that earlier turns of the same episode had computed; the cache had `reused` of them.
-
-    A context with fewer than `LEAST` such tokens is left out, because engines do not keep so few.
-    """
+    """Counts context tokens that earlier turns had computed, from `LEAST` on, and those `reused` from the cache."""
 
     LEAST = 64
 

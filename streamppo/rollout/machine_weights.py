@@ -65,10 +65,7 @@ class MachineVersion(NamedTuple):
 
 
 class MachinePuller(Puller):
-    """Pulls for the actor `name`, and shares versions with the other actors of `namespace` on this machine.
-
-    All actors of one driver have the same `namespace`. Blocks of shared memory have about `block_bytes`.
-    """
+    """Pulls for the actor `name`, and shares versions with the driver's other actors (`namespace`) on this machine."""
 
     def __init__(
         self, name: str, queue: "ActorProxy[QueueActor]", receiver: Receiver, *, namespace: str, block_bytes: int

@@ -32,10 +32,7 @@ FAILURES = (TaskError, ModelError)
 
 
 class Player:
-    """Plays prompts with one engine. If configured, each prompt gets a new environment, or a new run of the agent.
-
-    `scored` is true if the run has scorers. If it has none, an agent must give a reward.
-    """
+    """Plays prompts with one engine; if configured, each prompt in a new environment or by a new run of the agent."""
 
     def __init__(
         self,

@@ -18,8 +18,7 @@ from streamppo.types import Ints, Reward, Ticket, Trajectory
 class SegmentWriter:
     """Makes the segments of one ticket's completion. Without `queue.segments`, the completion is one trajectory.
 
-    The next segment has `identity` and begins after `prefix` tokens. `share` is the number of segments in a batch
-    divided by the number of actors. `aim` returns the age from which segments are cut if a batch has room.
+    The next segment has `identity` and begins after `prefix` tokens. `share` and `aim` are as in `Cuts`.
     """
 
     def __init__(

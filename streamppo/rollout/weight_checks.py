@@ -21,10 +21,7 @@ if TYPE_CHECKING:
 
 
 class Architecture:
-    """Names and shapes of a model's parameters, in its modules and in its files; only stored buffers are loaded.
-
-    Raises `ModelError` for a configuration without a causal language model in transformers.
-    """
+    """Names and shapes of a model's parameters, in its modules and in its files. Raises `ModelError`."""
 
     def __init__(self, config: "PreTrainedConfig") -> None:
         with naming(config.name_or_path or config.model_type), torch.device("meta"):

@@ -18,10 +18,7 @@ UNLIMITED = 2**60
 
 
 class MemoryKills:
-    """Counts kills since this object was created. The file `membership` names this process's cgroups under `cgroups`.
-
-    The limits of a cgroup's parents also apply, so the counters of the cgroup and of all its parents are read.
-    """
+    """Counts kills since this object was created, in this process's cgroup and its parents, whose limits also apply."""
 
     def __init__(self, cgroups: Path = CGROUPS, membership: Path = MEMBERSHIP) -> None:
         self._levels = _levels(cgroups, durable.read_kernel(membership))

@@ -67,8 +67,7 @@ class Message(WireStruct, frozen=True, omit_defaults=True, repr_omit_defaults=Tr
 class Template(WireStruct, frozen=True, omit_defaults=True, repr_omit_defaults=True):
     """Inputs of a chat template besides the messages: its `arguments` by name, and the JSON schemas of `tools`.
 
-    `control_tokens` says how a control token's name in a message is tokenized: "text" as plain text, "parse" as the
-    token.
+    `control_tokens`: a control token's name in a message is tokenized as plain text ("text") or as the token ("parse").
     """
 
     arguments: JsonObject = {}
@@ -82,8 +81,7 @@ class Template(WireStruct, frozen=True, omit_defaults=True, repr_omit_defaults=T
 class Prompt(WireStruct, frozen=True):
     """One instance of a task: `messages` for the chat template, or `text`.
 
-    Rewards get the data row `columns` by column name. `source` is the name of the data set. The engine gets only the
-    last `max_tokens` tokens of the prompt.
+    Rewards get the data row `columns`. The engine gets only the last `max_tokens` tokens of the prompt.
     """
 
     text: str

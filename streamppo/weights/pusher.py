@@ -35,10 +35,8 @@ class PushedVersion(NamedTuple):
 class Pusher:
     """Hashes one rank's shares of versions, puts them into `sender` and publishes them, in order, in a thread.
 
-    `push` waits for the previous push, so that memory holds at most two versions. A push does not wait for engines.
-    `last` is the newest push. With `deltas`, a push contains differences to the previous version if these are smaller,
-    unless the ledger asks for a whole version. Every push describes the `frozen` tensors without sending them. The
-    buckets of a learner on a GPU are `pinned`.
+    `push` waits for the previous push, so that memory holds at most two versions, but not for engines. With `deltas`, a
+    push contains differences to the previous version if these are smaller, unless the ledger asks for a whole version.
     """
 
     def __init__(
@@ -80,11 +78,7 @@ class Pusher:
         admitted_lag: int | None = None,
         wait_for_copy: Callable[[], None] = lambda: None,
     ) -> PushedVersion:
-        """Start to push the content of `filled` as soon as `wait_for_copy` returns. Returns the previous push.
-
-        The push includes `record`, the `TokenRecord` of the version's batch, and `admitted_lag`. Raises the error of
-        the previous push.
-        """
+        """Start to push `filled` once `wait_for_copy` returns; return the previous push, or raise its error."""
         pushed = self.last.result()
         previous = self._sets[-1] if self._deltas and self._sets and not self._wants_whole else None
         self._sets.append(filled)

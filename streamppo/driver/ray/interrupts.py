@@ -17,10 +17,7 @@ from streamppo.terminal import harmless
 
 
 class Interrupts:
-    """Records the first signal. A second signal ends this process and local Ray processes at once.
-
-    `run` is the run's folder, or None before it exists. `say` writes a line at once, from the handler.
-    """
+    """Records the first signal. A second signal ends this process and local Ray processes at once."""
 
     def __init__(self) -> None:
         self.run: Path | None = None

@@ -36,10 +36,7 @@ class PlacementPlan(NamedTuple):
 
 
 def plan(config: Config, *, rollout: bool = True, together: int = 1) -> PlacementPlan:
-    """Plan a bundle for every rank, and with `rollout` for every rollout actor and reward model.
-
-    `together` is the number of neighbouring ranks in a bundle. Ray never divides a bundle between nodes.
-    """
+    """Plan bundles of `together` neighbouring ranks and, with `rollout`, of every rollout actor and reward model."""
     learner, engine = config.learner, config.rollout
     count = config.engines if rollout else 0
     models = {name: model.gpus for name, model in config.reward.models().items() if model.gpus and rollout}

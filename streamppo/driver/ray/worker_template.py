@@ -186,10 +186,7 @@ def _wait(pid: int) -> None:
 
 
 def _prepare(names: list[str], path: list[str]) -> None:
-    """Import modules with the driver's search path `path`. Forks get the search path of a worker of Ray.
-
-    After an error, the template ends silently. Ray's workers then start as usual, and report the error.
-    """
+    """Import modules with the driver's search path. After an error, end: Ray's own workers then report it."""
     worker_path, sys.path = sys.path, path
     try:
         from streamppo.process import without_gc

@@ -36,10 +36,7 @@ class Heartbeats:
         self._is_asked = False
 
     def check(self, actors: Sequence[str]) -> None:
-        """Ask the queue which of `actors` (names) are silent, at most four times within `limit_s`.
-
-        Call this method often. If it was not called for a quarter of `limit_s`, it assumes that the driver was stopped.
-        """
+        """Ask the queue which of `actors` are silent. After a pause between calls, the driver was stopped: wait."""
         present = time.monotonic()
         if present - self._called > self._limit_s / 4:
             self._checked = present

@@ -44,8 +44,7 @@ class RolloutPool:
     """The actors of one kind in `handles`, the oldest first.
 
     `create(name, place)` creates an actor in the first free place. `note` records a restart. Names are not reused,
-    because the queue ignores a removed actor permanently. In a resumed run the names start again: its queue is new, and
-    earlier actors cannot reach it.
+    because the queue ignores a removed actor permanently.
     """
 
     def __init__(
@@ -122,10 +121,8 @@ class RolloutPool:
     def evaluate(self, prompts: int, min_version: int, on_reports: Callable[[list[EvaluationReport]], None]) -> None:
         """Request greedy answers to held-out prompts by engines at `min_version` or later.
 
-        The prompts are divided into at least min(`PARTS`, prompts) parts. Part i has prompts i, i + parts, i + 2 parts,
-        and so on. The actors at work answer the parts, and continue to sample for training. Actors that are loading get
-        parts only if no actor is at work. If an actor is lost, another actor gets its parts. `on_reports` gets the
-        reports of all parts.
+        The prompts are divided into at least min(`PARTS`, prompts) parts for the actors at work, or for all actors if
+        none is at work. If an actor is lost, another actor gets its parts. `on_reports` gets the reports of all parts.
         """
         reports: list[EvaluationReport] = []
         parts = max(len(self._answering()), min(PARTS, prompts))

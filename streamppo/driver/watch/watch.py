@@ -48,11 +48,7 @@ class WatchedCall(NamedTuple):
 
 
 class WatchedCalls:
-    """The unfinished calls.
-
-    `on_death` gets the name of a call whose actor has died, and the error. `on_tick` gets what the driver waits for. An
-    exception of either function ends the run or the learner.
-    """
+    """The unfinished calls. `on_death` gets a call's name and the error, `on_tick` what the driver waits for."""
 
     def __init__(self, on_death: Callable[[str, RayActorError], None], on_tick: Callable[[str], None]) -> None:
         self._on_death = on_death

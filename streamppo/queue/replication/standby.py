@@ -182,8 +182,7 @@ class CopiedJournal(Journal):
 class CopiedTrajectoryStore(TrajectoryStore):
     """The journal of shard `number` of the run in the folder `run`; held trajectories are also copied to `address`.
 
-    Each file at the address has the trajectories of one transaction, and is deleted when all of them are dropped. A
-    restarted process first copies its whole journal, and then deletes the files of its predecessor.
+    Each file at the address has the trajectories of one transaction, and is deleted when all of them are dropped.
     """
 
     def __init__(self, run: Path, number: int, address: str) -> None:

@@ -24,11 +24,7 @@ from streamppo.types import Trajectory
 
 
 class RowCurriculum:
-    """Counts the groups of each row in `state`, and decides which prompts are skipped.
-
-    `settings` define the groups without a learning signal. Until `map_rows` is called, prompts have the rows that are
-    recorded in `state`, if any.
-    """
+    """Counts the groups of each row in `state`, and decides which prompts are skipped."""
 
     def __init__(self, config: Curriculum, settings: QueueSettings, state: QueueState) -> None:
         self._config, self._settings, self._state = config, settings, state
@@ -113,10 +109,7 @@ def _counts(rewards: Sequence[float], settings: QueueSettings) -> bool:
 
 
 def no_signal_reason(group: Sequence[Trajectory], resample: Resample) -> str | None:
-    """The reason why a group has no learning signal, or None if it has one.
-
-    A group that was delivered under an earlier configuration may lack the component, and is not judged.
-    """
+    """The reason why a group has no learning signal, or None. A group without the component is not judged."""
     name = resample.component
     if name and any(name not in trajectory.components for trajectory in group):
         return None

@@ -150,10 +150,7 @@ class DeadLetter(WireStruct, frozen=True):
 
 
 class ArchivedBatch(WireStruct, frozen=True):
-    """The journal's record of an archived batch: the SHA-256 of its file or, with shards, of each shard's file.
-
-    `first_prompt` and `last_prompt` are the smallest and the largest prompt number in the batch.
-    """
+    """The journal's record of a batch: the SHA-256 of its file or of each shard's file, and its range of prompts."""
 
     files: tuple[str, ...]
     first_prompt: int

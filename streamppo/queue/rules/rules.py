@@ -106,12 +106,7 @@ class QueueRules:
 
     @phase("store")
     def put(self, trajectories: Sequence[Trajectory]) -> int:
-        """Store the finished trajectories of a delivery. Returns the number stored.
-
-        Duplicates and late deliveries of a dead actor are not stored. A trajectory that cannot be trained on is a dead
-        letter, and counts as a failure of its slot. Raises `QueueError` for tokens of an unpublished version; nothing
-        of the delivery is stored then.
-        """
+        """Store a delivery; return the number stored. Raises `QueueError` for tokens of an unpublished version."""
         return self._put_all(trajectories, defects(trajectories, self.limits))
 
     def put_records(self, records: Sequence[TrajectoryRecord]) -> None:
@@ -210,10 +205,7 @@ class QueueRules:
         return self.state.leases[version].batch
 
     def publish(self, version: int, admitted_lag: int | None = None) -> None:
-        """Make `version` the newest one, and consume the batch that made it. Repeating a version does nothing.
-
-        `admitted_lag` is the lag to admit from this version on, if the learner adapts it.
-        """
+        """Make `version` the newest and consume its batch, once. `admitted_lag` is the lag to admit, if adaptive."""
         state = self.state
         if version == state.version:
             return

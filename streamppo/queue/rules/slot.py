@@ -200,11 +200,7 @@ class FailureWindow:
         self._reasons: deque[str | None] = deque(maxlen=WINDOW)
 
     def add(self, slot: Slot, reason: str | None) -> None:
-        """Record that an attempt at `slot` failed with `reason`, or succeeded (None).
-
-        Only a slot's first attempt counts. Retries come before new slots, so prompts that always fail would otherwise
-        count several times.
-        """
+        """Record the outcome of a slot's first attempt (None: success). Retries would count a prompt several times."""
         if slot.failures == 0:
             self._reasons.append(reason)
 

@@ -88,10 +88,7 @@ def _choose_completions(settings: QueueSettings, state: QueueState, min_version:
 
 
 def _units_in_window(settings: QueueSettings, state: QueueState, too_old: Sequence[Unit]) -> Iterator[Unit]:
-    """Iterate over the complete units that a batch may take, oldest first.
-
-    A unit that the caller adds to `too_old` will be sampled again, so the window may also start at it.
-    """
+    """Iterate over the complete units that a batch may take, oldest first; the window may start in `too_old`."""
     window, oldest = settings.window, None
     for (number, _), unit in state.units.items():
         if window is not None and oldest is not None and number - oldest >= window * settings.unit_size:

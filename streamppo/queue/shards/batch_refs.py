@@ -66,11 +66,7 @@ def _head(count: int) -> bytes:
 
 
 class BatchRefs:
-    """Keeps the references of the last requested batches, outlines and tokens. `put` puts each into the store once.
-
-    In all methods `read` reads the batch of `version`. `read` is called once, in a thread; if it raises, the method
-    raises the same error.
-    """
+    """Keeps the references of the last requested batches, outlines and tokens. `read` is called once, in a thread."""
 
     def __init__(self, put: Put) -> None:
         self._put = put

@@ -80,10 +80,7 @@ class QueueShard:
 
     @ray.method
     async def store(self, trajectories: bytes) -> bytes:
-        """Journal encoded trajectories, and return their `TrajectoryRecord`s in the same order.
-
-        A trajectory that cannot be trained on is not journalled; its record has the reason and all columns.
-        """
+        """Journal the encoded trajectories without a defect; return the `TrajectoryRecord`s of all, in order."""
         if self._limits is None:
             self._limits = await asyncio.to_thread(read_token_limits, self._config, self._model_path)
         rows = [bytes(raw) for raw in decode(trajectories, tuple[msgspec.Raw, ...])]

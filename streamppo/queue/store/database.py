@@ -37,8 +37,7 @@ class Database:
     """One SQLite file with `tables`, in the format `number`; several threads may use it in turn.
 
     A reader sees the content as of the time when it opened the file. Every method raises `JournalError`, which names
-    the file, if SQLite or the disk fails. Opening also raises it for a damaged file and for one made by another version
-    of streamppo.
+    the file, if SQLite or the disk fails, or if the file is damaged.
     """
 
     def __init__(self, path: Path, tables: str, number: int, *, read_only: bool = False) -> None:

@@ -67,10 +67,7 @@ create table if not exists skipped (number integer primary key, row blob, checks
 
 
 class Journal(Database):
-    """The journal's file: one writer at a time, and readers, which do not change the files.
-
-    A reader sees the journal as of the last transaction before it was opened, whatever is written later.
-    """
+    """The journal's file: one writer at a time, and readers, which see the last transaction before they opened it."""
 
     def __init__(self, path: Path, *, read_only: bool = False) -> None:
         self.path, self._tip = path, path.with_name(TIP_FILE)

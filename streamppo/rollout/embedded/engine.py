@@ -45,9 +45,8 @@ Arguments = TypeVarTuple("Arguments")
 class EmbeddedEngine:
     """Implements `Engine` with `slots` rows of up to `max_total_tokens` tokens, including the prompt.
 
-    The cache grows when a request needs a longer row than `reserve` has allocated. Construct an engine in a running
-    event loop; it decodes there until `stop`. Raises `ModelError` for a model that the engine cannot run, and
-    `WeightsError` for tensors that do not fit the model.
+    Construct it in a running event loop. Raises `ModelError` for a model that it cannot run, and `WeightsError` for
+    tensors that do not fit the model.
     """
 
     def __init__(

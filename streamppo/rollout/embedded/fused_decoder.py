@@ -59,10 +59,7 @@ class _Decode(NamedTuple):
 
 
 class FusedDecoder:
-    """Implements `Decoder`. Every token attends to all tokens before it, so a row must fit into the model's window.
-
-    Raises `WeightsError` for `tensors` (HF names) that do not fit.
-    """
+    """Implements `Decoder`. Every token attends to all tokens before it, so a row must fit into the model's window."""
 
     def __init__(
         self,

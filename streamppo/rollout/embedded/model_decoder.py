@@ -31,11 +31,7 @@ PROBED = (4, 2, 1)
 
 
 class ModelDecoder:
-    """Implements `Decoder` for every model for which `refusal` returns "".
-
-    Raises `WeightsError` for `tensors` (HF names) that do not fit, and `ModelError` if the decoder's logits of a few
-    tokens differ from those of the unchanged model.
-    """
+    """Implements `Decoder` for models without `refusal`. Raises `ModelError` if its logits differ from the model's."""
 
     def __init__(
         self,

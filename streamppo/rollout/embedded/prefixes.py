@@ -51,10 +51,7 @@ class Prefix(NamedTuple):
 
 
 class Start(NamedTuple):
-    """The first `common` tokens of a prompt (0: none) are in the cache of `row`, whose first prompt had `root` tokens.
-
-    `computed` has the version whose weights computed each of these tokens.
-    """
+    """The first `common` tokens of a prompt (0: none) are cached in `row`. `root` and `computed` are as in `Prefix`."""
 
     row: int
     common: int
@@ -80,11 +77,7 @@ class Prefixes:
         self._rows.clear()
 
     def starts(self, prompts: Sequence[Ints], running: Sequence[tuple[int, Prefix]]) -> list[Start]:
-        """Find the longest cached prefix of each prompt, also among the prefixes `running` in running rows.
-
-        Several prompts may use the same row. If a prompt continues an ended row from its last cached token, the ended
-        row becomes free, because the prompt's row will contain the same tokens.
-        """
+        """Find the longest cached prefix of each prompt, also in running rows. Continued ended rows become free."""
         starts = [self._start(prompt, running) for prompt in prompts]
         for row, common, *_ in starts:
             if row in self._rows:

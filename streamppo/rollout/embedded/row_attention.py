@@ -23,10 +23,7 @@ LAYERS = ("full_attention", "sliding_attention")
 
 
 class RowCache:
-    """Keys and values of every layer, [rows, room, K, D] each. A layer's memory is allocated at its first use.
-
-    `windows` are the sliding windows of the layers that have used the cache; 0 stands for a layer without a window.
-    """
+    """Keys and values of every layer, [rows, room, K, D] each. `windows` are the layers' sliding windows (0: none)."""
 
     def __init__(self, rows: int) -> None:
         self.rows, self.room = rows, 0

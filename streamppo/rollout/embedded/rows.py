@@ -172,11 +172,7 @@ class DecodingRows:
     def _copy_prefixes(
         self, requests: Sequence[RunningRequest], prefixes: Prefixes, version: int
     ) -> tuple[list[RunningRequest], np.ndarray]:
-        """Copy the cached prefixes of prompts to the prompts' rows.
-
-        Returns the reordered requests, and the number of cached tokens of each. Requests without a prefix come first;
-        the others follow in rising order of their numbers of new tokens.
-        """
+        """Copy cached prefixes to the prompts' rows. Returns the requests, without prefix first, and cached tokens."""
         first, end = self.count, self.count + len(requests)
         running = [
             (row, Prefix(request.prompt, len(request.prompt), int(self._root[row]), request.computed))
@@ -321,10 +317,7 @@ class DecodingRows:
         )
 
     def _free(self, rows: np.ndarray) -> None:
-        """Free `rows` (ascending): the last running rows move into the freed places, all in one copy.
-
-        If turns are kept, rows are exchanged instead, so that the ended completions stay in the cache.
-        """
+        """Free `rows` (ascending): the last running rows move into their places, or are exchanged if turns are kept."""
         num_left = self.count - len(rows)
         is_running = np.ones(self.count, np.bool_)
         is_running[rows] = False

@@ -59,10 +59,7 @@ class Row:
         return self._tokens[self._path(at)]
 
     def add(self, at: int, unsampled: Ints, completion: Completion, turn: int) -> tuple[int, int]:
-        """Add the completion of turn number `turn` (from 1 on) to its context: `context(at)`, then `unsampled` tokens.
-
-        Returns two places: of the last token of the context, and of the last token of the completion.
-        """
+        """Add turn `turn` after `context(at)` and the tokens `unsampled`; return the last place of both."""
         sibling = not len(unsampled) and at != len(self) - 1
         if sibling:
             unsampled, at = self._tokens[at : at + 1], self._predecessor(at)

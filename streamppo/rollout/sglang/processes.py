@@ -101,11 +101,7 @@ def _contexts() -> list[Any]:
 
 
 def run(log: str, target: str, *arguments: object) -> object:
-    """Call SGLang's `target` ("module:function") with this process's output redirected to the file `log`.
-
-    SGLang's processes begin with this function, which they import by name before they load SGLang. The processes then
-    end with the actor; SGLang itself ensures that only after loading, seconds later.
-    """
+    """Call SGLang's `target` ("module:function") in a process that ends with the actor and writes to the file `log`."""
     parent = multiprocessing.parent_process()
     die_with_parent()
     if parent is not None and os.getppid() != parent.pid:

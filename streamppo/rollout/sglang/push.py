@@ -46,8 +46,7 @@ Connect: TypeAlias = Callable[[Link], Awaitable[Carrier]]
 class BySharedMemory:
     """Flat buckets in shared memory, for an SGLang on this machine. `server`: SGLang is no child of this process.
 
-    All tensor-parallel ranks read the same buckets. Tensors in shared memory are not copied. Other tensors are copied
-    to memory that the next version overwrites, because no process reads it after a load has ended.
+    Tensors in shared memory are not copied. Others are copied to memory that the next version overwrites.
     """
 
     def __init__(self, link: Link, bucket_bytes: int, *, server: bool) -> None:

@@ -71,9 +71,8 @@ class ServerLink:
     async def death(self) -> str:
         """See `Link.death`.
 
-        Only SGLang's HTTP process is asked, because it ends when another process of the server dies. /health would
-        sample a token, which a server cannot do while it is paused. The request is repeated once if its connection
-        breaks, because a server closes idle connections after a standstill.
+        /health would sample a token, which a server cannot do while it is paused. The request is repeated once, because
+        a server closes idle connections after a standstill.
         """
         try:
             try:
@@ -123,9 +122,7 @@ async def connect(
 ) -> ServerLink:
     """Wait for the only server of `settings.urls`, and reset state that a dead client may have left in it.
 
-    With all arguments but `number` bound, this function is a `Start`. At most `slots` completions run at once; they end
-    at `strings`. Settings that differ from the `learner`'s are logged. Raises `ModelError` for a server that cannot be
-    reached or used.
+    With all arguments but `number` bound, this function is a `Start`. Raises `ModelError` for an unusable server.
     """
     (url,) = settings.urls
     async with AsyncExitStack() as undo:

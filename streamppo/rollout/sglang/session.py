@@ -21,10 +21,8 @@ from streamppo.rollout.sglang.verify_weights import Attestation
 class SessionSetup(NamedTuple):
     """Settings of all sessions of an engine. `start` starts SGLang; `connect` connects the transport of weights.
 
-    `kv` says what a swap does with the KV cache. A row has up to `room` tokens. `excludes_tokens` is true with top-p or
-    top-k. `streams` names the setting that needs streamed tokens ("": none does). With `routes`, SGLang reports the
-    experts of each token. Completions end at `strings`. The tokenizer lacks the tokens `unknown`, which are never
-    sampled. A multimodal model has `encoders`, which are never loaded. Versions are copied to buckets of
+    A row has up to `room` tokens. `streams` names the setting that needs streamed tokens ("": none does). Tokens in
+    `unknown` are never sampled, and `encoders` of a multimodal model never loaded. Versions are copied to buckets of
     `bucket_bytes`, in `shared` memory if SGLang reads them there.
     """
 

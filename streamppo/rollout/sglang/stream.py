@@ -33,10 +33,7 @@ steps."""
 
 
 class CompletionStream:
-    """One running completion, requested at `version`. `candidates` is true with top-p or top-k.
-
-    `length` tokens have arrived; `handed` of them are in written segments. SGLang's cache had `cached` prompt tokens.
-    """
+    """One running completion, requested at `version`. Of `length` arrived tokens, `handed` are in written segments."""
 
     def __init__(self, cuts: Cuts, version: int, certain: asyncio.Event, *, candidates: bool) -> None:
         self.cuts, self.length, self.handed, self.cached = cuts, 0, 0, 0

@@ -260,10 +260,7 @@ def held_name(name: str) -> str:
 
 
 def tensors_of_rank(tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
-    """Yield tensors of a model in the layout of a single SGLang rank; experts are stacked, [experts, rows, columns].
-
-    A fused tensor is a copy, so the caller should keep only one at a time.
-    """
+    """Yield tensors in the layout of a single SGLang rank; experts are stacked, [experts, rows, columns]."""
     parts: dict[str, dict[int, dict[int, Tensor]]] = {}
     for name, tensor in tensors.items():
         expert = re.search(r"\.experts\.(\d+)\.", name)

@@ -75,10 +75,7 @@ def empty(
     untied: bool = False,
     whole: bool = False,
 ) -> Any:
-    """Make the model at `path` with random weights from its config.json. Raises `ModelError`.
-
-    With `untied`, the head is a separate weight, whatever config.json says. `whole` is as in `load`.
-    """
+    """Make the model at `path` with random weights; `untied`: its head is a separate weight. Raises `ModelError`."""
     config = settings(path, untied=untied)
     # transformers would warn that flash-attn needs 16-bit weights; the learner's passes compute in 16 bits.
     with naming(path), fit.quiet():

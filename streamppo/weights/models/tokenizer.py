@@ -96,10 +96,7 @@ def _compare_tekken(tokenizer: "PreTrainedTokenizerBase", folder: Path) -> None:
 
 
 def write(tokenizer: "PreTrainedTokenizerBase", start: str | Path | None, folder: Path) -> str:
-    """Write the `tokenizer` of the model at `start` into `folder`. Raises `OSError` if the disk refuses.
-
-    Returns a sentence if the original files are copied instead. Without `start` the tokenizer is new.
-    """
+    """Write `tokenizer` to `folder`; return a sentence if the files at `start` are copied instead. Raises `OSError`."""
     tokenizer.init_kwargs.pop("auto_map", None)
     if start is None:
         tokenizer.save_pretrained(folder)
