@@ -30,15 +30,7 @@ from streamppo.telemetry import diagnosis, metrics_file
 from streamppo.telemetry.attempts import AttemptTable, first_line
 from streamppo.telemetry.record import read_summary
 from streamppo.telemetry.report import page
-from streamppo.telemetry.report.view import (
-    NamedNumber,
-    RunsTable,
-    TextPiece,
-    TrainedSample,
-    View,
-    make_part,
-    or_dash,
-)
+from streamppo.telemetry.report.view import NamedNumber, RunsTable, TextPiece, TrainedSample, View, make_part, or_dash
 from streamppo.types import Batch, Ints, QueueReport, Trajectory, flags, ints
 
 REPORT = "report.html"

@@ -245,9 +245,7 @@ class QueueActor(ArchivedRuns):
     async def tokens(self, version: int, rows: bytes) -> "list[BatchRef] | None":
         """Like `take`, but return the token ids of the batch's trajectories at `rows` (int32)."""
         return await self._batch_refs(
-            version,
-            lambda read: self._refs.tokens(version, rows, read),
-            lambda batch: self._shards.tokens(batch, rows),
+            version, lambda read: self._refs.tokens(version, rows, read), lambda batch: self._shards.tokens(batch, rows)
         )
 
     @ray.method

@@ -187,13 +187,7 @@ def _tokenizer(model_path: str) -> Tokenizer | None:
 
 
 def _start(
-    config: Config,
-    settings: SGLangEngine,
-    model_path: str,
-    model: "EngineModel",
-    seed: int,
-    *,
-    untied: bool,
+    config: Config, settings: SGLangEngine, model_path: str, model: "EngineModel", seed: int, *, untied: bool
 ) -> Start:
     """Connect to the running server in `urls`, or launch SGLang in child processes of the actor. Raises `ModelError`.
 

@@ -15,16 +15,7 @@ if TYPE_CHECKING:
 
 FULL = ("llama",)
 """Model types without sliding windows, even if their configurations set one."""
-SLIDING = (
-    "afmoe",
-    "exaone4",
-    "gemma2",
-    "gemma3_text",
-    "gemma3n_text",
-    "gemma4_text",
-    "gpt_oss",
-    "olmo3",
-)
+SLIDING = ("afmoe", "exaone4", "gemma2", "gemma3_text", "gemma3n_text", "gemma4_text", "gpt_oss", "olmo3")
 """Model types whose sliding windows SGLang 0.5.21 applies. In others, such as mistral, SGLang attends to whole rows."""
 
 

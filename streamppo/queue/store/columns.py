@@ -17,18 +17,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from streamppo.types import (
-    Batch,
-    Floats,
-    Identity,
-    TokenRecord,
-    Trajectory,
-    branches,
-    flags,
-    floats,
-    ints,
-    turns,
-)
+from streamppo.types import Batch, Floats, Identity, TokenRecord, Trajectory, branches, flags, floats, ints, turns
 
 Column: TypeAlias = NDArray[np.generic]
 Finish: TypeAlias = Literal["stop", "length", "cut"]

@@ -25,14 +25,7 @@ from streamppo.config.task import AgentEnvironment
 from streamppo.errors import EnvironmentFailed, PromptRefused, TaskError
 from streamppo.rollout import random_numbers
 from streamppo.rollout.endpoint import reply, stop_strings
-from streamppo.rollout.endpoint.request import (
-    Request,
-    RequestRefused,
-    Turn,
-    malformed,
-    over_budget,
-    run_ended,
-)
+from streamppo.rollout.endpoint.request import Request, RequestRefused, Turn, malformed, over_budget, run_ended
 from streamppo.rollout.endpoint.row import Row
 from streamppo.rollout.endpoint.tree import NO_PLACE, Tree, TreePlace
 from streamppo.rollout.engine import Completion, ContextReuse, Cuts, Sampler, Sampling

@@ -68,12 +68,7 @@ def load(
 
 
 def empty(
-    path: str | Path,
-    kind: Kind = "AutoModelForCausalLM",
-    *,
-    attention: str,
-    untied: bool = False,
-    whole: bool = False,
+    path: str | Path, kind: Kind = "AutoModelForCausalLM", *, attention: str, untied: bool = False, whole: bool = False
 ) -> Any:
     """Make the model at `path` with random weights; `untied`: its head is a separate weight. Raises `ModelError`."""
     config = settings(path, untied=untied)
