@@ -54,7 +54,6 @@ REQUEST, SIZE = struct.Struct("<q"), struct.Struct("<I")
 """A request is a number, the oldest wanted version. A reply begins with the size of its push; 0: no version so far."""
 MOST_DESCRIPTORS = 200
 """Maximum number of descriptors in a message; Linux passes at most 253."""
-BACKLOG = 64
 
 
 class MachineVersion(NamedTuple):
@@ -262,7 +261,7 @@ def _bind(address: str) -> socket.socket | None:
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
             listener.bind(address)
-            listener.listen(BACKLOG)
+            listener.listen(64)
         except OSError:
             listener.close()
             raise

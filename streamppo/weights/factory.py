@@ -43,14 +43,12 @@ def ends(config: Config) -> TransportEnds:
 
 def with_run_folder(config: Config, run: Path) -> Config:
     """Return `config` in which a folder transport has the path of the run's own folder."""
-    match config.learner.transport:
-        case Folder(path=path):
-            run_folder = (
-                Path(path) / f"{run.name}-{crc32(str(run.resolve()).encode()):08x}" if path else run / "weights"
-            )
-            return structs.replace(config, learner=structs.replace(config.learner, transport=Folder(str(run_folder))))
-        case _:
-            return config
+    transport = config.learner.transport
+    if not isinstance(transport, Folder):
+        return config
+    name = f"{run.name}-{crc32(str(run.resolve()).encode()):08x}"
+    folder = Path(transport.path) / name if transport.path else run / "weights"
+    return structs.replace(config, learner=structs.replace(config.learner, transport=Folder(str(folder))))
 
 
 def create_folder(config: Config) -> None:

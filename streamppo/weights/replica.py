@@ -79,7 +79,9 @@ class Replica:
         if number >= len(push.bucket_bytes) or bucket.nbytes != push.bucket_bytes[number]:
             raise WeightsError(f"version {push.version}: the buckets that arrived are not those that were sent")
         for piece in self._by_bucket[number]:
-            self._use(push, piece, _stored(push, piece, bucket))
+            if piece.start + piece.stored > bucket.nbytes:
+                raise WeightsError(f"version {push.version}: a piece lies outside of its bucket")
+            self._use(push, piece, bucket[piece.start : piece.start + piece.stored])
         self._num_buckets += 1
 
     def finish(self) -> None:
@@ -153,12 +155,6 @@ class Replica:
 
 def _is_whole(push: Push, piece: TensorChunk) -> bool:
     return piece.nbytes == push.tensors[piece.tensor].nbytes and not piece.is_delta
-
-
-def _stored(push: Push, piece: TensorChunk, bucket: Bytes) -> Bytes:
-    if piece.start + piece.stored > bucket.nbytes:
-        raise WeightsError(f"version {push.version}: a piece lies outside of its bucket")
-    return bucket[piece.start : piece.start + piece.stored]
 
 
 class _WritableArray:

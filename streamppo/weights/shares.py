@@ -28,22 +28,6 @@ class RankShare(NamedTuple, Generic[T]):
     record: EncodedRecord
 
 
-class Shares(Generic[T]):
-    """The shares that have arrived, of versions for which other ranks' shares are missing."""
-
-    def __init__(self) -> None:
-        self._waiting: dict[int, dict[int, RankShare[T]]] = {}
-
-    def add(self, share: RankShare[T]) -> list[RankShare[T]]:
-        """Add a share. If all ranks have added theirs, return the version's shares ordered by rank; otherwise []."""
-        shares = self._waiting.setdefault(share.push.version, {})
-        shares[share.push.rank] = share
-        if len(shares) < share.push.ranks:
-            return []
-        del self._waiting[share.push.version]
-        return [shares[rank] for rank in sorted(shares)]
-
-
 class ShareCollector(Generic[T, R]):
     """Calls `publish` once for each version when all ranks have added their shares. All ranks get the result.
 
@@ -53,7 +37,7 @@ class ShareCollector(Generic[T, R]):
 
     def __init__(self, publish: Callable[[RankShare[T]], Awaitable[R]]) -> None:
         self._publish = publish
-        self._shares = Shares[T]()
+        self._waiting: dict[int, dict[int, RankShare[T]]] = {}
         self._tasks: dict[int, asyncio.Future[asyncio.Task[R]]] = {}
         self._digests: dict[int, dict[int, str]] = {}
 
@@ -68,8 +52,12 @@ class ShareCollector(Generic[T, R]):
             self._tasks.pop(version - REMEMBERED, None)
             self._digests.pop(version - REMEMBERED, None)
         task_future = self._tasks[version]
-        if not task_future.done() and (shares := self._shares.add(share)):
-            task_future.set_result(asyncio.create_task(self._make(shares)))
+        if not task_future.done():
+            shares = self._waiting.setdefault(version, {})
+            shares[rank] = share
+            if len(shares) == share.push.ranks:
+                del self._waiting[version]
+                task_future.set_result(asyncio.create_task(self._make([shares[rank] for rank in sorted(shares)])))
         task = await asyncio.shield(task_future)
         try:
             return await asyncio.shield(task)

@@ -99,26 +99,22 @@ class Store:
     def names(self, folder: str = "") -> list[str]:
         """Return the names of the files in a folder at the address; [] if it does not exist."""
         place = f"{self._root}/{folder}".rstrip("/")
-        with self.naming_errors():
-            self._files.invalidate_cache()
-            try:
-                listed: Sequence[str] = self._files.ls(place, detail=False)
-            except FileNotFoundError:
-                return []
-        names = sorted(path.rstrip("/").rpartition("/")[2] for path in listed)
+        names = sorted(path.rstrip("/").rpartition("/")[2] for path in self._list(place, detail=False))
         # Writers that died leave temporary files.
         return [name for name in names if not name.endswith(durable.ASIDE)]
 
     def sizes(self, folder: str) -> dict[str, int]:
         """Return the size in bytes of each file in a folder at the address; {} if it does not exist."""
-        path = f"{self._root}/{folder}"
+        entries = self._list(f"{self._root}/{folder}", detail=True)
+        return {entry["name"].rpartition("/")[2]: int(entry["size"] or 0) for entry in entries}
+
+    def _list(self, path: str, *, detail: bool) -> Sequence[Any]:
         with self.naming_errors():
             self._files.invalidate_cache()
             try:
-                listed: Sequence[dict[str, Any]] = self._files.ls(path, detail=True)
+                return self._files.ls(path, detail=detail)
             except FileNotFoundError:
-                return {}
-        return {entry["name"].rpartition("/")[2]: int(entry["size"] or 0) for entry in listed}
+                return []
 
     def read(self, folder: str, name: str) -> bytes:
         with self.naming_errors(), self._reading(f"{self._root}/{folder}/{name}") as file:

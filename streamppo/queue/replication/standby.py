@@ -121,7 +121,7 @@ class CopiedJournal(Journal):
             self._copies.delete(ARCHIVE, name)
 
     def _copy(self, entry: Entry) -> None:
-        self._copies.put(self._folder, transaction_name(self._number, self._token), encode(entry))
+        self._copies.put(self._folder, f"{number_name(self._number)}{_token_suffix(self._token)}", encode(entry))
         self._entries += 1
         if self._entries >= BASE_EVERY:
             self._copy_base()
@@ -158,7 +158,7 @@ class CopiedJournal(Journal):
                 content = durable.read(self._run / file) if (self._run / file).is_file() else b""
             if not content or self._copied.get(file) == crc32(content):
                 continue
-            name = file_copy_name(file, self._number, content)
+            name = f"{file}.{number_name(self._number)}-{crc32(content):08x}"
             self._copies.put_bytes(folder, name, content)
             self._copied[file] = crc32(content)
             for old in self._copies.names(folder):
@@ -241,16 +241,6 @@ def archive_copy_name(path: Path, checksum: str) -> str:
     """The name of an archived file's copy, with the checksum: a restored run may make another batch of a version."""
     stem, dot, end = path.name.partition(".zarr.")
     return f"{stem}.{checksum[:12]}{dot}{end}"
-
-
-def file_copy_name(file: str, number: int, content: bytes) -> str:
-    """The name of the copy of a run's file as of transaction `number`; names sort by transaction."""
-    return f"{file}.{number_name(number)}-{crc32(content):08x}"
-
-
-def transaction_name(number: int, token: str) -> str:
-    """The name of a transaction's copy, written under the claim that has this token."""
-    return f"{number_name(number)}{_token_suffix(token)}"
 
 
 def claim_token(copy: str) -> str:

@@ -225,10 +225,6 @@ def _offsets(lengths: list[int]) -> NDArray[np.int64]:
     return np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
 
 
-def _known_components(names: Sequence[str], numbers: Sequence[float]) -> dict[str, float]:
-    return {name: number for name, number in zip(names, numbers, strict=True) if not math.isnan(number)}
-
-
 def decode_words(column: Column, known: Sequence[str]) -> list[str]:
     """Look up the words at the indices in `column`."""
     return [known[int(number)] for number in column]
@@ -247,12 +243,14 @@ def to_batch(columns: Mapping[str, Column], attributes: Attributes) -> Batch:
     at, prompt_at = columns["offsets"].tolist(), columns["prompt_offsets"].tolist()
     words = {name: decode_words(columns[name], known) for name, known in attributes.words().items()}
     ragged_at = {name: columns[f"{name}_offsets"].tolist() for name in RAGGED if name in columns}
-    components = columns["components"].tolist() if "components" in columns else None
+    names = attributes.component_names
+    components = columns["components"].tolist() if "components" in columns else [()] * len(columns["reward"])
     known, texts = columns.get("versions_known"), explanations(columns)
     trajectories: list[Trajectory] = []
     for row, reward in enumerate(columns["reward"].tolist()):
         tokens = slice(at[row], at[row + 1])
         number = {name: int(columns[name][row]) for name in IDENTITY if name in columns}
+        values = zip(names, components[row], strict=True)
         ragged = {name: columns[name][ends[row] : ends[row + 1]].tobytes() for name, ends in ragged_at.items()}
         trajectories.append(
             Trajectory(
@@ -261,7 +259,7 @@ def to_batch(columns: Mapping[str, Column], attributes: Attributes) -> Batch:
                 prompt_tokens=columns["prompt_tokens"][prompt_at[row] : prompt_at[row + 1]].tobytes(),
                 finish=words["finish"][row],  # pyright: ignore[reportArgumentType]
                 reward=reward,
-                components={} if components is None else _known_components(attributes.component_names, components[row]),
+                components={name: value for name, value in values if not math.isnan(value)},
                 prefix=int(columns["prefix"][row]) if "prefix" in columns else 0,
                 route_bytes=int(columns["route_bytes"][row]) if "route_bytes" in columns else 2,
                 explanation=texts[row],

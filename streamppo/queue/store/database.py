@@ -43,7 +43,9 @@ class Database:
     def __init__(self, path: Path, tables: str, number: int, *, read_only: bool = False) -> None:
         self.path = path
         with self._errors_named():
-            address = _read_only_address(path) if read_only else path
+            # Without a log, SQLite would create one unless the file is `immutable`.
+            final = "" if _log(path).exists() else "&immutable=1"
+            address = f"{path.resolve().as_uri()}?mode=ro{final}" if read_only else path
             self._db = sqlite3.connect(address, uri=read_only, check_same_thread=False, isolation_level=None)
             # The file may be untrusted, so its schema must not call functions.
             self._db.execute("pragma trusted_schema = off")
@@ -191,12 +193,6 @@ def with_checksum(value: object) -> tuple[bytes, int]:
 def checked_row(row: bytes) -> tuple[bytes, int]:
     """Return an encoded row with its checksum."""
     return row, crc32(row)
-
-
-def _read_only_address(path: Path) -> str:
-    """The read-only URI of a file; `immutable` if there is no log, because SQLite would otherwise create one."""
-    final = "" if _log(path).exists() else "&immutable=1"
-    return f"{path.resolve().as_uri()}?mode=ro{final}"
 
 
 def _log(path: Path) -> Path:

@@ -144,8 +144,10 @@ class Journal(Database):
                 ],
             )
             for version in versions:
-                row = with_checksum(self._with_link(version))
-                db.execute("insert or ignore into versions values (?, ?, ?)", (version.version, *row))
+                query = "select row, checksum from versions where version = ?"
+                before = self._rows("versions", query, PublishedVersion, version.version - 1)
+                linked = with_link(version, self.configs(), before[0].link if before else "")
+                db.execute("insert or ignore into versions values (?, ?, ?)", (version.version, *with_checksum(linked)))
             db.execute("delete from leases where version < ?", (changes.counters.version,))
             if changes.dead:
                 db.executemany("insert or ignore into dead_letters values (?, ?, ?, ?, ?)", map(_dead, changes.dead))
@@ -253,11 +255,6 @@ class Journal(Database):
             self._number = number + 1
             with open(self._tip, "r+b", buffering=0) as file:
                 file.write(_tip(self._number))
-
-    def _with_link(self, published: PublishedVersion) -> PublishedVersion:
-        query = "select row, checksum from versions where version >= ? and version < ?"
-        before = self._rows("versions", query, PublishedVersion, published.version - 1, published.version)
-        return with_link(published, self.configs(), before[0].link if before else "")
 
     def _counts(self, table: str, query: str, *arguments: int) -> Counts:
         with self._errors_named():

@@ -88,11 +88,6 @@ def read_partial(text: str, *, opened: bool = False) -> Reply:
     return Reply(answer.partition(CALL)[0].rstrip(), reasoning)
 
 
-def new_id(kind: str) -> str:
-    """Make an id: the kind, and 24 random hexadecimal digits."""
-    return f"{kind}_{secrets.token_hex(12)}"
-
-
 def _drop_partial_mark(text: str) -> str:
     for mark in (THINK, THINK_END, CALL):
         for length in range(len(mark) - 1, 0, -1):

@@ -155,7 +155,9 @@ class Endpoint:
     def _route(self, path: str, dialect: Dialect, answer: Handler, method: str = "POST") -> Route:
         async def endpoint(request: HttpRequest) -> Response:
             try:
-                self._check_host(request)
+                if self._local and request.url.hostname not in LOOPBACK:
+                    message = f"the endpoint answers only under the names {', '.join(LOOPBACK)}"
+                    raise RequestRefused(403, "host_not_allowed", message, "another host's name")
                 session = self._session(request)
                 body = await _body(request) if method == "POST" else {}
                 return await answer(request, session, body)
@@ -167,11 +169,6 @@ class Endpoint:
                 return Response(status_code=499)
 
         return Route(path, endpoint, methods=[method])
-
-    def _check_host(self, request: HttpRequest) -> None:
-        if self._local and request.url.hostname not in LOOPBACK:
-            message = f"the endpoint answers only under the names {', '.join(LOOPBACK)}"
-            raise RequestRefused(403, "host_not_allowed", message, "another host's name")
 
     def _session(self, request: HttpRequest) -> Session:
         header = request.headers.get("authorization", "")

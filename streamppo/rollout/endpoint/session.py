@@ -13,6 +13,7 @@ were not received are masked.
 """
 
 import asyncio
+import secrets
 import time
 from collections import Counter
 from collections.abc import Sequence
@@ -111,7 +112,7 @@ class Session:
                 429, "rate_limit_exceeded", f"{MOST_UNDER_WAY} requests are under way", "too many at once"
             )
         self._requests += 1
-        turn = Turn(reply.new_id("resp"), request, asyncio.get_running_loop().create_future(), listeners=1)
+        turn = Turn(f"resp_{secrets.token_hex(12)}", request, asyncio.get_running_loop().create_future(), listeners=1)
         self._under_way.append(turn)
         turn.task = asyncio.create_task(self._run_turn(turn))
         turn.task.add_done_callback(partial(self._end_turn, turn))
@@ -232,7 +233,9 @@ class Session:
             self._num_begun += 1
             sampling = self._sampling._replace(max_tokens=tokens, seed=seed)
             show = partial(self._show_progress, turn)
-            cuts = Cuts(show, max_tokens=STREAMED) if self._is_progress_shown(request) else None
+            # A stream with stop strings, or a tokenizer with a parser, needs the whole turn.
+            needs_whole = self._policy.stop.strings or request.stop or self._policy.tokenizer.response_parser()
+            cuts = Cuts(show, max_tokens=STREAMED) if request.stream and not needs_whole else None
             completion = await self._generate(request, context, sampling, cuts)
             self._policy.contexts.add(len(context) - len(new_tokens), completion.cached)
             self._store(turn, place, new_tokens, context, completion)
@@ -278,11 +281,6 @@ class Session:
         turn.names = (turn.message_id, *(call.id for call in turn.reply.calls))
         self.turns.append(turn)
         turn.number = len(self.turns)
-
-    def _is_progress_shown(self, request: Request) -> bool:
-        """True for a stream without stop strings, if the tokenizer has no parser, which would need the whole turn."""
-        strings = self._policy.stop.strings or request.stop
-        return request.stream and not strings and self._policy.tokenizer.response_parser() is None
 
     def _show_progress(self, turn: Turn, part: Completion) -> None:
         now = time.monotonic()

@@ -90,7 +90,9 @@ class Tree:
         """
         node, begin = after.node, len(messages) - len(after.new_messages)
         for count, message in enumerate(after.new_messages, begin + 1):
-            node = self._child(node, message, _hash(setting) if count == 1 else b"")
+            first = _hash(setting) if count == 1 else b""
+            equal = self._matches([node], message, first)
+            node = equal[-1] if equal else self._add_node(node, first + digest(message), message)
         self._opened.setdefault(node, opened)
         reply_node = self._add_node(node, digest(answer), answer)
         for other in also:
@@ -107,10 +109,6 @@ class Tree:
             return by_name
         equal = sorted(node for parent in frontier for node in self._children.get((parent, key), ()))
         return [node for node in equal if not (reasoning and self._nodes[node].reasoning not in ("", reasoning))]
-
-    def _child(self, parent: int, message: Message, first: bytes) -> int:
-        equal = self._matches([parent], message, first)
-        return equal[-1] if equal else self._add_node(parent, first + digest(message), message)
 
     def _add_node(self, parent: int, key: bytes, message: Message) -> int:
         self._nodes.append(_Node(parent, key, _reasoning(message)))

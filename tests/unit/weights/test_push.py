@@ -25,7 +25,7 @@ from streamppo.weights.content import check
 from streamppo.weights.ledger import Ledger, PublishReply
 from streamppo.weights.pusher import SETS, PushedVersion, Pusher
 from streamppo.weights.replica import Replica
-from streamppo.weights.shares import RankShare, ShareCollector, Shares, join
+from streamppo.weights.shares import EncodedRecord, RankShare, ShareCollector, join
 
 SHAPES = st.lists(st.lists(st.integers(1, 7), max_size=3), min_size=1, max_size=6)
 DTYPES = st.sampled_from([torch.float32, torch.bfloat16, torch.int64])
@@ -243,19 +243,26 @@ def shares(version: int = 1, ranks: int = 3) -> list[Push]:
     return [Rank(sent, rank, ranks).push(version, sent).push for rank in range(ranks)]
 
 
-def test_a_version_is_whole_with_its_last_share_in_any_order_and_the_last_of_two_by_one_rank_counts() -> None:
-    gathered = Shares[str]()
-    first, second, third = shares()
-    assert gathered.add(RankShare(third, ["old"], b"")) == []
-    assert gathered.add(RankShare(first, ["first"], b"numbers")) == []
-    assert gathered.add(RankShare(third, ["third"], b"")) == []
-    whole = gathered.add(RankShare(second, ["second"], b""))
-    assert [(share.push, share.refs) for share in whole] == [
-        (first, ["first"]),
-        (second, ["second"]),
-        (third, ["third"]),
-    ]
-    assert gathered.add(RankShare(first, ["again"], b"")) == [], "the version begins anew"
+def test_a_version_is_published_with_its_last_share_in_any_order_and_the_last_of_two_by_one_rank_counts() -> None:
+    async def story() -> None:
+        async def publish(whole: RankShare[str]) -> tuple[list[str], EncodedRecord]:
+            return whole.refs, whole.record
+
+        collector = ShareCollector(publish)
+        first, second, third = shares()
+        early = [
+            RankShare(third, ["old"], b""),
+            RankShare(first, ["first"], b"numbers"),
+            RankShare(third, ["third"], b""),
+        ]
+        waiting = [asyncio.create_task(collector.result(share)) for share in early]
+        await asyncio.sleep(0.01)
+        assert not any(task.done() for task in waiting)
+        published = await collector.result(RankShare(second, ["second"], b""))
+        assert published == (["first", "second", "third"], b"numbers")
+        assert await asyncio.gather(*waiting) == [published] * 3
+
+    asyncio.run(story())
 
 
 def test_shares_that_are_not_of_one_version_are_refused() -> None:
