@@ -22,7 +22,7 @@ from streamppo.algorithms.scan import group_sums, next_unmasked, reverse_scan
 from streamppo.algorithms.value_losses import explained_variance
 
 VARIANCE_FLOOR = 1e-8
-"""Added to the variance in `whiten`, so that a batch of equal values becomes zero instead of NaN."""
+"""Added to the variance in `whiten`, so that equal values become zero instead of NaN."""
 
 
 class AdvantageEstimate(NamedTuple):
@@ -47,13 +47,7 @@ def column(number: float | Tensor, like_BT: Tensor) -> Tensor:
 
 
 def gae(
-    rewards_BT: Tensor,
-    values_BT: Tensor,
-    mask_BT: Tensor,
-    bootstrap_B: Tensor,
-    *,
-    gamma: float,
-    lam: float | Tensor,
+    rewards_BT: Tensor, values_BT: Tensor, mask_BT: Tensor, bootstrap_B: Tensor, *, gamma: float, lam: float | Tensor
 ) -> AdvantageEstimate:
     """GAE: an exponentially weighted sum of TD errors trades the critic's bias against the sampling variance.
 
@@ -63,7 +57,7 @@ def gae(
 
     values_{t+1} is the value at the next UNMASKED token; after the last token it is bootstrap_B. Schulman et al. 2015,
     https://arxiv.org/abs/1506.02438. lam = 0 is the one-step TD error, lam = 1 is Monte Carlo minus the value. `lam`
-    may be a [B] tensor, see `adaptive_lambda`. Raises ValueError on shapes that do not fit.
+    may be a [B] tensor, see `adaptive_lambda`.
     """
     check_tokens(mask_BT, rewards_BT=rewards_BT, values_BT=values_BT)
     check_sequences(mask_BT, bootstrap_B=bootstrap_B)
@@ -101,9 +95,8 @@ def adaptive_lambda(lengths_B: Tensor, alpha: float) -> Tensor:
 
         lam = clamp(1 - 1 / (alpha * length), 0, 1)
 
-    VAPO, https://arxiv.org/abs/2504.05118 (alpha = 0.05). The weights lam^k sum to alpha * length, so a final
-    reward reaches the same FRACTION of every response. As alpha * length grows, lam approaches 1 (Monte Carlo).
-    Raises ValueError if alpha is not positive.
+    VAPO, https://arxiv.org/abs/2504.05118 (alpha = 0.05). The weights lam^k sum to alpha * length, so a final reward
+    reaches the same FRACTION of every response.
     """
     if alpha <= 0:
         raise ValueError(f"alpha must be positive, got {alpha}")
@@ -119,9 +112,7 @@ def outcomes_explained(
         explained  = 1 - Var(outcomes - values) / Var(outcomes)
         outcomes_t = rewards_t + gamma * outcomes_{t+1}
 
-    `known_B` [B] is True for sequences that have all their rewards; the variances are over their tokens. The advantages
-    of a segment without its final reward are computed from the critic's values, so they are noise if the values explain
-    nothing.
+    `known_B` [B] is True for sequences that have all their rewards; the variances are over their tokens.
     """
     check_sequences(mask_BT, known_B=known_B)
     known_BT, bootstrap_B = mask_BT & known_B[:, None], torch.zeros_like(values_BT[:, 0])
@@ -136,8 +127,7 @@ def sequence_level(scores_B: Tensor, baseline_B: Tensor, mask_BT: Tensor) -> Adv
         returns_t    = score
 
     REINFORCE with a baseline (Williams 1992, https://doi.org/10.1007/BF00992696). baseline_B is the critic's value of
-    the prompt, or any number that does not depend on the response. Use a loss with one ratio per response for these
-    advantages (`sequence_losses`). For responses of one token this is `gae` with any lam.
+    the prompt. Use a loss with one ratio per response (`sequence_losses`). For responses of one token this is `gae`.
     """
     check_tokens(mask_BT)
     check_sequences(mask_BT, scores_B=scores_B, baseline_B=baseline_B)
@@ -157,13 +147,8 @@ def moments(x_BT: Tensor, mask_BT: Tensor, group_ids_B: Tensor | None) -> Moment
     """The `Moments` of x over the batch or, with group_ids_B, over each sequence's group."""
     check_tokens(mask_BT, x_BT=x_BT)
     values_BT = fill(x_BT, mask_BT).double()
-    sums_3B = torch.stack(
-        [
-            sequence_count(mask_BT).double(),
-            sequence_sum(values_BT, mask_BT),
-            sequence_sum(values_BT.square(), mask_BT),
-        ]
-    )
+    sums_B = (sequence_sum(values_BT, mask_BT), sequence_sum(values_BT.square(), mask_BT))
+    sums_3B = torch.stack([sequence_count(mask_BT).double(), *sums_B])
     if group_ids_B is None:
         return Moments(*sums_3B.sum(-1).unbind())
     check_sequences(mask_BT, group_ids_B=group_ids_B)
@@ -171,12 +156,7 @@ def moments(x_BT: Tensor, mask_BT: Tensor, group_ids_B: Tensor | None) -> Moment
 
 
 def whiten(
-    x_BT: Tensor,
-    mask_BT: Tensor,
-    *,
-    shift_mean: bool = True,
-    unbiased: bool = False,
-    group_ids_B: Tensor | None = None,
+    x_BT: Tensor, mask_BT: Tensor, *, shift_mean: bool = True, unbiased: bool = False, group_ids_B: Tensor | None = None
 ) -> Tensor:
     """[B, T]: scale x to unit variance, so that one learning rate fits all reward scales; masked tokens stay zero.
 
@@ -184,9 +164,8 @@ def whiten(
         y = (x - mean) / sqrt(var + VARIANCE_FLOOR) + mean      not shift_mean
 
     Mean and variance are over the unmasked tokens of the batch or, with group_ids_B, of each group of sequences. The
-    variance divides by the number of tokens n, or by n - 1 if `unbiased`. Whitening is detail 7 of
-    https://iclr-blog-track.github.io/2022/03/25/ppo-implementation-details/. Whitening twice gives the same as
-    whitening once. A batch of equal values becomes zero.
+    variance divides by the number of tokens n, or by n - 1 if `unbiased`. Detail 7 of
+    https://iclr-blog-track.github.io/2022/03/25/ppo-implementation-details/.
     """
     sums = moments(x_BT, mask_BT, group_ids_B)
     mean = sums.total / sums.tokens.clamp(min=1)

@@ -24,9 +24,9 @@ Aggregation = Literal["token-mean", "sequence-mean-token-mean", "sequence-mean-t
 
 
 class Prompts(NamedTuple):
-    """The prompts of a minibatch: `num_prompts` is the number of prompts with unmasked tokens.
+    """The prompts of a minibatch; `num_prompts` counts prompts with unmasked tokens.
 
-    `prompt_B` is the prompt of each sequence, sorted. `tokens_B[i]` is the number of unmasked tokens of `prompt_B[i]`.
+    `prompt_B` is each sequence's prompt, sorted; `tokens_B[i]` is the number of unmasked tokens of `prompt_B[i]`.
     """
 
     num_prompts: float
@@ -51,7 +51,7 @@ def denominators(mask_BT: Tensor, *, constant: float = 1.0, prompt_B: Tensor | N
     """Count a full minibatch's unmasked tokens, and its sequences and prompts with at least one unmasked token.
 
     `constant` is the divisor of the "constant" aggregation: any fixed length, such as the longest allowed response.
-    `prompt_B` is the prompt of each sequence, for "prompt-mean". Raises ValueError if `constant` is not positive.
+    `prompt_B` is the prompt of each sequence, for "prompt-mean".
     """
     check_tokens(mask_BT)
     if constant <= 0:
@@ -84,12 +84,9 @@ def aggregate(
         constant                    sum_bt(loss_bt) / (sequences * constant)
 
     Sources, in this order: DAPO, https://arxiv.org/abs/2503.14476; GRPO, https://arxiv.org/abs/2402.03300; the
-    log-likelihood of a sequence; prime-rl's `loss_aggregation`, which weights all prompts equally and, within a prompt,
-    long responses more; Dr. GRPO, https://arxiv.org/abs/2503.20783.
-    `mask_BT` selects the tokens that contribute. `lengths_B` is each sequence's unmasked count BEFORE filtering.
-    `prompt_B` is each sequence's prompt, needed only for "prompt-mean". If all lengths are equal and every prompt has
-    equally many sequences, the five kinds differ only by a factor. With one sequence per prompt, "prompt-mean" equals
-    "sequence-mean-token-mean". Raises ValueError if the minibatch has no unmasked token.
+    log-likelihood of a sequence; prime-rl's `loss_aggregation`; Dr. GRPO, https://arxiv.org/abs/2503.20783. `mask_BT`
+    selects the tokens that contribute. `lengths_B` is each sequence's unmasked count BEFORE filtering. `prompt_B` is
+    each sequence's prompt, needed only for "prompt-mean". Raises ValueError if the minibatch has no unmasked token.
     """
     check_tokens(mask_BT, loss_BT=loss_BT)
     check_sequences(mask_BT, lengths_B=lengths_B)

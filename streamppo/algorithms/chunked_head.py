@@ -1,8 +1,7 @@
 """Log-probs and entropy from hidden states, forward and backward, without holding the [N, V] logits.
 
 N tokens, D hidden size, V vocabulary, C tokens in one chunk. The forward pass keeps two numbers per token, the
-log-normaliser and the entropy. The backward pass recomputes each chunk's logits. The peak of extra memory is a few
-[C, V] float32 tensors and the gradient of the weight.
+log-normaliser and the entropy. The backward pass recomputes each chunk's logits.
 """
 
 import logging
@@ -37,10 +36,7 @@ WIDE = Products(partial(torch.mm, out_dtype=torch.float32), parts=2)
 
 
 class LogitShape(NamedTuple):
-    """The map from products (with bias) to logits: soft_cap * tanh(scale * product / soft_cap).
-
-    Gemma has a soft cap; Granite and Cohere have a scale. A soft_cap of 0 means no cap.
-    """
+    """The map from products (with bias) to logits: soft_cap * tanh(scale * product / soft_cap); 0 means no cap."""
 
     scale: float = 1.0
     soft_cap: float = 0.0
@@ -274,9 +270,9 @@ def slices(total: int, chunk: int) -> list[slice]:
 
 
 def pieces(tokens: int, vocabulary: int) -> list[slice]:
-    """Split the vocabulary into runs, so that a run has about `PIECE` logits of all `tokens` together.
+    """Split the vocabulary into runs with about `PIECE` logits of all `tokens` together.
 
-    All runs except the last have the same width, a multiple of 128, for which matrix products are fast.
+    The width of all runs except the last is a multiple of 128, for which matrix products are fast.
     """
     count = -(-tokens * vocabulary // PIECE)
     return slices(vocabulary, -(-vocabulary // (max(count, 1) * 128)) * 128)
@@ -345,18 +341,16 @@ def chunked_logprobs_entropy(
 
         logprobs = log_softmax(shape(hidden @ weight.T + bias) / temperature)[target]
 
-    Entropy is of the full distribution. With `candidates` [N], log-probs and entropy are of the distribution over the
-    candidates, and every target must be one of its candidates. `temperature` is the sampling temperature, a number or
-    [N]. Autocast has no effect inside. Every target, masked or not, must be a token id in [0, V). Raises ValueError on
-    shapes that do not fit. Memory is saved as in Cut Cross-Entropy, https://arxiv.org/abs/2411.09009. With chunk >= N
-    this is the plain formula.
+    With `candidates` [N], the distribution is over the candidates, which must include the target. `temperature` is a
+    number or [N]. Every target, masked or not, must be a token id in [0, V). Memory is saved as in Cut Cross-Entropy,
+    https://arxiv.org/abs/2411.09009. With chunk >= N this is the plain formula.
 
     Without float32_matmul, products are in the weight's dtype. With float32_matmul, products have float32 precision and
     agree best with an engine: hidden and weight are cast to float32 first (one copy of the weight). 16-bit tensors on a
-    GPU are instead multiplied as they are and summed in float32. A product of two bfloat16 numbers fits into float32,
-    so only the order of the sums differs. In the backward pass, the float32 gradient of the logits is multiplied as a
-    sum of two 16-bit numbers (relative error 2^-17). One 16-bit number is not enough: a token's gradients cancel on the
-    common mean of the weight's rows, and rounding errors of 2^-9 do not cancel.
+    GPU are instead multiplied as they are and summed in float32: a product of two bfloat16 numbers fits into float32.
+    In the backward pass, the float32 gradient of the logits is multiplied as a sum of two 16-bit numbers (relative
+    error 2^-17). One 16-bit number is not enough: a token's gradients cancel on the common mean of the weight's rows,
+    and rounding errors of 2^-9 do not cancel.
     """
     N, D = hidden_ND.shape
     if weight_VD.dim() != 2 or weight_VD.shape[1] != D or targets_N.shape != (N,):

@@ -1,11 +1,8 @@
 """Correction for data older than the proximal policy: weights = proximal / behavior, truncated, masked or off.
 
-The file ends with proximal log-probs that need no separate forward pass. `rejections` has further rules, which reject
-tokens or responses.
-
 B sequences, T response tokens (padded), M unmasked tokens. A correction's `weights` are detached and multiply the
-per-token loss. A dropped token has weight 0 and still counts in the denominators (`aggregate`). Dropping therefore
-shrinks the step and leaves the other tokens' weights unchanged.
+per-token loss. A dropped token has weight 0 and still counts in the denominators (`aggregate`), so dropping leaves the
+other tokens' weights unchanged.
 """
 
 import math
@@ -37,14 +34,10 @@ class Correction(NamedTuple):
 
 
 def log_weights(proximal_logprobs_BT: Tensor, behavior_logprobs_BT: Tensor, mask_BT: Tensor, *, level: Level) -> Tensor:
-    """[B, T], the log-ratio of the proximal to the behavior policy; detached.
+    """[B, T], the log-ratio of the proximal to the behavior policy; detached and not clamped; 0 at masked tokens.
 
-        log_w_bt = proximal_logprobs_bt - behavior_logprobs_bt        token
-        log_W_b  = sum_t(log_w_bt)                                    sequence
-        log_W_b  = mean_t(log_w_bt)                                   geometric
-
-    Masked tokens are 0 and enter no sum. The result is not clamped, because diagnostics use it too. For responses of
-    one token the three levels are equal. Raises ValueError on shapes that do not fit and unknown levels.
+    log_w_bt = proximal_logprobs_bt - behavior_logprobs_bt token log_W_b = sum_t(log_w_bt) sequence log_W_b =
+    mean_t(log_w_bt) geometric
     """
     check_tokens(mask_BT, proximal_logprobs_BT=proximal_logprobs_BT, behavior_logprobs_BT=behavior_logprobs_BT)
     log_w_BT = fill(proximal_logprobs_BT.detach(), mask_BT) - fill(behavior_logprobs_BT.detach(), mask_BT)
@@ -76,11 +69,9 @@ def importance_weights(
         off        weights = 1                                 biased if the policies differ
 
     Truncation: Ionides 2008 (https://doi.org/10.1198/106186008X320456); in LLM training TIS, for engine mismatch
-    (https://fengyao.notion.site/off-policy-rl). TRL, slime and NeMo-RL have a floor; floor = 0 means no floor.
-    Masking: IcePop, https://arxiv.org/abs/2510.18855.
-    The weight is separate from the clipped ratio, as in https://arxiv.org/abs/2110.00641. With proximal == behavior all
-    weights are 1 if the floor is at most 1. Raises ValueError on shapes that do not fit, unknown modes, an empty band,
-    and unless 0 <= floor < cap.
+    (https://fengyao.notion.site/off-policy-rl). TRL, slime and NeMo-RL have a floor. Masking: IcePop,
+    https://arxiv.org/abs/2510.18855. The weight is separate from the clipped ratio, as in
+    https://arxiv.org/abs/2110.00641. With proximal == behavior all weights are 1 if the floor is at most 1.
     """
     log_w_BT = log_weights(proximal_logprobs_BT, behavior_logprobs_BT, mask_BT, level=level)
     if mode == "off":
@@ -97,10 +88,7 @@ def importance_weights(
 
 
 def in_band(log_w_BT: Tensor, lo: float, hi: float) -> Tensor:
-    """[B, T] bool: lo <= exp(log_w) <= hi, compared in log space, which avoids overflow.
-
-    NaN counts as inside, so that it leads to a bad step instead of a silently dropped token.
-    """
+    """[B, T] bool: lo <= exp(log_w) <= hi, compared in log space; NaN is inside, so that it leads to a bad step."""
     if not 0 <= lo < hi:
         raise ValueError(f"the band needs 0 <= lo < hi, got lo={lo}, hi={hi}")
     log_lo = math.log(lo) if lo > 0 else -math.inf
@@ -115,9 +103,8 @@ def topr(
         W_b     = exp(sum_t(proximal_logprobs_bt - behavior_logprobs_bt))
         weights = min(W_b, 1) if A < 0 else 1
 
-    In the paper, https://arxiv.org/abs/2503.14286, the numerator is the current policy and A is a reward of 1 or -1. W
-    is the ratio of the whole response, so all its tokens with a negative advantage have the same weight. If advantages
-    differ by token, the sign of each token's advantage decides. With proximal == behavior all weights are 1.
+    In the paper, https://arxiv.org/abs/2503.14286, the numerator is the current policy and A is a reward of 1 or -1.
+    Here the sign of each token's advantage decides. With proximal == behavior all weights are 1.
 
     Example: a response of two tokens with ratios 0.5 and 0.8 and advantages 2 and -1 has the weights 1 and 0.4.
     """
@@ -135,8 +122,7 @@ def scale_negatives(loss_BT: Tensor, advantages_BT: Tensor, *, negative: float) 
 
         loss = negative * loss if A < 0 else loss
 
-    With 0 only positive advantages contribute, which narrows the policy (https://arxiv.org/abs/2506.01347; the paper's
-    W-REINFORCE scales the positive advantages instead). With 1 nothing changes. Raises ValueError outside [0, 1].
+    With 0 only positive advantages contribute, which narrows the policy (https://arxiv.org/abs/2506.01347).
     """
     if not 0 <= negative <= 1:
         raise ValueError(f"the weight of negative advantages must lie between 0 and 1, got {negative}")
@@ -151,9 +137,8 @@ def second_moment_mask(
         weights = w if kept else 0
         mean over kept of (log w)^2 <= threshold
 
-    https://arxiv.org/abs/2510.01161. The terms of a mean log-ratio can cancel; those of the second moment cannot. The
-    second moment bounds the chi-squared of the weights. The mean is over the given tokens. If the bound holds on each
-    rank, it holds over all ranks. Without outliers nothing is dropped and the weights are the plain ratio.
+    https://arxiv.org/abs/2510.01161. Unlike a mean log-ratio, the second moment has no terms that cancel, and it bounds
+    the chi-squared of the weights. If the bound holds on each rank, it holds over all ranks.
     """
     if threshold < 0:
         raise ValueError(f"threshold must not be negative, got {threshold}")
@@ -173,7 +158,7 @@ def second_moment_mask(
 
 
 def current_as_proximal(behavior_logprobs_BT: Tensor, logprobs_BT: Tensor, lag_BT: Tensor, mask_BT: Tensor) -> Tensor:
-    """[B, T]: the current log-probs, detached. In an update of one step, current and proximal log-probs are equal."""
+    """[B, T]: the current log-probs, detached; in an update of one step they equal the proximal log-probs."""
     check_tokens(mask_BT, behavior_logprobs_BT=behavior_logprobs_BT, logprobs_BT=logprobs_BT, lag_BT=lag_BT)
     return fill(logprobs_BT.detach(), mask_BT)
 
@@ -184,10 +169,8 @@ def loglinear_proximal(behavior_logprobs_BT: Tensor, logprobs_BT: Tensor, lag_BT
         weight_t   = 1 / (lag_t + 1)
         proximal_t = weight_t * behavior_logprobs_t + (1 - weight_t) * logprobs_t        (detached)
 
-    A-3PO, https://arxiv.org/abs/2512.06547: the weight of behavior is 1 / d. d = lag + 1 is the number of versions from
-    the token's version to the version that this update makes; the proximal policy is one version before the latter. At
-    lag 0 the proximal policy is the behavior policy. For large lag the result approaches the current policy, and the
-    ratio approaches 1.
+    A-3PO, https://arxiv.org/abs/2512.06547, where d = lag + 1. At lag 0 the proximal policy is the behavior policy; for
+    large lag it approaches the current policy.
     """
     check_tokens(mask_BT, behavior_logprobs_BT=behavior_logprobs_BT, logprobs_BT=logprobs_BT, lag_BT=lag_BT)
     behavior_BT, current_BT = fill(behavior_logprobs_BT.detach(), mask_BT), fill(logprobs_BT.detach(), mask_BT)
@@ -200,8 +183,7 @@ def behavior_as_proximal(behavior_logprobs_BT: Tensor, logprobs_BT: Tensor, lag_
 
         ratio_t = exp(logprobs_t - behavior_logprobs_t)
 
-    Plain PPO (https://arxiv.org/abs/1707.06347) and DPPO (https://arxiv.org/abs/2602.04879) use this ratio. At lag 0
-    and with an exact engine, the result equals the learner's log-probs before the update's first step.
+    Plain PPO (https://arxiv.org/abs/1707.06347) and DPPO (https://arxiv.org/abs/2602.04879) use this ratio.
     """
     check_tokens(mask_BT, behavior_logprobs_BT=behavior_logprobs_BT, logprobs_BT=logprobs_BT, lag_BT=lag_BT)
     return fill(behavior_logprobs_BT.detach(), mask_BT)

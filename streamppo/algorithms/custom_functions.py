@@ -6,8 +6,7 @@
     `loss`              `LossInputs`                  rows of a micro-batch
 
 T completion tokens (padded). A function must leave its inputs unchanged, because they are the learner's tensors. Equal
-inputs must give equal results, because a resume or a replay repeats updates. The trial call is made before the first
-update, so that a run with a wrong function fails at its start.
+inputs must give equal results, because a resume or a replay repeats updates. The trial is made before the first update.
 """
 
 from collections.abc import Callable
@@ -63,16 +62,14 @@ def _tensor(result: object, name: str) -> Tensor:
 TRIAL_SCORES = ((1.0, 0.0, 0.5), (0.0, 0.0, 0.0))
 """Scores of the trial batch, group by group; in the second group all scores are equal."""
 TRIAL_TOKENS = 5
-"""Tokens of each response in the trial batch, padding included."""
 
 
 class AdvantageInputs(NamedTuple):
     """A batch, in tensors [B] and [B, T], with all samples of a prompt if the advantage compares samples.
 
     `mask_BT` is True for tokens that the policy sampled. `rewards_BT` is 0 at all other tokens; a KL penalty in the
-    reward is already subtracted. `scores_B` is the sum of each trajectory's rewards. Trajectories of one prompt have
-    the same number in `group_ids_B`. `lag_BT` is a token's lag in versions. `truncated_B` is True for truncated
-    completions. The critic's values are not among the inputs.
+    reward is already subtracted. `scores_B` sums each trajectory's rewards. Trajectories of one prompt have the same
+    number in `group_ids_B`. `lag_BT` is a token's lag in versions. `truncated_B` is True for truncated completions.
     """
 
     rewards_BT: Tensor
@@ -84,8 +81,7 @@ class AdvantageInputs(NamedTuple):
 
 
 CustomAdvantage: TypeAlias = Callable[[AdvantageInputs], object]
-"""Returns the advantages: one per trajectory, [B], or one per token, [B, T]. The result is checked, because the
-function is a user's code."""
+"""Returns the advantages: one per trajectory, [B], or one per token, [B, T]; the result is checked."""
 
 
 def custom_advantage(
@@ -100,8 +96,7 @@ def custom_advantage(
     """[B, T], the advantages that `function` returns, detached, and set to 0 at masked tokens.
 
     With `function = groups.rloo(scores_B, group_ids_B)` this is RLOO. Raises `ValueError` for a result that is not a
-    tensor of [B] or [B, T], for advantages of unmasked tokens that are not finite, and for a function that changes its
-    inputs.
+    tensor of [B] or [B, T], for advantages that are not finite, and for a function that changes its inputs.
     """
     rewards_BT = fill(rewards_BT, mask_BT)
     scores_B = sequence_sum(rewards_BT, mask_BT)
@@ -118,8 +113,7 @@ def custom_advantage(
 def try_custom_advantage(function: CustomAdvantage) -> None:
     """Call an advantage function twice on a small trial batch, in which one group has equal scores.
 
-    Raises `ValueError` as `custom_advantage` does, and for advantages that differ between the two calls. Without the
-    trial, a run would fail at its first update or at its first group with equal scores.
+    Raises `ValueError` as `custom_advantage` does, and for advantages that differ between the two calls.
     """
     scores_B = torch.tensor(TRIAL_SCORES).flatten()
     group_ids_B = torch.arange(len(TRIAL_SCORES)).repeat_interleave(len(TRIAL_SCORES[0]))
@@ -135,7 +129,6 @@ def try_custom_advantage(function: CustomAdvantage) -> None:
 # --- correction ----------------------------------------------------------------------------------------------------
 
 TRIAL_BATCH = (4, 6)
-"""Trajectories and tokens of the trial batch."""
 
 
 class CorrectionInputs(NamedTuple):
@@ -157,7 +150,7 @@ class CorrectionInputs(NamedTuple):
 
 
 CustomCorrection: TypeAlias = Callable[[CorrectionInputs], object]
-"""Returns one weight per token, [B, T]. The result is checked, because the function is a user's code."""
+"""Returns one weight per token, [B, T]; the result is checked."""
 
 
 def custom_correction(
@@ -223,7 +216,6 @@ def try_custom_correction(function: CustomCorrection) -> None:
 # --- loss ----------------------------------------------------------------------------------------------------------
 
 TRIAL_MICRO_BATCH = (3, 5)
-"""Rows and tokens of the trial micro-batch."""
 
 
 class LossInputs(NamedTuple):
@@ -248,7 +240,7 @@ class LossInputs(NamedTuple):
 
 
 CustomLoss: TypeAlias = Callable[[LossInputs], object]
-"""Returns one loss per token, [B, T]. The result is checked, because the function is a user's code."""
+"""Returns one loss per token, [B, T]; the result is checked."""
 
 
 def custom_loss(
@@ -279,8 +271,8 @@ def custom_loss(
 def try_custom_loss(function: CustomLoss) -> None:
     """Call a loss function twice on a small trial micro-batch, forward and backward.
 
-    Raises `ValueError` if the loss has another shape, if the loss or its gradient is not finite, if no gradient reaches
-    the log-probs, if the two calls give different losses, and if the function changes its inputs.
+    Raises `ValueError` for a wrong shape, a loss or gradient that is not finite, no gradient, losses that differ
+    between the calls, and a function that changes its inputs.
     """
     generator = torch.Generator().manual_seed(0)
     proximal_BT = -torch.rand(TRIAL_MICRO_BATCH, generator=generator) - 0.1

@@ -1,9 +1,7 @@
-"""Distances between the three policies, before any truncation.
+"""Distances between the three policies, before any truncation, which would hide a collapse.
 
-B sequences, T response tokens (padded), K lag buckets, S sums.
-All distances are computed from sums. For numbers over all ranks, call `off_policy_sums` on each rank, add the results
-by a SUM all-reduce, then call `off_policy_of`. Truncated weights would hide a collapse: after min(w, cap) the effective
-sample size looks healthy.
+B sequences, T response tokens (padded), K lag buckets, S sums. All distances are computed from sums. For numbers over
+all ranks, add the `off_policy_sums` of each rank, then call `off_policy_of`.
 """
 
 from typing import NamedTuple
@@ -34,9 +32,8 @@ class Divergence(NamedTuple):
         log_ppl   = -mean(logprobs)
         fraction  = mean(w > HIGH), mean(w < LOW)
 
-    ess is the effective share of tokens in the weighted gradient. chi2 is the variance of the weights around 1. ess and
-    chi2 are also computed with w of a whole response (`*_sequence`). k1 and k3 estimate KL(behavior || proximal).
-    log_ppl is computed with the engine's log-probs and with the learner's.
+    ess is the effective share of tokens in the weighted gradient, chi2 the variance of the weights around 1; for
+    `*_sequence`, w is of a whole response. k1 and k3 estimate KL(behavior || proximal).
     """
 
     tokens: float
@@ -55,7 +52,7 @@ class Divergence(NamedTuple):
 
 
 class OffPolicy(NamedTuple):
-    """Divergences over all tokens, by lag bucket, and of lag 0: `numerics`, numerical error; None without tokens."""
+    """Divergences over all tokens, by lag bucket, and of lag 0, which are numerical error; None without tokens."""
 
     overall: Divergence
     by_lag: dict[str, Divergence]
@@ -75,9 +72,8 @@ def off_policy_sums(
 ) -> Tensor:
     """[K, S] float64 sums by lag bucket: add them over micro-batches and ranks, then call `off_policy_of`.
 
-    `lag_BT` is the lag of each token (int). A response counts in the bucket of its oldest unmasked token.
-    Log-ratios are clamped to +-20 only before they are exponentiated. Rows are processed in blocks of
-    `BLOCK_TOKENS`, because a token takes 260 bytes while its block is summed.
+    `lag_BT` is the lag of each token (int). A response counts in the bucket of its oldest unmasked token. Rows are
+    processed in blocks of `BLOCK_TOKENS`, because a token takes 260 bytes while its block is summed.
     """
     check_tokens(mask_BT, proximal=proximal_logprobs_BT, behavior=behavior_logprobs_BT, lag=lag_BT)
     rows = max(1, BLOCK_TOKENS // max(1, mask_BT.shape[1]))
@@ -141,10 +137,9 @@ def off_policy_of(sums_KS: Tensor) -> OffPolicy:
 def off_policy(
     proximal_logprobs_BT: Tensor, behavior_logprobs_BT: Tensor, mask_BT: Tensor, lag_BT: Tensor
 ) -> OffPolicy:
-    """ESS, chi-squared, KL and perplexities of proximal against behavior, before any correction.
+    """ESS, chi-squared, KL and perplexities of proximal against behavior: overall, by lag, and for lag 0 alone.
 
-    Computed overall, by lag, and for lag 0 alone (engine numerics), with the equations of `Divergence`. ESS is Kong's
-    measure, https://arxiv.org/abs/1602.03572; k1 and k3 are from http://joschu.net/blog/kl-approx.html.
+    ESS is Kong's measure, https://arxiv.org/abs/1602.03572; k1 and k3 are from http://joschu.net/blog/kl-approx.html.
     With proximal == behavior ess is 1 and chi2, k1 and k3 are 0.
     """
     return off_policy_of(off_policy_sums(proximal_logprobs_BT, behavior_logprobs_BT, mask_BT, lag_BT))
@@ -161,7 +156,7 @@ class UpdateStatistics(NamedTuple):
 
 
 def update_sums(logprobs_BT: Tensor, proximal_logprobs_BT: Tensor, mask_BT: Tensor, clipped_BT: Tensor) -> Tensor:
-    """[5] float64, sums for `UpdateStatistics`: add over micro-batches and ranks, then call `update_statistics_of`."""
+    """[5] float64 sums: add them over micro-batches and ranks, then call `update_statistics_of`."""
     check_tokens(mask_BT, clipped_BT=clipped_BT)
     log_r_BT = log_weights(logprobs_BT, proximal_logprobs_BT, mask_BT, level="token").double()
     r_BT = bounded_exp(log_r_BT)

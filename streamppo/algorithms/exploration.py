@@ -1,7 +1,7 @@
 """Entropy control: a change of the loss at selected tokens of a batch, or an adaptive entropy bonus.
 
 B trajectories of a whole batch, T response tokens (padded). Tokens are selected once per batch, before its first step,
-so that the selection does not depend on micro-batches and ranks. `mask_BT` is True for tokens that are trained on.
+whatever the micro-batches and ranks. `mask_BT` is True for tokens that are trained on.
 """
 
 import math
@@ -21,8 +21,7 @@ def high_entropy_mask(entropy_BT: Tensor, mask_BT: Tensor, *, share: float) -> T
         threshold = the ceil(share * n)-th largest entropy of the n unmasked tokens
         True where entropy >= threshold
 
-    Beyond the 80/20 rule, https://arxiv.org/abs/2506.01939 (share = 0.2): it is enough to train on the forking tokens
-    of a chain of thought. With share = 1 all tokens are selected.
+    Beyond the 80/20 rule, https://arxiv.org/abs/2506.01939 (share = 0.2). With share = 1 all tokens are selected.
     """
     check_tokens(mask_BT, entropy_BT=entropy_BT)
     entropy_N = entropy_BT[mask_BT]
@@ -37,25 +36,17 @@ def covariance(logprobs_BT: Tensor, advantages_BT: Tensor, mask_BT: Tensor) -> T
 
         covariance_t = (A_t - mean(A)) * (logprobs_t - mean(logprobs))        means over unmasked tokens
 
-    https://arxiv.org/abs/2505.22617: under policy gradient, the entropy falls in proportion to the mean of these terms,
-    and a few tokens make up most of the mean.
+    https://arxiv.org/abs/2505.22617: under policy gradient, the entropy falls in proportion to the mean of these terms.
     """
     check_tokens(mask_BT, logprobs_BT=logprobs_BT, advantages_BT=advantages_BT)
     count = mask_BT.sum().clamp(min=1)
-    centred = (
-        column - column.sum() / count for column in (fill(x, mask_BT).double() for x in (advantages_BT, logprobs_BT))
-    )
-    advantage_BT, logprob_BT = centred
+    columns = (fill(x, mask_BT).double() for x in (advantages_BT, logprobs_BT))
+    advantage_BT, logprob_BT = (column - column.sum() / count for column in columns)
     return (advantage_BT * logprob_BT).masked_fill(~mask_BT, 0.0)
 
 
 def clip_cov(
-    covariance_BT: Tensor,
-    mask_BT: Tensor,
-    *,
-    share: float,
-    band: tuple[float, float],
-    order: Callable[[int], Tensor],
+    covariance_BT: Tensor, mask_BT: Tensor, *, share: float, band: tuple[float, float], order: Callable[[int], Tensor]
 ) -> Tensor:
     """[B, T] bool, Clip-Cov: max(1, floor(share * n)) tokens, drawn from those with band[0] < covariance < band[1].
 
@@ -69,10 +60,9 @@ def clip_cov(
 
 
 def kl_cov(covariance_BT: Tensor, mask_BT: Tensor, *, share: float) -> Tensor:
-    """[B, T] bool, KL-Cov: the max(1, floor(share * n)) tokens with the highest covariance.
+    """[B, T] bool, KL-Cov: the max(1, floor(share * n)) tokens with the highest covariance; of equal ones, the earlier.
 
-    https://arxiv.org/abs/2505.22617 (share = 2e-3 for 7B, 2e-4 for 32B). Among equal covariances, earlier tokens are
-    selected.
+    https://arxiv.org/abs/2505.22617 (share = 2e-3 for 7B, 2e-4 for 32B).
     """
     places_N2 = mask_BT.nonzero()
     highest = covariance_BT[mask_BT].sort(descending=True, stable=True).indices[: _count(mask_BT, share)]
@@ -95,10 +85,9 @@ def penalise_tokens(loss_BT: Tensor, log_ratio_BT: Tensor, chosen_BT: Tensor, *,
         d    = logprobs - proximal_logprobs
         loss + coefficient * (exp(d) - 1 - d)
 
-    The penalty is k3 of KL(proximal || current), unbiased in value and gradient. The authors' code
-    (https://github.com/PRIME-RL/Entropy-Mechanism-of-RL) uses abs(d). In an update's first step d is only a rounding
-    error, so the gradient of abs(d) is that error's sign. The gradient of k3 is 0 in the first step: the penalty acts
-    from the second step on.
+    The penalty is k3 of KL(proximal || current). The authors' code
+    (https://github.com/PRIME-RL/Entropy-Mechanism-of-RL) uses abs(d), whose gradient in an update's first step is the
+    sign of a rounding error. The gradient of k3 is 0 there.
     """
     distance_BT = fill(log_ratio_BT, chosen_BT).clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
     return loss_BT + coefficient * (distance_BT.expm1() - distance_BT).clamp(max=K3_BOUND)
@@ -128,7 +117,7 @@ def next_bonus(coefficient: float, entropy: float, *, target: float, step: float
         weight       = coefficient if entropy <= target else 0
 
     Adaptive entropy control of Skywork-OR1, https://arxiv.org/abs/2505.22312. `entropy` is the entropy in the previous
-    update, in nats per token. If the entropy never exceeds the target, the weight rises to within[1] and stays there.
+    update, in nats per token.
     """
     low = entropy <= target
     moved = min(max(coefficient + (step if low else -step), within[0]), within[1])

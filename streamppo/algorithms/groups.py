@@ -1,9 +1,8 @@
 """Advantages without a critic: a trajectory is compared with the other trajectories of its prompt.
 
 B sequences, T response tokens (padded). `scores_B` is one score per trajectory. `group_ids_B` are any integers that are
-equal within a group. All functions except the REINFORCE++ forms return one advantage per trajectory, [B];
-`masked.spread` gives it to the trajectory's tokens. A trajectory that is alone in its group has advantage 0 before
-whitening. A group must not be split: compute these advantages before the batch is divided over ranks.
+equal within a group. A trajectory that is alone in its group has advantage 0 before whitening. A group must not be
+split: compute these advantages before the batch is divided over ranks.
 
 In the formulas, mean and std are over the scores of the trajectory's group, and n is the group's size.
 """
@@ -48,10 +47,7 @@ def compare(scores_B: Tensor, group_ids_B: Tensor) -> GroupStats:
 
 
 def zero_variance(scores_B: Tensor, group_ids_B: Tensor) -> Tensor:
-    """[B] bool: True if all scores of the trajectory's group are equal, so the group has no learning signal.
-
-    DAPO replaces the prompts of groups without a signal (https://arxiv.org/abs/2503.14476).
-    """
+    """[B] bool: True if all scores of the trajectory's group are equal, so the group has no learning signal."""
     check_scores(scores_B, group_ids_B)
     differs_B = scores_B != scores_B[leaders(group_ids_B)]
     return group_sums(differs_B.double()[None], group_ids_B)[0] == 0
@@ -62,9 +58,8 @@ def grpo(scores_B: Tensor, group_ids_B: Tensor, *, unbiased: bool = True) -> Ten
 
         advantages = (score - mean) / (std + STD_FLOOR)
 
-    https://arxiv.org/abs/2402.03300. With `unbiased` the variance is divided by n - 1, as torch.std does and as the
-    published trainers do. Dividing by std gives easy and hard prompts more weight; without the division this is
-    `dr_grpo`.
+    https://arxiv.org/abs/2402.03300. With `unbiased` the variance is divided by n - 1, as the published trainers do.
+    Without the division by std this is `dr_grpo`.
     """
     centred_B, _, size_B = compare(scores_B, group_ids_B)
     divisor_B = (size_B - 1).clamp(min=1) if unbiased else size_B
@@ -80,9 +75,8 @@ def gdpo(
         sum        = sum_k(weights_k * grpo(components_k))
         advantages = (sum - mean(sum)) / (std(sum) + STD_FLOOR)        mean and std over the batch
 
-    https://arxiv.org/abs/2601.05242. If the sum were normalised instead, answers with different components could have
-    equal sums, and the component with the largest spread would dominate. With one component this is GRPO, normalised
-    over the batch. `unbiased` is as in `grpo`. Raises ValueError if a trajectory or the whole batch lacks a component.
+    https://arxiv.org/abs/2601.05242. No component dominates by its spread. With one component this is GRPO, normalised
+    over the batch. Raises ValueError if a trajectory or the whole batch lacks a component.
     """
     total_B = torch.zeros(group_ids_B.shape, dtype=torch.float64, device=group_ids_B.device)
     for name, weight in weights.items():
@@ -103,10 +97,9 @@ def dr_grpo(scores_B: Tensor, group_ids_B: Tensor, *, baseline_shift: float = 0.
 
         advantages = score - (mean + baseline_shift)
 
-    https://arxiv.org/abs/2503.20783, where the loss is aggregated with "constant". Multiplied by n / (n - 1), the
-    advantages are those of `rloo`. A negative `baseline_shift` gives asymmetric REINFORCE,
-    https://arxiv.org/abs/2506.20520: it raises all advantages, so high scores of old data weigh more than low scores,
-    and groups of equal scores have a gradient too.
+    https://arxiv.org/abs/2503.20783, where the loss is aggregated with "constant". A negative `baseline_shift` gives
+    asymmetric REINFORCE, https://arxiv.org/abs/2506.20520: high scores of old data weigh more than low scores, and
+    groups of equal scores have a gradient too.
     """
     centred_B = compare(scores_B, group_ids_B).centred
     shifted_B = centred_B - baseline_shift if baseline_shift else centred_B
@@ -131,8 +124,7 @@ def maxrl(scores_B: Tensor, group_ids_B: Tensor) -> Tensor:
         advantages = (score - mean) / mean        0 where mean = 0
 
     https://arxiv.org/abs/2602.02710: for 0/1 scores, the gradient is that of the log pass rate up to order n, so a
-    prompt has the weight 1 / pass rate. A group that always succeeds gets 0, as in `dr_grpo`. Raises ValueError on
-    negative scores.
+    prompt has the weight 1 / pass rate. Raises ValueError on negative scores.
     """
     if bool((scores_B < 0).any()):
         raise ValueError(f"MaxRL needs scores >= 0 (a success rate), got {float(scores_B.min())}")
@@ -156,8 +148,8 @@ def reinforce_plus_plus(rewards_BT: Tensor, mask_BT: Tensor, *, gamma: float) ->
 
         advantages = whiten(returns_to_go(rewards))
 
-    Hu et al. 2025, https://arxiv.org/abs/2501.03262. Subtract a KL penalty from the rewards first (`kl.kl_reward`).
-    With gamma = 1 and only a final reward, every token has its trajectory's whitened score.
+    Hu et al. 2025, https://arxiv.org/abs/2501.03262. With gamma = 1 and only a final reward, every token has its
+    trajectory's whitened score.
     """
     return whiten(returns_to_go(rewards_BT, mask_BT, gamma=gamma), mask_BT)
 
@@ -167,7 +159,6 @@ def reinforce_plus_plus_baseline(scores_B: Tensor, group_ids_B: Tensor, mask_BT:
 
         advantages = whiten(score - mean)
 
-    https://arxiv.org/abs/2501.03262. The std of a group of two answers is noisy; the std of a batch of hundreds is not.
-    Without whitening this is `dr_grpo`.
+    https://arxiv.org/abs/2501.03262. Without whitening this is `dr_grpo`.
     """
     return whiten(spread(dr_grpo(scores_B, group_ids_B), mask_BT), mask_BT)

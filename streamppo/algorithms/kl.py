@@ -1,7 +1,5 @@
 """KL divergence to a reference or teacher, estimated from sampled tokens: in the reward, the loss or the advantages.
 
-The file also has the adaptive coefficient of the KL, and the rule that ends an update early.
-
 B sequences, T response tokens (padded). All functions estimate KL(current || reference) from tokens sampled by the
 current policy. If another policy sampled the tokens, multiply the estimates by `policy_weights`.
 """
@@ -28,8 +26,7 @@ def kl(logprobs_BT: Tensor, reference_logprobs_BT: Tensor, mask_BT: Tensor, *, k
         k2 = 0.5 * d^2             biased but small; its GRADIENT is the unbiased one
         k3 = exp(-d) - 1 + d       unbiased and never negative
 
-    Schulman 2020, http://joschu.net/blog/kl-approx.html. d is clamped to +-20. All three estimates are 0 for equal
-    policies. Raises ValueError on shapes that do not fit and unknown kinds.
+    Schulman 2020, http://joschu.net/blog/kl-approx.html. d is clamped to +-20.
     """
     check_tokens(mask_BT, logprobs_BT=logprobs_BT, reference_logprobs_BT=reference_logprobs_BT)
     difference_BT = fill(logprobs_BT, mask_BT) - fill(reference_logprobs_BT.detach(), mask_BT)
@@ -46,10 +43,7 @@ def kl(logprobs_BT: Tensor, reference_logprobs_BT: Tensor, mask_BT: Tensor, *, k
 def policy_weights(logprobs_BT: Tensor, sampled_logprobs_BT: Tensor, mask_BT: Tensor) -> Tensor:
     """[B, T], detached: weights that turn a mean over sampled tokens into a mean over the current policy's tokens.
 
-        weights = stop(exp(logprobs - sampled_logprobs))
-
-    Importance sampling per token: E_sampled[weights * f] = E_current[f]. With equal policies all weights are 1. Masked
-    tokens have weight 0.
+    weights = stop(exp(logprobs - sampled_logprobs)) 0 at masked tokens
     """
     check_tokens(mask_BT, logprobs_BT=logprobs_BT, sampled_logprobs_BT=sampled_logprobs_BT)
     log_ratio_BT = fill(logprobs_BT.detach(), mask_BT) - fill(sampled_logprobs_BT.detach(), mask_BT)
@@ -59,7 +53,7 @@ def policy_weights(logprobs_BT: Tensor, sampled_logprobs_BT: Tensor, mask_BT: Te
 def penalty(logprobs_BT: Tensor, reference_logprobs_BT: Tensor, mask_BT: Tensor, *, kind: Estimator) -> Tensor:
     """[B, T]: `kl`, with k3 at most K3_BOUND, because one token with k3 = exp(12) would dominate a batch's gradient.
 
-    The bound is verl's (https://github.com/volcengine/verl, `low_var_kl`).
+    verl has the same bound (https://github.com/volcengine/verl, `low_var_kl`).
     """
     value_BT = kl(logprobs_BT, reference_logprobs_BT, mask_BT, kind=kind)
     return value_BT.clamp(max=K3_BOUND) if kind == "k3" else value_BT
@@ -120,14 +114,13 @@ def kl_advantages(
     weight: float,
     others: float = 1.0,
 ) -> Tensor:
-    """[B, T]: the advantages minus the weighted reverse KL to the teacher at each token, with discount 0.
+    """[B, T]: the advantages minus the weighted reverse KL to the teacher at each token, with discount 0; detached.
 
         others * advantages_t - weight * (logprobs_t - teacher_logprobs_t)
 
     On-policy distillation, https://thinkingmachines.ai/blog/on-policy-distillation/: in expectation over the policy's
-    tokens, the KL term's policy gradient is minus the gradient of KL(policy || teacher) at each token. The result is
-    detached, and the difference is clamped to +-20. With teacher == policy or weight 0, the result is others *
-    advantages_t. Raises ValueError on shapes that do not fit.
+    tokens, the KL term's policy gradient is minus the gradient of KL(policy || teacher) at each token. The difference
+    is clamped to +-20.
     """
     check_tokens(mask_BT, advantages_BT=advantages_BT)
     distance_BT = kl(logprobs_BT.detach(), teacher_logprobs_BT, mask_BT, kind="k1")
@@ -141,7 +134,6 @@ def next_beta(beta: float, observed_kl: float, num_trajectories: int, *, target:
         beta  <- beta * max(0, 1 + error * num_trajectories / horizon)
 
     Ziegler et al. 2019, section 2.2, https://arxiv.org/abs/1909.08593.
-    At observed_kl == target beta does not change. Raises ValueError if target or horizon is not positive.
     """
     if target <= 0 or horizon <= 0:
         raise ValueError(f"target and horizon must be positive, got {target} and {horizon}")
@@ -154,8 +146,7 @@ def stop_early(approximate_kl: float, target_kl: float | None) -> bool:
 
         KL(proximal || current) > TARGET_KL_SLACK * target_kl
 
-    Spinning Up and Stable-Baselines3 have the same rule
-    (https://spinningup.openai.com/en/latest/algorithms/ppo.html). Always False without a target. NaN gives True; the
-    learner counts it as a bad step.
+    The rule of Spinning Up (https://spinningup.openai.com/en/latest/algorithms/ppo.html). Always False without a
+    target. NaN gives True.
     """
     return target_kl is not None and not approximate_kl <= TARGET_KL_SLACK * target_kl

@@ -1,10 +1,8 @@
 """Adaptive lag: the effective sample size at each lag decides how far engines may run ahead.
 
-The older the behavior policy, the further it is from the learner's policy, and the smaller is the effective share of
-tokens in the weighted gradient (`Divergence.ess_token`, measured before any truncation). VCPO takes a low ESS as a sign
-of an imminent collapse and lowers the learning rate by it (https://arxiv.org/abs/2602.17616). This module lowers the
-lag first; it lowers the learning rate only if data of lag 0 have a low ESS too, or while data older than the admitted
-lag arrive.
+The older the behavior policy, the lower is the ESS (`Divergence.ess_token`, measured before any truncation). VCPO
+lowers the learning rate at a low ESS (https://arxiv.org/abs/2602.17616). This module lowers the lag first. It lowers
+the learning rate only if data of lag 0 have a low ESS too, or while data older than the admitted lag arrive.
 
     After every update, over the buckets of lags up to `admitted` that have at least the share `LEAST` of the tokens:
 
@@ -16,9 +14,7 @@ lag arrive.
     an update's share of the learning rate    lr_share; while older data may arrive, this is multiplied by the mean over
                                               the batch's tokens of min(1, (admitted + 1) / (lag + 1))
 
-The lag falls below the whole failing bucket (buckets double in width). The lag rises at most to 2 * admitted + 1 in one
-update, so that it stays near lags that were measured. If every ESS stays at least (1 + ess) / 2 and data reach the
-admitted lag, the lag rises to `at_most` and stays there.
+The lag rises at most to 2 * admitted + 1 in one update, so that it stays near lags that were measured.
 """
 
 from collections.abc import Callable, Mapping
@@ -67,10 +63,9 @@ def next_lag(
 def extrapolate_lag(admitted: int, worst: float, least: float) -> int:
     """The lag at which ESS would fall to `least`, if the lowest ESS up to lag `admitted` is `worst` >= `least`.
 
-    The variance of a policy's log-ratios grows with the square of the distance that the policy moves. That distance is
-    at most proportional to the number of versions. The formula assumes that log(ESS) falls with the square of lag + 1.
-
         lag + 1 = (admitted + 1) min(2, sqrt(log(least) / log(worst))), rounded down; lag is at least admitted + 1
+
+    The formula assumes that log(ESS) falls with the square of lag + 1, as the variance of log-ratios grows.
     """
     reach = 2.0 if worst >= 1 else min(2.0, sqrt(log(least) / log(worst)))
     return max(admitted + 1, int(reach * (admitted + 1)) - 1)
@@ -99,6 +94,5 @@ def _bucket_ess(
 
 
 def _share(tokens_by_lag: Mapping[int, int], counts: Callable[[int], bool]) -> float:
-    """The share of the tokens whose lag satisfies `counts`."""
     counted = sum(tokens for token_lag, tokens in tokens_by_lag.items() if counts(token_lag))
     return counted / max(1, sum(tokens_by_lag.values()))

@@ -1,10 +1,8 @@
 """Checks, sums and ratios of masked response tokens.
 
-B sequences, T response tokens (padded on the right).
-
-`mask_BT` is bool, and True only for tokens that the policy sampled and that are trained on. A masked entry may be any
-number, also NaN: it is replaced before use, never multiplied by zero. Sums run along the padded rows, which is
-deterministic on a GPU, unlike scattered additions.
+B sequences, T response tokens (padded on the right). `mask_BT` is bool, and True only for tokens that the policy
+sampled and that are trained on. A masked entry may be any number, also NaN: it is replaced before use. Sums run along
+the padded rows, which is deterministic on a GPU, unlike scattered additions.
 """
 
 import torch
@@ -40,8 +38,7 @@ def check_sequences(mask_BT: Tensor, **tensors_B: Tensor) -> None:
 def check_finite(mask: Tensor, **tensors: Tensor) -> None:
     """Raise ValueError for NaN and infinity at unmasked entries, with the name, the count and the first index.
 
-    A mask of any shape is allowed; the tensors must have the same shape. Each check synchronises with the device, so
-    call it once per batch, not once per micro-batch.
+    A mask of any shape is allowed. Each check synchronises with the device, so call it once per batch.
     """
     for name, tensor in tensors.items():
         if tensor.shape != mask.shape:

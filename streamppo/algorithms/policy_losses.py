@@ -2,10 +2,7 @@
 
 B sequences, T response tokens (padded). Every function returns a `TokenLoss`, zero at masked tokens. The learner
 multiplies `loss` by a `Correction`'s weights and passes it to `aggregate`. No gradient flows into advantages and
-proximal log-probs. `logprobs_BT` are of the current policy. Every function raises ValueError on shapes and bounds that
-do not fit.
-
-In the formulas, at every token:
+proximal log-probs. `logprobs_BT` are of the current policy. In the formulas, at every token:
 
     r = exp(clamp(logprobs - proximal_logprobs, -20, 20))
     A = advantages
@@ -17,11 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from streamppo.algorithms.masked import (
-    bounded_exp,
-    check_tokens,
-    fill,
-)
+from streamppo.algorithms.masked import bounded_exp, check_tokens, fill
 
 
 class TokenLoss(NamedTuple):
@@ -37,10 +30,7 @@ def token_log_ratio(
 ) -> tuple[Tensor, Tensor]:
     """Check shapes and return log(current / proximal) and the advantages, [B, T] each, both zero at masked tokens."""
     check_tokens(
-        mask_BT,
-        logprobs_BT=logprobs_BT,
-        proximal_logprobs_BT=proximal_logprobs_BT,
-        advantages_BT=advantages_BT,
+        mask_BT, logprobs_BT=logprobs_BT, proximal_logprobs_BT=proximal_logprobs_BT, advantages_BT=advantages_BT
     )
     log_ratio_BT = fill(logprobs_BT, mask_BT) - fill(proximal_logprobs_BT.detach(), mask_BT)
     return log_ratio_BT, fill(advantages_BT.detach(), mask_BT)
@@ -103,9 +93,8 @@ def cispo(
 
         loss = -stop(clamp(r, 1 - clip_low, 1 + clip_high)) * A * logprobs
 
-    MiniMax-M1, https://arxiv.org/abs/2506.13585; ScaleRL, https://arxiv.org/abs/2510.13786, has a bound of about 5
-    (clip_high = 4). clip_low = 1 means no lower bound.
-    Without clipping the gradient is that of `importance_weighted`.
+    MiniMax-M1, https://arxiv.org/abs/2506.13585; ScaleRL, https://arxiv.org/abs/2510.13786, has a bound of about 5.
+    clip_low = 1 means no lower bound. Without clipping the gradient is that of `importance_weighted`.
     """
     log_ratio_BT, advantages_BT = token_log_ratio(logprobs_BT, proximal_logprobs_BT, advantages_BT, mask_BT)
     ratio_BT = bounded_exp(log_ratio_BT.detach())
@@ -134,8 +123,7 @@ def importance_weighted(
 
         loss = -A * r
 
-    This is the objective of conservative policy iteration, section 3 of https://arxiv.org/abs/1707.06347. The loss is
-    `clipped` with infinite bounds. At current == proximal the gradient is that of `reinforce`.
+    Conservative policy iteration, section 3 of https://arxiv.org/abs/1707.06347: `clipped` with infinite bounds.
     """
     log_ratio_BT, advantages_BT = token_log_ratio(logprobs_BT, proximal_logprobs_BT, advantages_BT, mask_BT)
     ratio_BT = bounded_exp(log_ratio_BT)
@@ -158,8 +146,8 @@ def sapo(
         gate = sigmoid(tau * (r - 1))
         loss = -A * gate * 4 / tau
 
-    https://arxiv.org/abs/2511.20347. The loss's derivative by r is -A * 4 * gate * (1 - gate): at r = 1 the gradient is
-    PPO's. `clipped` is True where the gate leaves less than half of the gradient.
+    https://arxiv.org/abs/2511.20347. At r = 1 the gradient is PPO's. `clipped` is True where the gate leaves less than
+    half of the gradient.
     """
     if tau_positive <= 0 or tau_negative <= 0:
         raise ValueError(f"temperatures must be positive, got {tau_positive} and {tau_negative}")
@@ -177,8 +165,8 @@ def positive_nll(logprobs_BT: Tensor, right_BT: Tensor, count: float) -> Tensor:
 
         -sum(logprobs_t over right) / count
 
-    VAPO, section 4.3, https://arxiv.org/abs/2504.05118, which gives the term the weight mu = 0.1. `count` is the number
-    of tokens of right answers in the whole minibatch. Without right answers the term is 0.
+    VAPO, section 4.3, https://arxiv.org/abs/2504.05118 (weight mu = 0.1). `count` is the number of tokens of right
+    answers in the whole minibatch; if it is 0, so is the term.
     """
     check_tokens(right_BT, logprobs_BT=logprobs_BT)
     return -fill(logprobs_BT, right_BT).sum() / max(count, 1.0)

@@ -14,22 +14,16 @@ REST_FLOOR = 1e-8
 
 
 def dppo_tv(
-    logprobs_BT: Tensor,
-    proximal_logprobs_BT: Tensor,
-    advantages_BT: Tensor,
-    mask_BT: Tensor,
-    *,
-    delta: float = 0.15,
+    logprobs_BT: Tensor, proximal_logprobs_BT: Tensor, advantages_BT: Tensor, mask_BT: Tensor, *, delta: float = 0.15
 ) -> TokenLoss:
     """DPPO bounds the PROBABILITY: a token whose probability moved by more than delta in A's direction is dropped.
 
         shift = exp(logprobs) - exp(proximal_logprobs)
         loss  = 0 if shift * sign(A) > delta else -A * r
 
-    The loss is the binary total-variation form of https://arxiv.org/abs/2602.04879. The paper bounds the token's move
-    from the behavior policy, as this loss does with `corrections.behavior_as_proximal`. Ratio clipping bounds rare
-    tokens tightly and likely tokens loosely; this loss does the reverse. delta = 1 gives
-    `policy_losses.importance_weighted`.
+    The binary total-variation form of https://arxiv.org/abs/2602.04879, which bounds the move from the behavior policy
+    (`corrections.behavior_as_proximal`). Ratio clipping bounds rare tokens tightly and likely tokens loosely; this loss
+    does the reverse. delta = 1 gives `policy_losses.importance_weighted`.
     """
     if delta < 0:
         raise ValueError(f"delta must not be negative, got {delta}")
@@ -39,21 +33,16 @@ def dppo_tv(
 
 
 def dppo_kl(
-    logprobs_BT: Tensor,
-    proximal_logprobs_BT: Tensor,
-    advantages_BT: Tensor,
-    mask_BT: Tensor,
-    *,
-    delta: float = 0.05,
+    logprobs_BT: Tensor, proximal_logprobs_BT: Tensor, advantages_BT: Tensor, mask_BT: Tensor, *, delta: float = 0.05
 ) -> TokenLoss:
     """DPPO by KL: a token whose binary KL(p || q) exceeds delta, by a move in A's direction, is dropped.
 
         KL    = p * log(p / q) + (1 - p) * log((1 - p) / (1 - q))
         loss  = 0 if KL > delta and (q - p) * A > 0 else -A * r
 
-    The loss is the binary KL form of https://arxiv.org/abs/2602.04879. The anchor here is the proximal policy; the
-    paper's is the behavior policy. Unlike `dppo_tv`, this loss bounds moves near 0 and 1 more tightly than moves near
-    1/2. An infinite delta gives `policy_losses.importance_weighted`.
+    The binary KL form of https://arxiv.org/abs/2602.04879, whose anchor is the behavior policy. Unlike `dppo_tv`, it
+    bounds moves near 0 and 1 more tightly than moves near 1/2. An infinite delta gives
+    `policy_losses.importance_weighted`.
     """
     if delta < 0:
         raise ValueError(f"delta must not be negative, got {delta}")
@@ -66,20 +55,14 @@ def dppo_kl(
 
 
 def ipo(
-    logprobs_BT: Tensor,
-    proximal_logprobs_BT: Tensor,
-    advantages_BT: Tensor,
-    mask_BT: Tensor,
-    *,
-    eps: float = 0.3,
+    logprobs_BT: Tensor, proximal_logprobs_BT: Tensor, advantages_BT: Tensor, mask_BT: Tensor, *, eps: float = 0.3
 ) -> TokenLoss:
     """IPO (INTELLECT Policy Optimization): a token whose probability moved by more than eps is dropped.
 
         loss  = 0 if abs(q - p) > eps else -A * r
 
-    In prime-rl (https://docs.primeintellect.ai/prime-rl/ipo) p is of the behavior policy. IPO drops moves in both
-    directions, whatever the sign of A; `dppo_tv` drops only moves in A's direction. eps = 1 gives
-    `policy_losses.importance_weighted`. A preference loss is also called IPO.
+    In prime-rl (https://docs.primeintellect.ai/prime-rl/ipo) p is of the behavior policy. Unlike `dppo_tv`, IPO drops
+    moves in both directions. eps = 1 gives `policy_losses.importance_weighted`. A preference loss is also called IPO.
     """
     if eps < 0:
         raise ValueError(f"eps must not be negative, got {eps}")

@@ -4,8 +4,8 @@
     filter       leaves out a whole response: a truncated one, or a negative one that is far off-policy
 
 B sequences, T response tokens (padded), N rules. w_bt = proximal / behavior of a token. A token that is left out still
-counts in the denominators (`aggregate`), and its reward counts in the mean of its group. Every rule keeps a token with
-a NaN ratio, so that NaN leads to a bad step instead of a silently dropped token.
+counts in the denominators (`aggregate`), and its reward in the mean of its group. Every rule keeps a token with a NaN
+ratio, so that NaN leads to a bad step instead of a silently dropped token.
 """
 
 from collections.abc import Callable, Sequence
@@ -37,7 +37,6 @@ def reject(
 
     With weights of 1 and one rule this is verl's rollout_rs without rollout_is, or SkyRL's sequence masks. With
     truncated weights and a rule for responses it is MIS, Liu, Li et al. 2025, https://richardli.xyz/rl-collapse.
-    Without rules nothing changes.
     """
     keep_BT, dropped = correction.keep, dict(correction.dropped)
     for name, keeps in rules_N:
@@ -65,9 +64,7 @@ def geometric_in_band(
 ) -> Tensor:
     """[B, T] bool: lo <= prod_t(w_bt)^(1 / n_b) <= hi; n_b is the number of unmasked tokens of the response.
 
-    The geometric mean does not depend on the response's length. Deviations of opposite signs cancel in the mean;
-    `outlier_free` and `mean_k3` detect them. With `lo = exp(-delta)`, no `hi` and only negative advantages this is
-    `off_policy_negative`.
+    Deviations of opposite signs cancel in the geometric mean; `outlier_free` and `mean_k3` detect them.
     """
     return in_band(log_weights(proximal_logprobs_BT, behavior_logprobs_BT, mask_BT, level="geometric"), lo, hi)
 
@@ -77,9 +74,8 @@ def outlier_free(
 ) -> Tensor:
     """[B, T] bool: lo <= w_bt <= hi for every unmasked token of the response.
 
-    With [1 / c, c] this bounds max_t(abs(log(w_bt))) by log(c). With lo = 0 this bounds the largest ratio. The rule is
-    trust region masking by the maximum, https://arxiv.org/abs/2512.23075, and SkyRL's outlier tokens. For one token it
-    is `token_in_band`.
+    Trust region masking by the maximum, https://arxiv.org/abs/2512.23075, and SkyRL's outlier tokens. With [1 / c, c]
+    this bounds max_t(abs(log(w_bt))) by log(c).
     """
     inside_BT = token_in_band(proximal_logprobs_BT, behavior_logprobs_BT, mask_BT, lo=lo, hi=hi)
     return (inside_BT | ~mask_BT).all(-1, keepdim=True).expand(mask_BT.shape)
@@ -88,9 +84,8 @@ def outlier_free(
 def mean_k3(proximal_logprobs_BT: Tensor, behavior_logprobs_BT: Tensor, mask_BT: Tensor, *, at_most: float) -> Tensor:
     """[B, T] bool: mean_t(w_bt - 1 - log(w_bt)) <= at_most over the unmasked tokens of the response.
 
-    The mean is the k3 estimate of KL(behavior || proximal), http://joschu.net/blog/kl-approx.html. The terms of k3 are
-    never negative and so do not cancel. The rule is trust region masking by the mean, https://arxiv.org/abs/2512.23075.
-    With proximal == behavior the mean is 0 and everything is kept. Raises ValueError if the bound is not positive.
+    The mean is the k3 estimate of KL(behavior || proximal), http://joschu.net/blog/kl-approx.html, whose terms are
+    never negative and so do not cancel. Trust region masking by the mean, https://arxiv.org/abs/2512.23075.
     """
     if not at_most > 0:
         raise ValueError(f"at_most must be positive, got {at_most}")
@@ -105,10 +100,7 @@ def mean_k3(proximal_logprobs_BT: Tensor, behavior_logprobs_BT: Tensor, mask_BT:
 def truncated_tokens(truncated_B: Tensor, mask_BT: Tensor) -> Tensor:
     """[B, T] bool, True at the unmasked tokens of truncated completions, because their reward is noise.
 
-        left_out_bt = truncated_b
-
-    The rule is overlong filtering, section 3.4 of DAPO, https://arxiv.org/abs/2503.14476. Without truncated completions
-    the result is False everywhere.
+    Overlong filtering, section 3.4 of DAPO, https://arxiv.org/abs/2503.14476.
     """
     check_tokens(mask_BT)
     check_sequences(mask_BT, truncated_B=truncated_B)
@@ -122,11 +114,9 @@ def off_policy_negative(
 
         left_out_bt = mean_t(advantages_bt) < 0 and mean_t(behavior_logprobs_bt - logprobs_bt) > delta
 
-    Off-policy sequence masking, DeepSeek-V3.2, https://arxiv.org/abs/2512.02556. The rule compares the engine's
-    log-probs with the current policy's, so their difference contains lag, numerical error and the steps of this update.
-    In the paper a response has one advantage. Where tokens differ in advantage, their mean gives one decision for the
-    response. Both means in the rule are over unmasked tokens. An infinite delta leaves out nothing. Raises ValueError
-    if delta is not positive.
+    Off-policy sequence masking, DeepSeek-V3.2, https://arxiv.org/abs/2512.02556. The difference of log-probs contains
+    lag, numerical error and the steps of this update. In the paper a response has one advantage. Both means are over
+    unmasked tokens.
     """
     if not delta > 0:
         raise ValueError(f"delta must be positive, got {delta}")

@@ -1,8 +1,7 @@
 """The two parts of every multi-step estimate: the next unmasked token, and a discounted sum backwards in time.
 
 B sequences, T response tokens (padded), S rows of numbers. Both parts skip masked tokens: an estimate on a response
-with tool output in the middle equals the estimate on the response without the output. The discounted sum also adds up
-groups of sequences.
+with tool output in the middle equals the estimate on the response without the output.
 """
 
 import torch
@@ -24,9 +23,8 @@ def reverse_scan(increments_BT: Tensor, decay_BT: Tensor, mask_BT: Tensor) -> Te
 
         y_t = increments_t + decay_t * y_{t+1}
 
-    A masked token adds nothing and passes y_{t+1} on unchanged; the result at the token is zero. Each step combines
-    neighbours (d, x) and (d', x') into (d * d', x + d * x'). The combination is associative (Blelloch 1990,
-    https://www.cs.cmu.edu/~guyb/papers/Ble93.pdf). With decay 1 the result is a reversed cumulative sum.
+    A masked token passes y_{t+1} on; the result at the token is zero. Each step combines neighbours (d, x) and (d', x')
+    into (d * d', x + d * x'), which is associative (Blelloch 1990, https://www.cs.cmu.edu/~guyb/papers/Ble93.pdf).
     """
     total_BT = increments_BT.masked_fill(~mask_BT, 0.0)
     decay_BT = decay_BT.masked_fill(~mask_BT, 1.0)
@@ -51,8 +49,8 @@ def leaders(group_ids_B: Tensor) -> Tensor:
 def group_sums(x_SB: Tensor, group_ids_B: Tensor) -> Tensor:
     """[S, B], for each sequence the sum of x over its group.
 
-    The sum is a `reverse_scan` over the sequences, sorted by group, that restarts at each group. Unlike scattered
-    additions, the scan gives the same bits in every run; it takes B entries of memory per row.
+    A `reverse_scan` over the sequences, sorted by group, that restarts at each group. Unlike scattered additions, it
+    gives the same bits in every run.
     """
     order_B = group_ids_B.argsort(stable=True)
     start_B = _starts(group_ids_B[order_B])

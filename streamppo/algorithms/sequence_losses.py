@@ -28,9 +28,8 @@ def gspo(
         s_bt  = stop(s_b) * r_bt / stop(r_bt)
         loss  = max(-A * s_bt, -A * clamp(s_bt, 1 - clip_low, 1 + clip_high))
 
-    The loss is the token form (GSPO-token) of https://arxiv.org/abs/2507.18071. Under "sequence-mean-token-mean", its
-    value and gradient equal those of the sequence form. Advantages may differ by token. One-token responses give
-    `policy_losses.clipped`.
+    The token form (GSPO-token) of https://arxiv.org/abs/2507.18071. Under "sequence-mean-token-mean", its value and
+    gradient equal those of the sequence form. One-token responses give `policy_losses.clipped`.
     """
     log_ratio_BT, advantages_BT = token_log_ratio(logprobs_BT, proximal_logprobs_BT, advantages_BT, mask_BT)
     ratio_BT = _token_form(log_ratio_BT, mask_BT)
@@ -62,9 +61,8 @@ def sequence_clipped(
         A_b     = mean_t(A_bt)
         loss_bt = max(-A_b * R_b, -A_b * clamp(R_b, 1 - clip_low, 1 + clip_high))
 
-    The loss is PPO's, https://arxiv.org/abs/1707.06347, with the whole response as one action. Aggregate the loss with
+    PPO, https://arxiv.org/abs/1707.06347, with the whole response as one action. Aggregate the loss with
     "sequence-mean-token-mean", which counts each response once. The gradient grows with the response's length.
-    One-token responses give `policy_losses.clipped`.
     """
     log_ratio_BT, advantages_BT = token_log_ratio(logprobs_BT, proximal_logprobs_BT, advantages_BT, mask_BT)
     ratio_B = bounded_exp(sequence_sum(log_ratio_BT, mask_BT))
@@ -90,10 +88,8 @@ def gmpo(
         g_bt  = stop(G_b) * exp(c_bt) / stop(exp(c_bt))
         loss  = -A * g_bt
 
-    The paper, https://arxiv.org/abs/2507.20673, has the bounds e^-0.4 and e^0.4. GMPO is implemented in its token form,
-    as `gspo` is: under "sequence-mean-token-mean", value and gradient equal the paper's, and advantages may differ by
-    token. Without bounds this is GSPO without bounds. One-token responses give `policy_losses.clipped` with a ratio in
-    [e^-log_low, e^log_high].
+    The paper, https://arxiv.org/abs/2507.20673, has the bounds e^-0.4 and e^0.4. This is its token form: under
+    "sequence-mean-token-mean", value and gradient equal the paper's. Without bounds this is GSPO without bounds.
     """
     if log_low < 0 or log_high < 0:
         raise ValueError(f"bounds of the log-ratio must not be negative, got {log_low} and {log_high}")
@@ -123,9 +119,7 @@ def vespo(
         loss        = -stop(phi_bt) * A * logprobs
 
     In the paper, https://arxiv.org/abs/2602.10693, W is current / behavior. phi is 1 at W = 1, where the gradient is
-    REINFORCE's. phi falls on both sides of W = k / lambda. k = lambda = 0 is `policy_losses.reinforce`. k = 1, lambda =
-    0 weights by W itself; for one-token responses this has the gradient of `policy_losses.importance_weighted`.
-    `clipped` is True where phi < FADED.
+    REINFORCE's, and falls on both sides of W = k / lambda. `clipped` is True where phi < FADED.
     """
     if min(*positive, *negative) < 0:
         raise ValueError(f"k and lambda must not be negative, got {positive} and {negative}")

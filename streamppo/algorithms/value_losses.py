@@ -28,8 +28,7 @@ def regression(error_BT: Tensor, kind: ValueKind, huber_delta: float) -> Tensor:
         huber    0.5 * e^2                                      |e| <= huber_delta
         huber    huber_delta * (|e| - 0.5 * huber_delta)        |e| > huber_delta
 
-    Huber 1964, https://doi.org/10.1214/aoms/1177703732. If huber_delta is above every |e|, both kinds are equal.
-    Raises ValueError for another kind or a huber_delta that is not positive.
+    Huber 1964, https://doi.org/10.1214/aoms/1177703732.
     """
     if kind == "mse":
         return 0.5 * error_BT.square()
@@ -58,10 +57,9 @@ def value_loss(
         bounded = regression(proximal_values + moved - returns)
         loss    = max(free, bounded)
 
-    Section 6 of the GAE paper asks for a trust region on values (https://arxiv.org/abs/1506.02438). The form of this
-    loss is from OpenAI's baselines, detail 9 of
-    https://iclr-blog-track.github.io/2022/03/25/ppo-implementation-details/. clip = None is plain regression. Raises
-    ValueError on shapes that do not fit and for a clip that is not positive.
+    Section 6 of the GAE paper asks for a trust region on values (https://arxiv.org/abs/1506.02438); this form is from
+    OpenAI's baselines, detail 9 of https://iclr-blog-track.github.io/2022/03/25/ppo-implementation-details/. clip =
+    None is plain regression.
     """
     check_tokens(mask_BT, values_BT=values_BT, proximal_values_BT=proximal_values_BT, returns_BT=returns_BT)
     values_BT, returns_BT = fill(values_BT, mask_BT), fill(returns_BT.detach(), mask_BT)
@@ -79,11 +77,9 @@ def value_loss(
 
 
 def explained_variance(values_BT: Tensor, returns_BT: Tensor, mask_BT: Tensor) -> float:
-    """The share of the returns' variance that the critic explains: 1 is all; a constant explains 0; < 0 is worse.
+    """The share of the returns' variance that the critic explains; a critic worse than a constant gives < 0.
 
-        1 - Var(returns - values) / Var(returns)
-
-    Returns without variance give 0. The sums are in float64.
+    1 - Var(returns - values) / Var(returns) 0 if the returns have no variance
     """
     check_tokens(mask_BT, values_BT=values_BT, returns_BT=returns_BT)
     targets_BT = fill(returns_BT.detach(), mask_BT).double()

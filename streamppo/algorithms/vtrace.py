@@ -23,9 +23,8 @@ LOG_OF_ZERO = -800.0
 class TraceClip(NamedTuple):
     """The bounds of V-trace; the defaults are the published bounds.
 
-    rho_bar      bound on the weight of one TD error; it determines the policy whose value is learned
-    c_bar        bound on the trace; it trades the reach of credit against variance
-    kind         "step" clips every factor of the trace, "cumulative" clips their product
+    `rho_bar` bounds the weight of one TD error; it determines the policy whose value is learned. `c_bar` bounds the
+    trace: every factor of it ("step") or their product ("cumulative").
     """
 
     rho_bar: float = 1.0
@@ -65,10 +64,9 @@ def vtrace(
 
     Espeholt et al. 2018, https://arxiv.org/abs/1802.01561, also weight the advantage by min(rho_bar, rho_t); here a
     `Correction` weights the loss instead. A product of clipped steps can only fall: at realistic noise in the
-    log-ratios, a final reward's credit halves every 34 to 350 tokens. "cumulative" clips the product instead
-    (truncated importance sampling in https://arxiv.org/abs/2301.11321), which takes O(T^2) operations.
-    `gamma` may be [B, T], with a discount for each step. If all rho are 1, this is `gae`.
-    Raises ValueError on shapes that do not fit, for an unknown kind, and for a cumulative c_bar below 1.
+    log-ratios, a final reward's credit halves every 34 to 350 tokens. "cumulative" clips the product instead (truncated
+    importance sampling in https://arxiv.org/abs/2301.11321), which takes O(T^2) operations. `gamma` may be [B, T], with
+    a discount for each step. If all rho are 1, this is `gae`.
     """
     check_tokens(mask_BT, rewards_BT=rewards_BT, values_BT=values_BT, log_rho_BT=log_rho_BT)
     check_sequences(mask_BT, bootstrap_B=bootstrap_B)
@@ -98,8 +96,7 @@ def cumulative_scan(delta_BT: Tensor, decay_BT: Tensor, log_rho_BT: Tensor, mask
 
         sum_{t>=s} prod_{s<=i<t}(decay_i) * min(c_bar, prod_{s<=i<t}(rho_i)) * delta_t
 
-    The clipped product is not a recurrence, so the sum is computed in [C, T] triangles, one at a time, from prefix sums
-    in float64. Raises ValueError if c_bar is below 1.
+    The clipped product is not a recurrence, so the sum is computed in [C, T] triangles from prefix sums in float64.
     """
     if c_bar < 1:
         raise ValueError(f"cumulative clipping needs c_bar >= 1, got {c_bar}: an empty product is 1")
