@@ -1,7 +1,7 @@
 """The rows that an update passes through the model, divided into minibatches and each rank's micro-batches.
 
-A minibatch is the rows of one step. The division depends on the seed, the version, the epoch, the rows' lengths and
-branches, and the idle rows, so a rank finds its rows before it fetches their tokens. B trajectories of the batch.
+B trajectories of the batch. A minibatch is the rows of one step. The division depends on the seed, the version, the
+epoch, rows' lengths and branches, and idle rows: a rank finds its rows before it fetches their tokens.
 """
 
 from collections.abc import Callable, Sequence
@@ -36,10 +36,9 @@ COMPARING = (choices.Grpo, choices.DrGrpo, choices.Rloo, choices.MaxRl)
 
 
 class ActiveRows(NamedTuple):
-    """The rows that pass through the model: `trained_B` in the steps, `scored_B` before the first step; [B] on the CPU.
+    """[B] on the CPU: `trained_B` are passed in the steps, `scored_B` before the first step.
 
-    `idle_B` are rows with tokens in the loss but no gradient, which are not passed. A minibatch of idle rows makes a
-    step.
+    `idle_B` have tokens in the loss but no gradient, and are not passed. A minibatch of idle rows makes a step.
     """
 
     trained_B: Tensor
@@ -58,11 +57,10 @@ def active_rows(config: Config, batch: PaddedBatch) -> ActiveRows:
 
         no token in the loss    all are too old, all rewards of the group are equal (zero_variance = "mask"), or the
                                 completion is filtered
-        only advantages of 0    zero_variance = "keep": all rewards of the group are equal, and only advantages give a
+        only advantages of 0    all rewards of the group are equal (zero_variance = "keep"), and only advantages give a
                                 gradient
 
-    Denominators, baselines and whitening are over the whole batch. The result depends only on the configuration and on
-    columns other than the tokens: every rank finds the same rows before it has the tokens.
+    The result depends on no token, so every rank finds the same rows before it has the tokens.
     """
     # Other filters and rejections report their shares of all completions. If there are any, no filter is applied here,
     # and truncated completions are passed too.
@@ -82,7 +80,6 @@ def active_rows(config: Config, batch: PaddedBatch) -> ActiveRows:
 
 
 def _needs_whole_batch(config: Config) -> bool:
-    """True if the lag or the learning rate follows the effective sample size of the whole batch."""
     return is_lowered_by_ess(config) or isinstance(config.queue.max_lag, AdaptiveLag)
 
 
@@ -108,7 +105,6 @@ def _has_only_advantage_gradients(config: Config) -> bool:
 
 
 def _filters_only_truncated(config: choices.Algorithm) -> bool:
-    """True if filters leave out only truncated completions, and no correction rejects tokens."""
     return all(rule == TRUNCATED for rule in build_correction.metrics(config.correction, config.filters))
 
 
@@ -118,8 +114,8 @@ def _filters_only_truncated(config: choices.Algorithm) -> bool:
 class PassCosts(NamedTuple):
     """The fixed costs of a pass, in units of the layers' matrix products for one token.
 
-    `gradients`: the cost of adding a pass's weight gradients to those of earlier passes. `launches`: the cost of
-    launching the pass's operations, multiplied by the squared width of the model.
+    `gradients` is for adding weight gradients to those of earlier passes, `launches` / width^2 for launching
+    operations.
     """
 
     gradients: float
@@ -156,27 +152,14 @@ class Division(NamedTuple):
         return row_order(num_rows, self.config.seed, version, epoch.number).chunk(epoch.minibatches)
 
     def micro_batches(self, sizes: RowSizes, rows: Tensor) -> list[Tensor]:
-        """This rank's micro-batches of `rows`. Every rank has equally many micro-batches; some may be empty."""
-        budget = self.config.learner.micro_batch_tokens
+        """This rank's micro-batches of `rows`. Every rank has equally many; some may be empty."""
+        budget, costs = self.config.learner.micro_batch_tokens, partial(work, 1, hidden=self.hidden)
         tokens_B, prompts, lines_B = sizes
-        by_rank = micro_batches(
-            rows,
-            tokens_B,
-            budget,
-            self.ranks,
-            padded=self.is_padded,
-            work=partial(work, 1, hidden=self.hidden),
-            lines_B=lines_B,
-            prompts=prompts,
-            overhead=self.overhead,
-        )
-        return by_rank[self.rank]
+        options = {"padded": self.is_padded, "lines_B": lines_B, "prompts": prompts, "overhead": self.overhead}
+        return micro_batches(rows, tokens_B, budget, self.ranks, work=costs, **options)[self.rank]
 
     def are_one_pass(self, sizes: RowSizes, pieces: Sequence[Tensor]) -> bool:
-        """True if this rank's micro-batches `pieces` fit into a single one; on several ranks, True for one piece only.
-
-        Rows of very different lengths can be in several micro-batches although one micro-batch could hold them.
-        """
+        """True if one micro-batch could hold this rank's `pieces`; on several ranks, if there is one piece."""
         if len(pieces) <= 1 or self.ranks > 1:
             return len(pieces) == 1
         tokens_B, _, lines_B = sizes
@@ -215,18 +198,14 @@ def micro_batches(
 ) -> list[list[Tensor]]:
     """Split `rows` into micro-batches of at most `budget` tokens; entry r is for rank r.
 
-    If rows are `padded`, each row counts as long as the longest row of its micro-batch. `work` maps a row's number of
-    tokens to the row's cost; by default the cost is the number of tokens. A row may have several lines, `lines_B`, each
-    of at most `tokens_B` tokens.
+    `work` is a row's cost by its number of tokens. A row may have several lines, `lines_B`, each of at most `tokens_B`
+    tokens. Every rank gets equally many micro-batches, as each is a collective; some are empty if rows run out. Rows
+    are dealt longest first, each to the rank with the least work so far. A row longer than the budget is alone.
 
-    Every micro-batch is a collective, so every rank gets equally many micro-batches; some are empty if rows run out.
-    Rows are dealt longest first, each to the rank with the least work so far, so that padding is short and loads differ
-    by at most one row. A row longer than the budget is alone in its micro-batch.
-
-    Padded rows of different lengths get separate micro-batches if that saves more padding than `overhead`, the tokens
-    that another micro-batch costs. Rows of different lengths stay together if one row for each prompt of `prompts`,
-    with all its samples, is less work. Without padding, the samples of a prompt are in as few micro-batches as
-    possible, and each micro-batch computes the shared tokens of `prompts` once.
+    If `padded`, a row counts as long as the longest of its micro-batch. Rows of different lengths are separated if that
+    saves more padding than `overhead`, the tokens that another micro-batch costs, unless one row for each prompt of
+    `prompts` is less work. Otherwise the samples of a prompt are in as few micro-batches as possible, and each
+    micro-batch computes the shared tokens of `prompts` once.
     """
     by_length = rows[torch.argsort(tokens_B[rows], descending=True, stable=True)]
     lines_B = torch.ones_like(tokens_B) if lines_B is None else lines_B
@@ -243,7 +222,6 @@ def micro_batches(
 def _deal(
     by_length: Tensor, tokens_B: Tensor, lines_B: Tensor, ranks: int, work: Callable[[int], float]
 ) -> list[Tensor]:
-    """The rows of each rank: the rank with the least work so far gets the next row."""
     by_rank: list[list[int]] = [[] for _ in range(ranks)]
     loads = [0.0] * ranks
     rows = zip(by_length.tolist(), tokens_B[by_length].tolist(), lines_B[by_length].tolist(), strict=True)
@@ -267,7 +245,7 @@ class PaddingCosts(NamedTuple):
 def _split_padded(
     rows: Tensor, tokens_B: Tensor, lines_B: Tensor, budget: int, prompts: SharedPrompts | None, costs: PaddingCosts
 ) -> list[Tensor]:
-    """Micro-batches of padded rows. Rows are sorted, longest first, so a micro-batch is as wide as its first row."""
+    """Rows are sorted, longest first, so a micro-batch is as wide as its first row."""
     tokens, lines, start = tokens_B[rows].tolist(), lines_B[rows].tolist(), 0
     pieces: list[Tensor] = []
     while start < len(tokens):
@@ -283,38 +261,32 @@ def _split_padded(
 def _split_by_length(
     rows: Tensor, tokens_B: Tensor, lines_B: Tensor, prompts: SharedPrompts | None, costs: PaddingCosts
 ) -> list[Tensor]:
-    """Split one micro-batch by length, unless it is less work to have one row per prompt, with all its samples."""
+    """Split one micro-batch by length, unless one row per prompt, with all its samples, is less work."""
     tokens, lines = tokens_B[rows].numpy(), lines_B[rows].numpy()
     pieces = _spans_of_similar(tokens, lines, costs.overhead)
     if len(pieces) > 1 and prompts is not None:
         separate_work = sum(costs.work(int(tokens[begin])) * int(lines[begin:end].sum()) for begin, end in pieces)
-        if _shared_work(rows, tokens_B, prompts, costs.work) <= WORTH * (
-            separate_work + costs.overhead * (len(pieces) - 1)
-        ):
+        separate_work += costs.overhead * (len(pieces) - 1)
+        if _shared_work(rows, tokens_B, prompts, costs.work) <= WORTH * separate_work:
             return [rows]
     return [rows[begin:end] for begin, end in pieces]
 
 
 def _spans_of_similar(tokens: np.ndarray, lines: np.ndarray, overhead: float) -> list[tuple[int, int]]:
-    """The begin and end of micro-batches: rows are cut in two, again and again, where that saves the most padding.
+    """(begin, end) of micro-batches: rows are cut in two, again and again, where that saves the most padding.
 
-    Each micro-batch is padded to its first row. Example: rows have 40, 38, 4, 3 and 2 tokens. A cut after 38 saves 3 *
-    36 tokens.
+    Example: rows have 40, 38, 4, 3 and 2 tokens. A cut after 38 saves 3 * 36 tokens.
     """
-    # Rows after the cut are padded to the first row after the cut, not to row 0.
     saved = (tokens[0] - tokens) * np.cumsum(lines[::-1])[::-1]
     cut = int(saved.argmax())
     if saved[cut] <= overhead:
         return [(0, len(tokens))]
     later_spans = _spans_of_similar(tokens[cut:], lines[cut:], overhead)
-    return [
-        *_spans_of_similar(tokens[:cut], lines[:cut], overhead),
-        *((cut + begin, cut + end) for begin, end in later_spans),
-    ]
+    later_spans = [(cut + begin, cut + end) for begin, end in later_spans]
+    return _spans_of_similar(tokens[:cut], lines[:cut], overhead) + later_spans
 
 
 def _shared_work(rows: Tensor, tokens_B: Tensor, prompts: SharedPrompts, work: Callable[[int], float]) -> float:
-    """The work of `rows` if each prompt is one line, followed by all its completions."""
     _, group_b = prompts.group_B[rows].unique(return_inverse=True)
     widths_G = torch.zeros(int(group_b.max()) + 1, dtype=torch.long)
     widths_G.scatter_reduce_(0, group_b, prompts.shared_B[rows], "amax")
@@ -323,7 +295,7 @@ def _shared_work(rows: Tensor, tokens_B: Tensor, prompts: SharedPrompts, work: C
 
 
 def _split_joined(rows: Tensor, tokens_B: Tensor, budget: int, prompts: SharedPrompts | None) -> list[Tensor]:
-    """Micro-batches of rows end to end, in order of length; with `prompts`, samples of a prompt are neighbours."""
+    """Micro-batches of rows end to end, longest first; with `prompts`, samples of a prompt are neighbours."""
     if prompts is None:
         prompts = SharedPrompts(torch.arange(len(tokens_B)), torch.zeros_like(tokens_B))
     else:

@@ -19,7 +19,6 @@ from streamppo.errors import RunError, UpdateError
 
 DETERMINISTIC = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "FLASH_ATTENTION_DETERMINISTIC": "1"}
 """Environment variables that make cuBLAS and flash-attn deterministic, set before their first use."""
-
 INEXACT = re.compile(r"^(\S+) does not have a deterministic implementation")
 """Matches torch's message for an operation without a deterministic form."""
 LOAD = timedelta(hours=2)
@@ -35,8 +34,8 @@ T = TypeVar("T")
 def acquire(gpus: float, *, exact: bool = True) -> torch.device:
     """Return this process's device: its only visible GPU, or the CPU if `gpus` is 0.
 
-    With `exact`, a repeated update gives the same bits: every GPU operation is deterministic, and an operation without
-    a deterministic form raises an error. Raises `RunError` if torch has no usable GPU.
+    With `exact`, all GPU operations are deterministic; one without a deterministic form raises an error. Raises
+    `RunError` if torch has no usable GPU.
     """
     if not gpus:
         return torch.device("cpu")
@@ -77,12 +76,9 @@ def to_device(tensor: Tensor, device: torch.device) -> Tensor:
 def join(device: torch.device, address: tuple[str, int], rank: int, ranks: int, *, offload: bool = False) -> None:
     """Make the process group of all ranks: NCCL between GPUs, gloo between CPUs. A collective.
 
-    With `offload`, ranks on GPUs use NCCL and gloo, because their shards are in CPU memory. Collectives have the
-    timeout `LOAD` until `expect` is called.
-
-    Gloo is set to the interface from which a rank reaches rank 0. By default gloo would use the address of the host
-    name, often loopback, which other nodes cannot reach. NCCL finds its interface itself, except if rank 0 is at
-    loopback: NCCL is then set to loopback, so that ranks listen only there.
+    With `offload`, GPU ranks use both, because their shards are in CPU memory. Collectives have the timeout `LOAD`
+    until `expect` is called. Gloo by default uses the address of the host name, often loopback, which other nodes
+    cannot reach; here it uses the interface from which a rank reaches rank 0. If rank 0 is at loopback, so does NCCL.
     """
     host, port = address
     if interface := interface_to(host, port):
@@ -107,13 +103,8 @@ def alone(device: torch.device) -> Generator[None]:
         os.environ.setdefault(GLOO, interface)
     on_gpu = device.type == "cuda"
     # A store in this process's memory listens at no port.
-    dist.init_process_group(
-        "nccl" if on_gpu else "gloo",
-        store=dist.HashStore(),
-        rank=0,
-        world_size=1,
-        device_id=device if on_gpu else None,
-    )
+    backend, device_id = ("nccl", device) if on_gpu else ("gloo", None)
+    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, device_id=device_id)
     try:
         yield
     finally:
@@ -134,9 +125,9 @@ def interface_to(host: str, port: int) -> str:
 
 
 def mesh_of(device: str, config: Mesh) -> DeviceMesh:
-    """The mesh of all ranks: [ranks], or [replicas, ranks of a replica] with several replicas.
+    """The mesh of all ranks, [ranks] or [replicas, ranks of a replica]; FSDP2 shards over the last dimension.
 
-    FSDP2 shards over the last dimension. A collective.
+    A collective.
     """
     ranks = dist.get_world_size()
     if config.replicate == 1:
@@ -169,7 +160,7 @@ def add_up(
 ) -> None:
     """Replace `tensor` by its sum over all ranks of `group`, or by its reduction with `op`. A collective.
 
-    A single rank skips the call: gloo would wake a thread for it, which takes half a millisecond on a busy machine.
+    A single rank skips the call, which takes half a millisecond on a busy machine.
     """
     if dist.get_world_size(group) > 1:
         dist.all_reduce(tensor, op, group)
@@ -182,6 +173,6 @@ def expect(timeout: timedelta, mesh: DeviceMesh, *groups: dist.ProcessGroup) -> 
 
 
 def _store(host: str, port: int, rank: int, ranks: int) -> dist.Store:
-    """The rendezvous store at `host`. Rank 0 listens only at this address; torch by itself listens at every address."""
+    """Rank 0 listens only at `host`; by itself torch listens at every address."""
     listening = socket.create_server((host, port)).detach() if rank == 0 else None
     return dist.TCPStore(host, port, ranks, rank == 0, master_listen_fd=listening)

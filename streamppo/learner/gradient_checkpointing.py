@@ -51,8 +51,7 @@ def resolve(config: Config, model: memory.ModelSizes, longest: int, gpu_bytes: i
 def resolve_on_rank(config: Config, path: str, device: str) -> Model:
     """Resolve "auto" for a rank on a `device`, before the model at `path` is loaded onto it. A collective.
 
-    All ranks make the same choice, by the rank with the least free memory. If the memory of a model is unknown, all
-    activations are kept.
+    The rank with the least free memory decides. If the memory of a model is unknown, all activations are kept.
     """
     if config.model.gradient_checkpointing != "auto":
         return config.model
@@ -75,7 +74,6 @@ def _checkpointing_and_reason(config: Config, path: str, free: int) -> tuple[Lit
 
 
 def _free(device: str) -> int:
-    """The smallest number of free bytes on the GPUs of all ranks, or of the bytes in their machines. A collective."""
     here = host_memory.total_mib() * 2**20 if device == "cpu" else torch.cuda.mem_get_info()[0]
     free = torch.tensor(here, device=device)
     dist.all_reduce(free, dist.ReduceOp.MIN)

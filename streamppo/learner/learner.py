@@ -36,10 +36,9 @@ log = logging.getLogger(__name__)
 
 @dataclass
 class Learner:
-    """A policy with its training, its pushes and its checkpoints. Every method is a collective of the ranks of `mesh`.
+    """A policy with its training, its pushes and its checkpoints. All ranks of `mesh` call each method together.
 
-    `version`: the version of the weights in `policy`. `config`: the configuration in effect from this version on.
-    `lag`: None unless the lag is adaptive.
+    `version` is that of the weights in `policy`; `config` applies from it on. `lag` is None unless it is adaptive.
     """
 
     config: Config
@@ -78,7 +77,7 @@ class Learner:
 
     @property
     def rank_rows(self) -> RankRows | None:
-        """The function that maps a batch to the rows whose tokens this rank reads; None for a single rank: all rows."""
+        """Maps a batch to the rows whose tokens this rank reads; None if a single rank reads all rows."""
         return self.updater.rank_rows if self.updater.ranks > 1 else None
 
     def follow_schedule(self, tokens_by_lag: Mapping[int, int]) -> float:
@@ -98,8 +97,8 @@ class Learner:
     ) -> dict[str, float]:
         """Adapt the admitted lag, the weights of KL and entropy, and a moving reference to an update's `metrics`.
 
-        Returns the metrics `admitted_lag`, which applies to later batches, and `lr_share`, the share of the `scheduled`
-        rate that the update used.
+        Returns the metrics `admitted_lag`, of later batches, and `lr_share`, the share of the `scheduled` rate in this
+        update.
         """
         self.updater.adapt(updated, metrics)
         adapted: dict[str, float] = {}
@@ -127,16 +126,16 @@ class Learner:
             log.info("the critic was trained on %d batches of %s: %s", len(explained), run, shares)
 
     def push(self, token_record: bytes = b"") -> PushedVersion:
-        """Start to publish the present version during training: every rank copies and pushes its shards.
+        """Start to publish the current version: every rank copies and pushes its shards during training.
 
-        `token_record` is the encoded `TokenRecord` of the batch that made the version. Returns the previous push.
+        `token_record` is the encoded `TokenRecord` of the version's batch. Returns the previous push.
         """
         buckets = self.pusher.buckets(policy.shards(self.policy, self.config.model.dtype))
         wait_for_copy, admitted = self.copies.write(buckets.tensors), self.lag.admitted if self.lag else None
         return self.pusher.push(self.version, buckets, token_record, admitted, wait_for_copy)
 
     def save(self, folder: Path) -> None:
-        """Start a checkpoint of the present version under `folder`, which is written during training."""
+        """Start a checkpoint of the current version under `folder`; it is written during training."""
         state = CheckpointState(
             version=self.version,
             digest="",
@@ -168,9 +167,8 @@ def build(
 ) -> Learner:
     """Load the model at `model_path`, or the checkpoint at `resume_from`, onto the ranks of `mesh`. A collective.
 
-    `publish` is called for every pushed version. A checkpoint that does not belong to the run's `past` counts as
-    damaged. `restore`, if given, replaces a checkpoint: it fills the trained tensors and returns their state. Raises
-    `ModelError` or `CheckpointError`.
+    `publish` is called for every pushed version. A checkpoint outside of the run's `past` counts as damaged. `restore`
+    replaces a checkpoint: it fills the trained tensors. Raises `ModelError` or `CheckpointError`.
     """
     torch.manual_seed(config.seed)
     temperature, critic = config.rollout.temperature, config.algorithm.critic.model
@@ -217,7 +215,6 @@ def _updater(
     adamw: torch.optim.Optimizer,
     second_models: tuple[Policy | NoReferenceWeights | None, Policy | None],
 ) -> Updater:
-    """Make the updater of the policy `trained`; `second_models` are the reference and the teacher."""
     functions, (reference, teacher) = objective.build(config), second_models
     group = trained.slices.data_ranks()
     return Updater(trained, adamw, functions, config, group=group, reference=reference, teacher=teacher)

@@ -39,11 +39,10 @@ PROBED, LONG_ROW = 64, 256
 class ModelSizes(NamedTuple):
     """The sizes of a model: numbers of parameters, and bytes per token in the compute type.
 
-    `trained` is the number of parameters that are not frozen. `layer` counts the parameters of one transformer layer,
-    of which tensor and expert parallelism split `by_tensor` and `by_expert`. `rest` counts the parameters outside of
-    the layers: embeddings, norm, head. `widest` is the largest activation in a layer. `routes` are the bytes of a
-    token's experts over all layers. `active` is the number of parameters that one token uses. `encoders` counts the
-    parameters of a multimodal model's encoders, which are not trained: only SGLang holds them.
+    `trained` parameters are not frozen. One transformer layer has `layer` parameters, of which tensor and expert
+    parallelism split `by_tensor` and `by_expert`; `rest` are outside of layers. `widest` is the largest activation in a
+    layer. `routes` are a token's experts over all layers. One token uses `active` parameters. Only SGLang holds the
+    `encoders` of a multimodal model.
     """
 
     parameters: int
@@ -65,17 +64,15 @@ class ModelSizes(NamedTuple):
 
     @property
     def rest(self) -> int:
-        """Parameters outside of the layers."""
         return self.parameters - self.layers * self.layer
 
     @property
     def body(self) -> int:
-        """Parameters of the transformer without its head."""
         return self.parameters - self.head
 
 
 class RankMemory(NamedTuple):
-    """Bytes of one rank. Memory for `head` is freed before `layer` is needed: a backward pass begins with the head."""
+    """Bytes of one rank. Memory for `head` is freed before `layer` is needed: `parts` has only the larger."""
 
     state: int
     gathered: int
@@ -88,13 +85,11 @@ class RankMemory(NamedTuple):
 
     @property
     def parts(self) -> dict[str, int]:
-        """The parts that are in memory at the peak, by name."""
         smaller = "head" if self.head < self.layer else "layer"
         return {name: size for name, size in self._asdict().items() if name != smaller}
 
     @property
     def total(self) -> int:
-        """The peak of a rank's memory."""
         return sum(self.parts.values())
 
 
@@ -156,8 +151,7 @@ def _count(module: torch.nn.Module) -> int:
 def _activations(body: Any, name: str) -> tuple[int, int]:
     """The bytes per token that a layer keeps for the backward pass: of all tensors, and of the largest tensor.
 
-    `name` is the attribute of `body` that holds its layers. The bytes of one layer are the difference between a model
-    of two layers and a model of one layer.
+    `name` is the attribute of `body` that holds its layers.
     """
     # Rows of one token show what attention keeps for each token. Layers with a recurrent state fill every row up to a
     # chunk, so they need a long row. Some of these layers run on the meta device with only one of the two kinds of row.
@@ -173,6 +167,7 @@ def _activations(body: Any, name: str) -> tuple[int, int]:
 
 
 def _activations_in_rows(body: Any, name: str, rows: int, width: int) -> tuple[int, int]:
+    """The bytes of one layer are the difference between a model of two layers and a model of one layer."""
     all_layers, measured = getattr(body, name), list[list[int]]()
     try:
         for count in (1, 2):
@@ -203,7 +198,6 @@ def _activation_bytes(body: torch.nn.Module, rows: int, width: int) -> list[int]
 
 
 def _pass(body: torch.nn.Module, rows: int, width: int) -> None:
-    """Call `body` with tensors on the meta device, which allocates nothing."""
     tokens = torch.zeros(rows, width, dtype=torch.long, device="meta")
     # Rows of one token need a mask. A long row has no mask, because layers with a recurrent state cannot read it here.
     mask = torch.ones(rows, 1, 1, 1, dtype=torch.bool, device="meta") if width == 1 else None
@@ -215,9 +209,12 @@ class FusedAttentionMode(TorchFunctionMode):
     """Counts the tensors that fused attention keeps; on the meta device torch would use the unfused formula."""
 
     def __torch_function__(
-        self, func: Callable[..., Any], types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        self,
+        func: Callable[..., object],
+        types: object,
+        args: tuple[object, ...] = (),
+        kwargs: dict[str, object] | None = None,
     ) -> object:
-        """Run `func`; if it is SDPA, run `_FusedAttention` instead."""
         if func is torch.nn.functional.scaled_dot_product_attention:
             return _FusedAttention.apply(*args[:3])
         return func(*args, **(kwargs or {}))
@@ -311,8 +308,7 @@ def _tree_mask(config: Config, model: ModelSizes, tokens: int, longest: int) -> 
 def _repeated_keys(config: Config, model: ModelSizes, tokens: int, longest: int) -> int:
     """The bytes of keys and values that are repeated for samples of a prompt, if rows lie end to end.
 
-    All rows are taken to be as long as the longest. A prompt of P tokens and n samples with T completion tokens each
-    have P + n (P + T) keys; without repetition they would have P + n T.
+    For rows of equal length: n samples of P prompt and T completion tokens have P + n (P + T) keys instead of P + n T.
     """
     # Prompts are not shared in mixtures of experts, nor by ranks that hold slices of rows.
     shares = config.model.share_prompts and not model.by_expert and config.learner.mesh.slices == 1
@@ -347,5 +343,4 @@ def state(config: Config, model: ModelSizes) -> int:
 
 
 def _critic_body(config: Config, model: ModelSizes) -> int:
-    """The number of parameters of a critic with a separate transformer."""
     return model.body if config.algorithm.critic.model != "head" else 0

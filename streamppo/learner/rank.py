@@ -39,11 +39,9 @@ GROWS = "expandable_segments:True"
 
 
 class Rank:
-    """The Ray actor. The driver makes one call at a time, and all ranks get the same calls in the same order.
+    """The Ray actor. All ranks get the same calls, one at a time; `setup` precedes all calls that need the learner.
 
-    `setup` precedes every call that needs the learner. `epoch` counts the groups of ranks that this run has had so far.
-    Torch is imported only within a rank, so that the driver imports this class without torch and starts seconds
-    earlier.
+    `epoch` counts the groups of ranks of this run. Torch is imported in `__init__`: the driver needs only the class.
     """
 
     def __init__(self, config: bytes, rank: int, queue: ActorProxy[BatchSource], epoch: int) -> None:
@@ -54,14 +52,12 @@ class Rank:
             os.environ[ALLOCATOR[0]] = GROWS
         if self._config.learner.gpus:
             os.environ.update(process.compile_caches())
-
         with process.without_gc():
             import torch
             import transformers.masking_utils  # imported by the code of every model
 
             from streamppo.learner.batch.fetch import Fetcher
             from streamppo.learner.learner import build
-
         self._rank = rank
         self._queue = queue
         self._epoch = epoch
@@ -93,7 +89,7 @@ class Rank:
     def setup(self, address: tuple[str, int], model_path: str, resume_from: str | None, past: bytes) -> int:
         """Join the group, load the model or a checkpoint, and push its version. Returns that version.
 
-        `past` is the run's encoded `History`: each configuration, by the first version that it applies to.
+        `past` is the run's encoded `History`.
         """
         from streamppo.learner import device
 
@@ -116,8 +112,7 @@ class Rank:
     def update(self) -> bytes:
         """Make the next version. Returns an encoded `UpdateReport`, or b"" if the run was stopped.
 
-        Reports of different ranks differ only in times. Raises `CheckpointError` if the last checkpoint could not be
-        written.
+        Reports of ranks differ only in times. Raises `CheckpointError` if the last checkpoint could not be written.
         """
         from streamppo.learner import device
 
@@ -158,7 +153,7 @@ class Rank:
 
     @ray.method
     def save(self, folder: str) -> None:
-        """Start a checkpoint of the present version under `folder`, which is written during training. A collective."""
+        """Start a checkpoint of the current version under `folder`; it is written during training. A collective."""
         self._learner().save(Path(folder))
 
     @ray.method
@@ -172,7 +167,7 @@ class Rank:
     def _load(self, model_path: str, mesh: "DeviceMesh", resume_from: str | None) -> "Learner":
         """Build the learner with the configuration of its version, which may be older than that of `resume_from`.
 
-        If a checkpoint is damaged, the previous one is loaded, or else the first model, whose critic is then pretrained
+        A damaged checkpoint is replaced by the previous one or by the first model, whose critic is then pretrained
         again.
         """
         while True:
@@ -192,7 +187,6 @@ class Rank:
             del learner
 
     def _follow_history(self, learner: "Learner") -> None:
-        """Apply the configuration that begins at the present version, if the history has one."""
         if (config := self._history.configs.get(learner.version)) is None:
             return
         from streamppo.learner import device
@@ -205,7 +199,6 @@ class Rank:
             self._fetcher.start(learner.version, learner.rank_rows)
 
     def _put(self, name: str, folder: str) -> None:
-        """Copy a folder to the run's address, for nodes that do not share this disk."""
         if self._config.cluster.own_disks:
             store.Store(self._config.checkpoint.remote).put_folder(name, Path(folder))
 
@@ -219,7 +212,7 @@ class Rank:
         return decode(ray.get(self._queue.publish.remote(push, refs, record, self._epoch)), PublishReply)
 
     def _beat(self) -> None:
-        """Send heartbeats to the queue forever, in a thread of its own; they do not detect a hanging collective."""
+        """Send heartbeats to the queue forever, in a separate thread; they do not detect a hanging collective."""
         me = ray.get_runtime_context().get_actor_id()
         assert me is not None, "a rank is an actor"
         while True:

@@ -1,8 +1,7 @@
 """Updates the policy on a batch, by the same code on one CPU rank and on many GPU ranks.
 
-B trajectories of the batch, b rows of a micro-batch, T completion tokens (padded). Forward and backward passes are
-split over ranks and micro-batches. Every rank computes everything between these passes (advantages, whitening,
-corrections, diagnostics) from the whole gathered [B, T] batch, so functions of `algorithms` do not depend on ranks.
+B trajectories of the batch, b rows of a micro-batch, T completion tokens (padded). Only forward and backward passes are
+split over ranks. Every rank computes advantages, corrections and diagnostics from the whole [B, T] batch.
 """
 
 import logging
@@ -56,9 +55,9 @@ log = logging.getLogger(__name__)
 class UpdateResult(NamedTuple):
     """The result of an update on the rows `active` of a batch.
 
-    `divergences` are of the proximal from the behavior policy; None unless the learning rate depends on them. If
-    `frozen`, only the critic was trained. `start` is the time, by `time.perf_counter`, at which the update began, and
-    `scored` the time at which its first step began.
+    `divergences`, of the proximal from the behavior policy, are None unless the learning rate depends on them. If
+    `frozen`, only the critic was trained. The update began at `start`, its first step at `scored`
+    (`time.perf_counter`).
     """
 
     objective: Objective
@@ -75,12 +74,8 @@ class UpdateResult(NamedTuple):
 class Updater:
     """Trains on padded batches; `policy` and `optimizer` are changed in place.
 
-    Calls are collectives: all ranks make the same calls with the same batch in the same order. The ranks of `group`
-    pass different rows. The state that is kept between batches is `UpdaterState` and the weights of a reference that
-    follows the policy.
-
-    One update: find the rows to pass, score them, compute the targets; then for each minibatch the forward and backward
-    passes of its micro-batches, and a step.
+    All ranks make the same calls with the same batch in the same order. The ranks of `group` pass different rows. One
+    update scores rows and computes targets; then each minibatch has forward and backward passes, and a step.
     """
 
     def __init__(
@@ -122,9 +117,9 @@ class Updater:
         return UpdaterState(self.beta, (self.bad_steps, self.critic_bad_steps), bonus, self.reference_moved)
 
     def restore(self, state: UpdaterState) -> None:
-        """Continue from the `state` of an earlier updater; `beta` and `bonus` are taken over only if they are adaptive.
+        """Continue from the `state` of an earlier updater; only an adaptive `beta`, if not 0, and `bonus` are restored.
 
-        A `beta` of 0 in `state` is not taken over. The caller loads the weights of a reference that has moved.
+        The caller loads the weights of a reference that has moved.
         """
         self.bad_steps, self.critic_bad_steps = state.bad_steps
         self.reference_moved = state.reference_moved and self.reference is not None
@@ -134,7 +129,7 @@ class Updater:
             self.bonus = state.bonus
 
     def rank_rows(self, batch: PaddedBatch) -> list[int]:
-        """The rows of `batch` whose tokens this rank reads in its update; `batch` may lack its tokens."""
+        """The rows of `batch`, which may lack its tokens, whose tokens this rank reads in its update."""
         active, sizes = active_rows(self.config, batch), self.policy.sizes(batch.on_host)
         return self.division.rank_rows(sizes, batch.version, self.objective.epochs, active)
 
@@ -171,10 +166,7 @@ class Updater:
         return UpdateResult(objective, batch, active, targets, minibatches, divergences, start, scored, frozen)
 
     def adapt(self, updated: UpdateResult, metrics: Mapping[str, float]) -> None:
-        """Adapt `beta` and `bonus` to an update's `metrics`, and move a reference that follows the policy.
-
-        Call this method once after each update.
-        """
+        """Adapt `beta` and `bonus` to the `metrics` of an update, and move a reference that follows the policy."""
         if not updated.frozen:
             self.beta = adaptation.beta_after_update(self.config, self.beta, metrics, len(updated.batch.reward_B))
             self.bonus = adaptation.bonus_after_update(self.config, self.bonus, metrics)
@@ -184,14 +176,13 @@ class Updater:
             self.reference_moved = True
 
     def token_record(self, updated: UpdateResult) -> TokenRecord:
-        """The numbers per token, computed before the first step, that the archive keeps."""
+        """The numbers per token, computed before the first step, for the archive."""
         return per_token_record(self.objective, self.config, updated.batch, updated.targets, updated.active.scored_B)
 
     def pretrain(self, batch: PaddedBatch) -> float:
-        """Train only the critic on the returns of `batch`, which may be from another run.
+        """Train only the critic on the returns of `batch`, which may be from another run. A collective.
 
-        Returns the share of the returns' variance that the critic explained before this training. A collective. Raises
-        `UpdateError` like `update`.
+        Returns the share of the returns' variance that the critic explained before. Raises `UpdateError` like `update`.
         """
         # Lag 0 means that the learner's own weights sampled a token, which is false for a batch of another run.
         batch = batch._replace(lag_BT=batch.lag_BT + 1)
@@ -203,9 +194,9 @@ class Updater:
     def prepare(
         self, objective: Objective, batch: PaddedBatch, active: ActiveRows
     ) -> tuple[Targets, list[PolicyOutput]]:
-        """The targets of `batch`, and the scores with their graphs if the batch's only step reuses the graphs.
+        """The targets of `batch`; and scores with graphs, if the batch's only step can use the graphs, else no scores.
 
-        If the graphs are not reused, no scores are returned. Raises `UpdateError` for data that must not be trained on.
+        Raises `UpdateError` for data that must not be trained on.
         """
         sizes = self.policy.sizes(batch.on_host)
         micro_batches = self.division.micro_batches(sizes, active.scored_B.nonzero()[:, 0])
@@ -252,14 +243,11 @@ class Updater:
         return _gather(batch, micro_batches, scores, self.group).logprobs_BT
 
     def _lower_rate(self, batch: PaddedBatch, scored: PolicyOutput) -> OffPolicy | None:
-        """Lower the policy's learning rate for `batch` by its effective sample size, if the configuration says so.
+        """Lower the policy's learning rate for `batch` by its effective sample size, if so configured.
 
-            W     = proximal / behavior of each of n sequences
-            rate *= sqrt(sum(W)^2 / (n sum(W^2)))
+            rate *= sqrt(sum(W)^2 / (n sum(W^2)))        W = proximal / behavior of each of n sequences
 
-        Returns the divergences, or None if the rate is unchanged. The factor on the rate is the root of the effective
-        sample size, because AdamW's step should grow with the root of the number of samples in a gradient (VCPO,
-        https://arxiv.org/abs/2602.17616). On-policy the factor is 1.
+        VCPO, https://arxiv.org/abs/2602.17616. Returns the divergences, or None if the rate is unchanged.
         """
         if not adaptation.is_lowered_by_ess(self.config):
             return None
@@ -270,7 +258,6 @@ class Updater:
     # --- a step --------------------------------------------------------------------------------------------------
 
     def _counts(self, batch: PaddedBatch, rows: Tensor) -> Denominators:
-        """The denominators of a minibatch's loss, over all ranks."""
         prompt_B = batch.prompt_B[rows] if self.config.algorithm.aggregation == "prompt-mean" else None
         counts = denominators(batch.mask_BT[rows], constant=self.config.rollout.max_tokens, prompt_B=prompt_B)
         if not self.config.algorithm.positive_nll:
@@ -291,10 +278,7 @@ class Updater:
     def _step(
         self, epoch: Epoch, minibatch: Tensor, shares: Sequence[MicroBatchLoss], active: ActiveRows, *, frozen: bool
     ) -> Minibatch:
-        """Make the optimizer step of a minibatch, unless the policy has already moved too far. A collective.
-
-        If `frozen`, the policy stays unchanged and only the critic learns.
-        """
+        """Make the optimizer step of a minibatch, unless the policy has already moved too far. A collective."""
         sums, rows, idle = Sums.zero(self.device), active.select(minibatch), minibatch[~active.trained_B[minibatch]]
         for share in shares:
             sums = sums.plus(share.sums)
@@ -317,7 +301,7 @@ class Updater:
         return bool(tokens.item())
 
     def _warn_empty_steps(self, version: int, minibatches: Sequence[Minibatch]) -> None:
-        """Warn of a batch with skipped steps, if the number of such batches is a power of 2."""
+        """Warn of a batch with skipped steps when the number of such batches is a power of 2."""
         empty = sum(minibatch.is_empty for minibatch in minibatches)
         self._empty_batches += empty > 0
         if self.rank == 0 and empty and self._empty_batches.bit_count() == 1:
@@ -329,7 +313,6 @@ class Updater:
             )
 
     def _kl_from_proximal(self, sums: Sums) -> float:
-        """KL(proximal || current) of a minibatch: k3 per trained token, over all ranks. A collective."""
         tokens_5 = sums.tokens_5.clone()
         add_up(tokens_5, self.group)
         return update_statistics_of(tokens_5).k3
@@ -338,8 +321,7 @@ class Updater:
     def _optimize(self, epoch: Epoch, *, frozen: bool) -> float | None:
         """Clip the gradient and make a step. Returns the gradient's norm, or None if no step is due.
 
-        If the gradient is not finite, the step is counted and skipped. Raises `UpdateError` after too many skipped
-        steps in a row.
+        A step with a gradient that is not finite is skipped and counted. Raises `UpdateError` after too many in a row.
         """
         if epoch.part == "critic" or frozen:
             # Set gradients to None: with zero gradients AdamW would still change the policy and its moments.
@@ -355,7 +337,7 @@ class Updater:
         return norm
 
     def _skip_step(self, part: Part, number: float) -> float:
-        """Count a step that is skipped because `number`, a gradient norm or a KL, is not finite; return `number`.
+        """Count a step skipped because `number`, a gradient norm or a KL, is not finite; return `number`.
 
         Raises `UpdateError` after `learner.max_bad_steps` skipped steps in a row.
         """
@@ -373,7 +355,6 @@ class Updater:
 
 
 def _has_ended(epoch: Epoch, minibatches: Sequence[Minibatch]) -> bool:
-    """True if the policy's part of the update has stopped early; a critic with separate steps continues."""
     return epoch.part != "critic" and any(minibatch.stopped_early for minibatch in minibatches)
 
 

@@ -24,7 +24,7 @@ MIB = 2**20
 def update_metrics(updater: Updater, updated: UpdateResult) -> dict[str, float]:
     """The metrics of the update `updated` by `updater`; ranks differ only in times. A collective.
 
-    Call this function before `Updater.adapt`, because it reports the coefficients that the update used.
+    Call this before `Updater.adapt`: the metrics include the coefficients that the update used.
     """
     batch, targets, minibatches = updated.batch, updated.targets, updated.minibatches
     scored, passed_B = targets.scored, updated.active.scored_B.to(updater.device)
@@ -83,17 +83,17 @@ def forward_flops(size: ModelSize, width_B: Tensor) -> float:
 
         2 * multiplied * width + 2 * layers * hidden * width^2        summed over rows
 
-    The second term is causal attention, with width / 2 keys and values per token on average. PaLM's appendix B,
-    https://arxiv.org/abs/2204.02311, counts twice as much, the full square.
+    The second term is causal attention, half of the full square in appendix B of PaLM,
+    https://arxiv.org/abs/2204.02311.
     """
     width_B = width_B.double()
     return float((2 * size.multiplied * width_B + 2 * size.layers * size.hidden * width_B.square()).sum())
 
 
 def policy_flops(size: ModelSize, updated: UpdateResult) -> float:
-    """The operations of the policy's passes, without recomputation; a backward pass costs up to two forward passes.
+    """The operations of the policy's passes, without recomputation.
 
-    Half of a backward pass computes gradients of weights, which only trained weights need.
+    A backward pass costs up to two forward passes; half of it computes gradients of weights, for trained weights only.
     """
     width_B = updated.batch.on_host.start_B + updated.batch.on_host.length_B
     scored = updated.active.scored_B.nonzero()[:, 0]
@@ -107,15 +107,11 @@ def speed(size: ModelSize, updated: UpdateResult, metrics: Mapping[str, float], 
     batch = updated.batch
     width_B, seconds = batch.start_B + batch.length_B, metrics["score_s"] + metrics["train_s"]
     tflops = policy_flops(size, updated) / seconds / ranks / 1e12
-    speeds = {
-        "learner_tokens_per_s": float(width_B.sum()) / seconds,
-        "learner_tflops": tflops,
-    }
+    speeds = {"learner_tokens_per_s": float(width_B.sum()) / seconds, "learner_tflops": tflops}
     return speeds | (_gpu_speed(tflops) if batch.reward_B.is_cuda else {})
 
 
 def _gpu_speed(tflops: float) -> dict[str, float]:
-    """The peak memory of tensors since the last update, and the share of the GPU's peak speed, if that is known."""
     speeds = {"peak_memory_mib": torch.cuda.max_memory_allocated() / MIB}
     torch.cuda.reset_peak_memory_stats()
     name = torch.cuda.get_device_name()

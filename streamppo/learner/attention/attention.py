@@ -53,9 +53,8 @@ class RowLayout(NamedTuple):
 
     `arguments` are on the transformer's device, `index_BL` is in host memory. Indices beyond the end of a row are
     undefined; -1 marks a token of another rank (context_parallel.py). If there is a `context`, it is computed first,
-    without gradient, and only the tokens after it have an index. `source_N` is for rows with branches (tree.py): the
-    index of each input token in the flattened rows; -1 for padding; a token in several lines occurs several
-    times.
+    without gradient, and only the tokens after it have an index. `source_N`, for rows with branches (tree.py), is the
+    index of each input token in the flattened rows; -1 for padding; a token in several lines occurs several times.
     """
 
     arguments: dict[str, Any]
@@ -78,18 +77,16 @@ def padded(inputs_BL: Tensor, width_B: Tensor, device: torch.device = CPU) -> Ro
 def joined(inputs_BL: Tensor, width_B: Tensor, device: torch.device = CPU, *, step: int = 1) -> RowLayout:
     """Lay out all rows as one sequence without padding; positions restart at every row.
 
-    A last row of zeros fills the sequence up to a multiple of `step` tokens. flash-attn gets the rows' bounds. Any
-    other implementation finds the rows by their positions and makes a mask of N * N entries, which is wasteful.
+    A last row of zeros fills the sequence up to a multiple of `step` tokens. flash-attn gets the rows' bounds; any
+    other implementation finds the rows by their positions and makes a mask of N * N entries.
     """
     index_BL = torch.arange(inputs_BL.shape[1]).expand(inputs_BL.shape)
     inside_BL = index_BL < width_B[:, None]
     tokens_N, positions_N = inputs_BL[inside_BL], index_BL[inside_BL]
     if missing := -len(tokens_N) % step:
         tokens_N = torch.nn.functional.pad(tokens_N, (0, missing))
-        positions_N, width_B = (
-            torch.cat([positions_N, torch.arange(missing)]),
-            torch.cat([width_B, torch.tensor([missing])]),
-        )
+        positions_N = torch.cat([positions_N, torch.arange(missing)])
+        width_B = torch.cat([width_B, torch.tensor([missing])])
     longest, bounds_32 = int(width_B.max()), to_device(bounds(width_B), device)
     arguments: dict[str, Tensor | int] = {
         "input_ids": to_device(tokens_N[None], device),
@@ -128,8 +125,8 @@ def layout(implementation: str) -> Layout:
 def choose(config: Model, device: str) -> str:
     """Return transformers' name of the attention: the configured attention, or the newest flash-attn that runs here.
 
-    On a GPU without flash-attn the attention is torch's flash attention ("varlen"). If torch or the GPU lacks that, it
-    is SDPA, with a warning. In float32 and on a CPU the attention is SDPA.
+    On a GPU without flash-attn the attention is "varlen" or, if torch or the GPU lacks that, SDPA, with a warning. In
+    float32 and on a CPU the attention is SDPA.
     """
     if config.attention == varlen.NAME:
         return varlen.register()
@@ -166,13 +163,10 @@ def leak_free_attention(
     """
     if layout(implementation) is padded:
         return implementation
-    leak_sentence = from_first_rank(next(filter(None, map(_leak_sentence, transformers)), ""))
-    if not leak_sentence:
+    if not (sentence := from_first_rank(next(filter(None, map(_leak_sentence, transformers)), ""))):
         return implementation
-    reason = (
-        f"the model {str(path)!r} carries state from row to row where rows lie end to end, as {implementation} reads "
-        f"them: {leak_sentence}"
-    )
+    reason = f"the model {str(path)!r} carries state from row to row where rows lie end to end, as {implementation} "
+    reason += f"reads them: {sentence}"
     if config.attention != "auto":
         raise ModelError(f'{reason}; model.attention = "sdpa" computes every row separately')
     _warn(f"{reason}; the learner uses SDPA, which computes padding too")
@@ -227,12 +221,11 @@ def _sdpa_refusal(config: "PretrainedConfig") -> str:
 
 
 def has_sdpa(text: "PretrainedConfig") -> bool:
-    """True if transformers can compute the attention of a model with the configuration `text` by SDPA."""
+    """True if transformers has SDPA for a model with the configuration `text`."""
     return getattr(varlen.model_class(text), "_supports_sdpa", True)
 
 
 def _leak_sentence(transformer: "PreTrainedModel") -> str:
-    """A sentence on the state that `transformer` leaks between rows end to end; "" if it leaks nothing."""
     try:
         largest = leak(transformer)
     except ValueError as error:
@@ -245,9 +238,8 @@ def _leak_sentence(transformer: "PreTrainedModel") -> str:
 def leak(transformer: "PreTrainedModel", together: Layout = joined) -> float:
     """Pass two rows in the layout `together` and each alone; return the largest difference between hidden states.
 
-    The difference is relative to the largest hidden state. Both rows begin with the same token. Attention respects the
-    bounds of rows. The state of convolutions and recurrent layers in hybrid models may carry over from one row to the
-    next.
+    The difference is relative to the largest hidden state. In hybrid models, the state of convolutions and recurrent
+    layers may carry over from one row to the next.
     """
     width_B = torch.tensor(PROBED)
     inputs_BL = torch.arange(len(PROBED) * max(PROBED)).view(len(PROBED), -1) % transformer.config.vocab_size
@@ -278,6 +270,5 @@ def is_flash_installed(name: str) -> bool:
 
 @cache
 def _warn(text: str) -> None:
-    """Warn once, on rank 0: every rank makes the same choice, for policy, critic and reference."""
     if dist.get_rank() == 0:
         log.warning("%s", text)

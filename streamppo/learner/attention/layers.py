@@ -40,7 +40,7 @@ def parent_of_layers(transformer: Any) -> tuple[Any, str]:
 
 
 def layers_of(transformer: Any) -> Iterable[nn.Module]:
-    """Return the layers of `transformer`. Raises `ModelError` if the layers are at none of `PLACES`."""
+    """Return the layers of `transformer`. Raises `ModelError` as `parent_of_layers` does."""
     parent, name = parent_of_layers(transformer)
     return parent.get_submodule(name)
 
@@ -53,8 +53,8 @@ def kind(config: Model) -> Checkpointing:
 def checkpoint_activations(transformer: "PreTrainedModel", kind: Checkpointing) -> None:
     """Let layers recompute, in the backward pass, the activations that they do not keep.
 
-    Only the layer itself is set to training mode, which turns checkpointing on. A layer's submodules stay in evaluation
-    mode, which has no dropout.
+    Training mode, which turns checkpointing on, is set for the layer itself and not for its submodules, which have
+    dropout.
     """
     if kind == "off":
         return
@@ -75,9 +75,9 @@ def offloading(kind: Checkpointing, device: torch.device) -> AbstractContextMana
 def compile_layers(transformer: "PreTrainedModel") -> None:
     """Compile each layer's forward; hooks and checkpointing stay outside of the compiled code.
 
-    For padded rows a layer is compiled once, for any width. For rows end to end it is compiled for each number of
-    tokens: code for any number of tokens would depend on the first rows of a process, which differ in a resumed run. If
-    torch computes deterministically, the compiler does not choose code by measured times.
+    For padded rows a layer is compiled once. For rows end to end it is compiled for each number of tokens: code for any
+    number would depend on the first rows of a process, which differ in a resumed run. If torch computes
+    deterministically, the compiler does not choose code by measured times.
     """
     from torch._inductor import config as compiler
 
@@ -90,24 +90,21 @@ def compile_layers(transformer: "PreTrainedModel") -> None:
     # Newer versions of transformers recompute a layer inside its forward, which FSDP's subclass would skip.
     is_inside = "__init_subclass__" in vars(GradientCheckpointingLayer)
     for layer in layers_of(transformer):
-        recomputes, function = (
-            is_inside and isinstance(layer, GradientCheckpointingLayer),
-            cast("Any", type(layer).forward),
-        )
+        recomputes = is_inside and isinstance(layer, GradientCheckpointingLayer)
+        function = cast("Any", type(layer).forward)
         forward = function.__wrapped__.__get__(layer) if recomputes else layer.forward
         compiled = partial(_call, torch.compile(forward, dynamic=True, options=options))
         layer.forward = partial(_checkpointed, layer, compiled) if recomputes else compiled
 
 
-def _checkpointed(layer: Any, compiled: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
-    """Call a compiled layer; with checkpointing, the backward pass runs its compiled code again."""
+def _checkpointed(layer: Any, compiled: Callable[..., object], *arguments: object, **named: object) -> object:
     if not (layer.gradient_checkpointing and layer.training and torch.is_grad_enabled()):
         return compiled(*arguments, **named)
     return layer._gradient_checkpointing_func(partial(compiled, **named), *arguments)
 
 
-def _call(compiled: Callable[..., Any], hidden_BWD: Tensor, **named: Any) -> Any:
-    """Call a compiled layer. For rows end to end, mark the number of tokens of all its tensors as static."""
+def _call(compiled: Callable[..., object], hidden_BWD: Tensor, **named: object) -> object:
+    """Call a compiled layer; for rows end to end, mark the number of tokens of all its tensors as static."""
     if "cu_seq_lens_q" in named:
         for tensor in tree_leaves((hidden_BWD, named)):
             if isinstance(tensor, Tensor) and tensor.dim() > 1 and tensor.shape[:2] == hidden_BWD.shape[:2]:

@@ -3,15 +3,15 @@
 B trajectories, L prompt + completion tokens (padded), C tokens of a context (padded), G different contexts, S tokens
 with gradient (padded), N tokens of all rows end to end.
 
-A row's context is all tokens before its completion, except the token right before it. That token predicts the
-completion's first token, so it is computed with the completion, with gradient. Let f be the log-prob or value of a
-completion's token, and k_c and v_c the keys and values of context token c in a layer:
+A row's context is all tokens before its completion, except the token right before it, which predicts the completion's
+first token. Let f be the log-prob or value of a completion's token, and k_c and v_c the keys and values of context
+token c in a layer:
 
     attached    df/dw along all paths: the true gradient
     detached    df/dw with all k_c and v_c constant: without the paths through the context's hidden states
 
-Attached and detached contexts give the same f. A detached context token costs only a forward pass, about a third of
-forward and backward. Only the keys and values of detached tokens are kept for the backward pass.
+A detached context token costs only a forward pass, about a third of forward and backward, and only its keys and values
+are kept for the backward pass.
 """
 
 from collections.abc import Callable, Iterable
@@ -34,16 +34,12 @@ NAME = "context"
 
 
 class PrefixCache:
-    """Stands in for a transformer's cache and keeps every layer's keys and values.
-
-    The arguments of `update` after `layer` differ between versions of transformers.
-    """
+    """Stands in for a transformer's cache, whose arguments vary by version, and keeps all keys and values."""
 
     def __init__(self) -> None:
         self.layers: dict[int, tuple[Tensor, Tensor]] = {}
 
     def update(self, keys: Tensor, values: Tensor, layer: int, *_: object, **__: object) -> tuple[Tensor, Tensor]:
-        """Keep `keys` and `values`, and return them: the context attends only to itself."""
         self.layers[layer] = keys, values
         return keys, values
 
@@ -64,9 +60,8 @@ class ContextJoin:
 def prepare(transformers: "Iterable[PreTrainedModel]") -> None:
     """Let `transformers` accept the keys and values of a context. Idempotent.
 
-    A hook inside each layer gives the keys and values to the attention module as its cache, because a checkpointed
-    layer does not accept a cache as an argument. Raises `ModelError` for a model whose state is more than keys and
-    values.
+    A hook inside each layer gives them to the attention module as its cache: a checkpointed layer accepts no cache as
+    an argument. Raises `ModelError` for a model whose state is more than keys and values.
     """
     for transformer in transformers:
         if not attention.has_full_attention(transformer.config):
@@ -80,7 +75,7 @@ def prepare(transformers: "Iterable[PreTrainedModel]") -> None:
                 module.register_forward_pre_hook(_set_cache, with_kwargs=True)
 
 
-def _set_cache(_: nn.Module, arguments: Any, named: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+def _set_cache(_: nn.Module, arguments: object, named: dict[str, object]) -> tuple[object, dict[str, object]]:
     if NAME in named:
         # A layer passes its cache, which is None, under a name that depends on the version of transformers.
         named[next(name for name in layers.CACHE_NAMES if name in named)] = named.pop(NAME)
@@ -100,8 +95,7 @@ def padded(
 ) -> RowLayout:
     """Lay out rows of [C] and [S] tokens, with a mask of S * (C + S) entries; with `share`, equal contexts are one row.
 
-    The mask hides a context's padding. At least one context token is computed, even if it is hidden, because the pass
-    is a collective of all ranks.
+    At least one context token is computed, even if it is hidden, because the pass is a collective of all ranks.
     """
     first_B = start_B - 1
     B, L = inputs_BL.shape
@@ -131,7 +125,7 @@ def joined(inputs_BL: Tensor, start_B: Tensor, width_B: Tensor, device: torch.de
     """Lay out contexts end to end, then completions end to end; flash-attn gets the bounds of queries and keys.
 
     flash-attn's causal mask is aligned at the end: a row's last query sees all of the row's keys. An empty context is
-    laid out as one hidden token, because flash-attn does not take empty rows.
+    one hidden token, because flash-attn does not take empty rows.
     """
     first_B = start_B - 1
     contexts = attention.joined(inputs_BL, first_B.clamp(min=1), device)

@@ -9,9 +9,8 @@ B trajectories, L prompt + completion tokens (padded), G different prompts, W to
     position     0  1  2  3  4  3  4  5
     b1 sees      x  x  x        x  x          the prompt, and its own completion so far
 
-Sharing saves work if prompts are long relative to completions and have many samples. For P prompt tokens and n samples
-of T tokens, sharing computes P + n T tokens instead of n (P + T), and W * W pairs of tokens instead of n (P + T) * (P +
-T).
+For P prompt tokens and n samples of T tokens, sharing computes P + n T tokens instead of n (P + T), and W * W pairs of
+tokens instead of n (P + T) * (P + T).
 """
 
 from collections.abc import Sequence
@@ -66,7 +65,7 @@ def lay_out(inputs_BL: Tensor, start_B: Tensor, width_B: Tensor, hidden: int, de
 def work(rows: int, width: int, hidden: int) -> float:
     """The work of a layer, in units of its matrix products for one token.
 
-    With a model width of D, the products of a token take about 24 D * D operations, and attention over W tokens 4 W D.
+    With a model width of D, a token's products take about 24 D * D operations, and attention over W tokens 4 W D.
     """
     return rows * width * (1 + width / (6 * hidden))
 
@@ -91,8 +90,7 @@ def plan(inputs_BL: Tensor, start_B: Tensor, width_B: Tensor) -> SharingPlan:
 
 def number(rows_BL: Tensor) -> Tensor:
     """[B], a number for each row of integers, counted from 0; equal rows have equal numbers."""
-    # torch's `unique` compares rows one by one. A hash of each row, its sum with odd factors, is faster; collisions are
-    # detected.
+    # A hash of each row, its sum with odd factors, is faster than torch's `unique` of rows; collisions are detected.
     factor_L = torch.randint(2**62, rows_BL.shape[1:], generator=torch.Generator().manual_seed(0)) * 2 + 1
     _, number_B = (rows_BL * factor_L.to(rows_BL.device)).sum(1).unique(return_inverse=True)
     index_B = torch.arange(len(rows_BL), device=rows_BL.device)

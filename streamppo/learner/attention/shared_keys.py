@@ -10,8 +10,7 @@ P tokens that are keys of several rows, H heads of width D.
     queries     [p0 p1 p2] [a0 a1]          [b0 b1 b2]
     keys        [p0 p1 p2] [p0 p1 p2 a0 a1] [p0 p1 p2 b0 b1 b2]
 
-Attention is causal and aligned at the end of each row, so it equals attention over unshared rows. Attention computes
-pairs of tokens within a prompt once; all other pairs are computed as often as without sharing.
+Attention is causal and aligned at the end of each row, so it equals attention over unshared rows.
 """
 
 from typing import Any, NamedTuple
@@ -29,8 +28,8 @@ from streamppo.learner.device import to_device
 class SharedKeys(NamedTuple):
     """The indices that repeat keys for the rows of attention and add up the gradients of repeated keys.
 
-    `token_K` is the token of each key, `first_N` the first key of each token. `repeated_P` are the tokens with several
-    keys, and `places_PR` has all keys of each such token, padded with K.
+    `token_K` is the token of each key, `first_N` the first key of each token. `places_PR` has all keys of each token of
+    `repeated_P`, padded with K.
     """
 
     token_K: Tensor
@@ -57,13 +56,7 @@ def lay_out(
 
 
 def shared(
-    inputs_BL: Tensor,
-    start_B: Tensor,
-    width_B: Tensor,
-    plan: SharingPlan,
-    device: torch.device = CPU,
-    *,
-    step: int = 1,
+    inputs_BL: Tensor, start_B: Tensor, width_B: Tensor, plan: SharingPlan, device: torch.device = CPU, *, step: int = 1
 ) -> RowLayout:
     """Lay out rows by `plan`: the tokens of each prompt, followed by its completions."""
     position_L = torch.arange(inputs_BL.shape[1])
@@ -84,7 +77,7 @@ def shared(
     if missing:
         queries, keys = [*queries, missing], [*keys, missing]
         key_tokens.append(torch.arange(size, size + missing))
-    arguments: dict[str, Any] = {
+    arguments: dict[str, object] = {
         "input_ids": fill_row(inputs_BL),
         "position_ids": fill_row(position_L.expand(inputs_BL.shape)),
         "cu_seq_lens_q": to_device(attention.bounds(torch.tensor(queries)), device),
@@ -108,8 +101,8 @@ def _rows(start_B: Tensor, width_B: Tensor, plan: SharingPlan) -> tuple[list[int
             rows.append((start, start, row))
         rows.append((width if is_alone else width - start, width, row))
         last_group = group
-    queries, keys, trajectories = zip(*rows, strict=True)
-    return list(queries), list(keys), list(trajectories)
+    queries, keys, trajectories = (list(column) for column in zip(*rows, strict=True))
+    return queries, keys, trajectories
 
 
 def _shared_keys(token_K: Tensor, size: int, device: torch.device) -> SharedKeys:
@@ -124,13 +117,10 @@ def _shared_keys(token_K: Tensor, size: int, device: torch.device) -> SharedKeys
 
 
 # Custom operations prevent a compiler from choosing the order in which gradients are added.
-
-
 @torch.library.custom_op("streamppo::repeat_keys", mutates_args=())
 def _repeat(
     tensors: list[Tensor], token_K: Tensor, first_N: Tensor, repeated_P: Tensor, places_PR: Tensor
 ) -> list[Tensor]:
-    """Return tensor[..., token_K, :] for each of `tensors`."""
     return [tensor.index_select(-2, token_K) for tensor in tensors]
 
 
@@ -156,7 +146,7 @@ def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) 
     ctx.save_for_backward(*inputs[2:])
 
 
-def _backward(ctx: Any, gradients: list[Tensor]) -> tuple[Any, ...]:
+def _backward(ctx: Any, gradients: list[Tensor]) -> tuple[object, ...]:
     return _add_gradients(gradients, *ctx.saved_tensors), None, None, None, None
 
 

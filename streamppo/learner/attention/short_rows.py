@@ -3,9 +3,8 @@
 G rows of W tokens, H heads of width D for queries and K for keys and values, C = D / 2 complex numbers of a head.
 
 torch's attention for CPUs is tuned for long rows, and transformers' rotary positions read and write each head several
-times. This operation keeps all scores as one tensor. With 8 heads of width 8, this operation takes 0.59 of torch's time
-for rows of 22 tokens, and as much time as torch for rows of 48. With wider heads the operation is faster than torch for
-rows of 48 too (benchmarks/cost/short_rows.py).
+times. With 8 heads of width 8, this operation takes 0.59 of torch's time for rows of 22 tokens, and as much for rows of
+48 (benchmarks/cost/short_rows.py).
 """
 
 from collections.abc import Callable
@@ -39,7 +38,7 @@ def attend(
     hidden_states: Tensor,
     position_embeddings: tuple[Tensor, Tensor],
     attention_mask: Tensor | None,
-    **others: Any,
+    **others: object,
 ) -> tuple[Tensor, Tensor | None]:
     """Attend to short float32 rows without a cache as llama, qwen2 and qwen3 do; call `otherwise` for other rows."""
     rows, width = hidden_states.shape[:2]
@@ -59,7 +58,6 @@ def attend(
 
 
 def _bias(mask: Tensor | None, width: int) -> Tensor:
-    """[..., W, W]: 0 where a token sees another, -inf elsewhere; causal without a `mask`."""
     if mask is None:
         mask = torch.ones(1, 1, width, width, dtype=torch.bool).tril_()
     return torch.zeros(mask.shape).masked_fill_(~mask, -torch.inf)
@@ -114,5 +112,4 @@ def _fold_heads(part_GWHD: Tensor, heads: int) -> Tensor:
 
 
 def _unfold_heads(product: Tensor, rows: int, width: int) -> Tensor:
-    """[G, W, H, D]: the inverse of `_fold_heads`."""
     return product.view(rows, -1, width, product.shape[-1]).transpose(1, 2)

@@ -4,17 +4,16 @@ B trajectories, L prompt + completion tokens (padded), G lines, W tokens of a li
 
     row      0  1  2  3  4  5  6  7  8        branches (5, 2) and (8, -1)
 
-    masked   0  1  2  3  4  5  6  7           a tree is one line: a token sees its ancestors, and its position is their
-             8                                number; nothing is computed twice
+    masked   0  1  2  3  4  5  6  7           a tree is one line: a token sees its ancestors, and its position is
+             8                                their number; nothing is computed twice
 
     paths    0  1  2  3  4                    each leaf has a line: its ancestors in order, as in any row
              0  1  2  5  6  7
              8
 
-With SDPA a tree is one masked line if that costs less than a line for each path: many short paths may have fewer pairs
-of tokens than W * W. With any other attention, with a sliding window, and for models that have state other than keys
-and values, each path is a line. Masked lines and paths give the same scores and gradients. The result of a token is
-taken from its first line; in other lines it is only context.
+With SDPA a tree is one masked line if that costs less than a line for each path. With any other attention, with a
+sliding window, and for models that have state other than keys and values, each path is a line. Both give the same
+scores and gradients. The result of a token is taken from its first line.
 """
 
 from itertools import groupby
@@ -66,7 +65,6 @@ def sizes(host: Host, layout: Layout, hidden: int | None) -> RowSizes:
 
 
 def _lengths(column: bytes, width: int, hidden: int | None) -> list[int]:
-    """The length of each line of a row, in tokens."""
     trees = branches.sizes(column, width)
     return [length for tree in trees for length in ([tree.tokens] if _is_masked(tree, hidden) else tree.paths)]
 

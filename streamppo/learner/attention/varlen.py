@@ -28,7 +28,6 @@ WIDTHS = ("head_dim", "qk_head_dim", "v_head_dim", "global_head_dim")
 """transformers' fields that may hold the width of a head."""
 SINKS = ("gpt_oss", "deepseek_v4", "flint", "granite_swa", "granitemoe_swa", "hy_v4", "mimo_v2_flash")
 """Values of model_type whose attention adds a learned score that belongs to no token."""
-
 _registered: dict[str, Callable[..., object]] = {}
 """Torch's kernel, by `NAME`, after `register` has registered it with transformers."""
 
@@ -45,9 +44,8 @@ def is_available() -> bool:
 def register() -> str:
     """Register the kernel with transformers, which makes no mask for it; return its name.
 
-    A second call changes nothing, because context parallelism may have wrapped the kernel meanwhile
-    (context_parallel.py). cuDNN is turned off: torch 2.15 would choose cuDNN's kernels for some rows, even in
-    deterministic mode.
+    A second call changes nothing, because context parallelism may have wrapped the kernel meanwhile. torch 2.15 would
+    choose cuDNN's kernels for some rows, even in deterministic mode, so cuDNN is turned off.
     """
     from torch.nn.attention.varlen import varlen_attn
     from transformers import AttentionInterface
@@ -102,7 +100,7 @@ def attend(
     *,
     scaling: float | None = None,
     sliding_window: int | None = None,
-    **named: Any,
+    **named: object,
 ) -> tuple[Tensor, None]:
     """Causal attention, aligned at the end of each row: [1, N, H, D]. Raises `ModelError` for sinks or a score cap."""
     if any(named.get(name) is not None for name in ("softcap", "s_aux")):

@@ -1,7 +1,7 @@
 """Prefetch of batches: each batch is fetched and padded in a thread during the previous update.
 
 With several ranks, each rank fetches the outline of a batch (all columns except tokens), finds the rows that it needs,
-and fetches only the tokens of these rows.
+and fetches only their tokens.
 """
 
 import time
@@ -85,7 +85,6 @@ class Fetcher:
         return None if refs is None else batch_parts.merge([decode(part.data, Batch) for part in ray.get(refs)])
 
     def _fetch_rank_rows(self, version: int, rank_rows: RankRows) -> Batch | None:
-        """Fetch a batch with the tokens of this rank's rows; None if the run was stopped."""
         if (refs := ray.get(self._source.outline.remote(version))) is None:
             return None
         outline = batch_parts.merge_outlines([decode(piece.data, Outline) for piece in ray.get(refs)])
@@ -93,9 +92,8 @@ class Fetcher:
         row_bytes = np.array(rows, dtype="<i4").tobytes()
         if (refs := ray.get(self._source.tokens.remote(version, row_bytes))) is None:
             return None
-        return batch_parts.join(
-            outline, [piece for part in ray.get(refs) for piece in decode(part.data, tuple[Tokens, ...])]
-        )
+        tokens = [piece for part in ray.get(refs) for piece in decode(part.data, tuple[Tokens, ...])]
+        return batch_parts.join(outline, tokens)
 
 
 def lag_histogram(batch: PaddedBatch) -> dict[int, int]:

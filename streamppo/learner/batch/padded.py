@@ -26,10 +26,9 @@ from streamppo.types import Batch, Trajectory, flags, floats, ints
 class Host:
     """The columns that determine the layout of passes, in host memory: the host reads them without waiting for a GPU.
 
-    The class is no tuple, because FSDP would move a tuple's tensors to the GPU with a pass's other arguments.
-
-    `widths` are the numbers of tokens of a selection's longest completion and of its longest row. `branches` has an
-    entry for each row, or is None if no row has branches.
+    FSDP would move a tuple's tensors to the GPU with a pass's other arguments, so this class is no tuple. `widths` are
+    the numbers of tokens of a selection's longest completion and of its longest row. `branches` has an entry for each
+    row, or is None if no row has branches.
     """
 
     inputs_BL: Tensor
@@ -63,12 +62,11 @@ class PaddedBatch(NamedTuple):
     `mask_BT` is True for tokens that the policy sampled, `fresh_BT` for sampled tokens within max_lag. `lag_BT` is the
     batch's version minus the token's version. `rewards_BT` sums to `reward_B` over a row. `components_B` are the
     reward's components by name, float64; NaN for a trajectory without the component. `start_B` and `length_B` are the
-    lengths of prompt and completion in tokens. `truncated_B` is True for truncated completions, `cut_B` for segments
-    after which another segment follows. `prefix_B` is the number of tokens in earlier segments, which count as part of
-    the prompt. `candidates` [B, T] is None unless tokens were sampled with top-p or top-k. `teacher_logprobs_BT` is
-    None without a teacher's server, and NaN for a trajectory without them. `routes` are the engine's experts for the
-    tokens of this rank's rows. `branches` describe each row's tokens as a tree; None without trees. For a batch on a
-    GPU, `host` has the columns that the layout of passes needs.
+    lengths of prompt and completion in tokens. `cut_B` is True for segments after which another segment follows.
+    `prefix_B` is the number of tokens in earlier segments, which count as part of the prompt. `candidates` [B, T] is
+    None unless tokens were sampled with top-p or top-k. `teacher_logprobs_BT` is None without a teacher's server, and
+    NaN for a trajectory without them. `routes` are the engine's experts for the tokens of this rank's rows. `branches`
+    describe each row's tokens as a tree. For a batch on a GPU, `host` has the columns for the layout of passes.
     """
 
     version: int
@@ -94,7 +92,6 @@ class PaddedBatch(NamedTuple):
 
     @property
     def on_host(self) -> Host:
-        """The columns that determine the layout of passes."""
         if self.host is not None:
             return self.host
         inputs_BL, start_B, length_B = self.inputs_BL.cpu(), self.start_B.cpu(), self.length_B.cpu()
@@ -132,10 +129,10 @@ def pad(batch: Batch) -> PaddedBatch:
     start_B = torch.tensor([len(trajectory.prompt_tokens) // 4 for trajectory in trajectories])
     length_B = torch.tensor([trajectory.num_tokens for trajectory in trajectories])
     mask_BT = _pad_column(flags(b"".join(trajectory.mask for trajectory in trajectories)), length_B, 0)
-    versions_BT = _pad_column(
-        ints(b"".join(trajectory.versions for trajectory in trajectories)), length_B, batch.version
-    ).long()
+    versions = ints(b"".join(trajectory.versions for trajectory in trajectories))
+    versions_BT = _pad_column(versions, length_B, batch.version).long()
     inputs = ints(b"".join(trajectory.prompt_tokens + trajectory.tokens for trajectory in trajectories))
+    logprobs = floats(b"".join(trajectory.logprobs for trajectory in trajectories))
     reward_B = torch.tensor([trajectory.reward for trajectory in trajectories], dtype=torch.float32)
     return PaddedBatch(
         version=batch.version,
@@ -145,9 +142,7 @@ def pad(batch: Batch) -> PaddedBatch:
         mask_BT=mask_BT,
         fresh_BT=mask_BT & (versions_BT >= batch.min_version),
         lag_BT=batch.version - versions_BT,
-        behavior_logprobs_BT=_pad_column(
-            floats(b"".join(trajectory.logprobs for trajectory in trajectories)), length_B, 0
-        ),
+        behavior_logprobs_BT=_pad_column(logprobs, length_B, 0),
         reward_B=reward_B,
         rewards_BT=_rewards(trajectories, reward_B, mask_BT),
         truncated_B=torch.tensor([trajectory.finish == "length" for trajectory in trajectories]),
@@ -163,12 +158,11 @@ def pad(batch: Batch) -> PaddedBatch:
 
 
 def _none_if_empty(columns: Sequence[bytes]) -> tuple[bytes, ...] | None:
-    """Return the columns, or None if all of them are empty."""
     return tuple(columns) if any(columns) else None
 
 
 def _teacher_logprobs(trajectories: Sequence[Trajectory], length_B: Tensor) -> Tensor | None:
-    """[B, T], log-probs from a teacher's server; NaN for a trajectory without them; None if no trajectory has any."""
+    """[B, T], log-probs from a teacher's server; NaN for a trajectory without them; None if all lack them."""
     if not any(trajectory.teacher_logprobs for trajectory in trajectories):
         return None
     logprobs = [
@@ -179,7 +173,6 @@ def _teacher_logprobs(trajectories: Sequence[Trajectory], length_B: Tensor) -> T
 
 
 def _candidates(trajectories: Sequence[Trajectory], length_B: Tensor) -> Candidates | None:
-    """The candidates of all tokens; for a trajectory without recorded candidates, the whole vocabulary."""
     if not any(trajectory.candidate_counts for trajectory in trajectories):
         return None
     joined = b"".join(trajectory.candidate_counts or bytes(4 * trajectory.num_tokens) for trajectory in trajectories)
@@ -195,7 +188,6 @@ def _candidates(trajectories: Sequence[Trajectory], length_B: Tensor) -> Candida
 
 
 def _rewards(trajectories: Sequence[Trajectory], reward_B: Tensor, mask_BT: Tensor) -> Tensor:
-    """[B, T], each trajectory's token rewards or, without them, its reward on its last sampled token."""
     rewards_BT = on_last_token(reward_B, mask_BT)
     for row, trajectory in enumerate(trajectories):
         if trajectory.token_rewards:
@@ -224,7 +216,7 @@ def flatten_column(column_BT: Tensor, length_B: Tensor) -> bytes:
 
 
 def row_order(num_rows: int, seed: int, version: int, epoch: int) -> Tensor:
-    """The order of rows in an epoch. The order depends only on the arguments, not on the process or the Python version.
+    """The order of rows in an epoch; it depends only on the arguments.
 
     The generator's seed is the BLAKE2b hash of "seed version epoch", 8 bytes, big-endian.
     """

@@ -1,8 +1,7 @@
 """The engine's experts for the tokens of a batch's rows, in host memory. Pure: no Ray, no process group.
 
-B rows, M tokens of the rows whose routes a rank has, E expert numbers per token, N tokens of a pass.
-
-Each pass copies only the numbers of its tokens to its device. A rank has no routes for the rows of other ranks.
+B rows, M tokens of the rows whose routes a rank has, E expert numbers per token, N tokens of a pass. Each pass copies
+only the numbers of its tokens to its device. A rank has no routes for the rows of other ranks.
 """
 
 from collections.abc import Sequence
@@ -20,8 +19,8 @@ from streamppo.types.routes import Numbers
 class RowRoutes:
     """The expert numbers of M tokens, rows end to end; `known_M` is True for tokens with recorded experts.
 
-    The numbers of row b's first `count_B[b]` tokens begin at entry `begin_B[b]`. `largest` is an upper bound of all
-    numbers. The class is no tuple, because FSDP would move a tuple's tensors to the GPU with a pass's other arguments.
+    The numbers of row b's first `count_B[b]` tokens begin at entry `begin_B[b]`. No number is above `largest`. FSDP
+    would move a tuple's tensors to the GPU with a pass's other arguments, so this class is no tuple.
     """
 
     numbers_ME: Tensor
@@ -35,7 +34,7 @@ class RowRoutes:
         return replace(self, begin_B=self.begin_B[rows], count_B=self.count_B[rows])
 
     def at(self, row_N: Tensor, token_N: Tensor) -> tuple[Tensor, Tensor]:
-        """[N, E], the expert numbers of the tokens at (row, index in the row); [N], True where the numbers are known.
+        """[N, E], the expert numbers of the tokens at (row, index in the row); [N], True where they are known.
 
         A token with index -1 has no numbers.
         """
@@ -58,15 +57,9 @@ def routes_of_rows(trajectories: Sequence[Trajectory]) -> RowRoutes | None:
     if not parts:
         return None
     known_M = np.concatenate([known for _, known in parts])
-    numbers_ME = _concatenate([numbers for numbers, _ in parts])
-    count_B = torch.tensor(counts)
-    return RowRoutes(
-        torch.from_numpy(numbers_ME),
-        torch.from_numpy(known_M),
-        count_B.cumsum(0) - count_B,
-        count_B,
-        _largest(numbers_ME, known_M),
-    )
+    numbers_ME, count_B = _concatenate([numbers for numbers, _ in parts]), torch.tensor(counts)
+    tensors = torch.from_numpy(numbers_ME), torch.from_numpy(known_M), count_B.cumsum(0) - count_B, count_B
+    return RowRoutes(*tensors, _largest(numbers_ME, known_M))
 
 
 def _concatenate(rows: Sequence[Numbers]) -> Numbers:

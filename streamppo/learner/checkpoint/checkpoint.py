@@ -50,8 +50,7 @@ class TrainState(NamedTuple):
 class Saver:
     """Writes checkpoints during training, one at a time, so that memory holds at most one copy.
 
-    The saver's collectives run concurrently with those of updates, so the saver makes a process group of its own, of
-    all ranks, for CPU tensors. A collective.
+    Its collectives run beside those of updates, so it makes a process group of all ranks for CPU tensors. A collective.
     """
 
     def __init__(self, config: Checkpoint) -> None:
@@ -67,8 +66,8 @@ class Saver:
     def start(self, folder: Path, state: CheckpointState, trained: TrainState, pushed: "Future[PushedVersion]") -> None:
         """Wait for the last checkpoint, then start one under `folder`. When `start` has returned, `trained` may change.
 
-        `pushed` is the push of the checkpoint's version, which gives `state` its digest. A collective. Raises
-        `CheckpointError` if the last checkpoint could not be written.
+        `pushed` is the push of the checkpoint's version, which gives `state` its digest. A collective. Raises the
+        errors of `wait`.
         """
         self.wait()
         final = folder / f"{state.version:08d}"
@@ -92,10 +91,7 @@ class Saver:
         self._under_way = self._thread.submit(self._complete, final, state, write, pushed, leads=leads, copies=copies)
 
     def wait(self) -> None:
-        """Wait until the last checkpoint is complete.
-
-        Raises `CheckpointError` if that checkpoint could not be written.
-        """
+        """Wait until the last checkpoint is complete. Raises `CheckpointError` if it could not be written."""
         if self._under_way is not None:
             self._under_way.result()
 
@@ -130,13 +126,11 @@ class Saver:
         aside = durable.aside(final)
         with durable.naming(final, CheckpointError):
             sealed = manifest.seal(aside, f"__{dist.get_rank()}_*")
-            ranks = gather(sealed, self._group)
+            ranks, metadata = gather(sealed, self._group), b""
             if dist.get_rank() == 0:
                 # Wait for the push, because a run must never resume from a version that was not published.
                 state = msgspec.structs.replace(state, digest=pushed.result().digest)
                 metadata = durable.read(aside / METADATA)
-            else:
-                metadata = b""
             state, metadata = from_first_rank((state, metadata), self._group)
             if leads:
                 # torch.distributed.checkpoint writes the metadata only on rank 0's disk, but every rank reads them.
@@ -164,8 +158,8 @@ def load_newest(
 ) -> CheckpointState | None:
     """Load the checkpoint at `path` in place or, if it is damaged, the newest intact one before it. A collective.
 
-    Skips a checkpoint that has a damaged file or does not belong to the run's `past`; returns None if it skips all.
-    Ranks fetch missing files from `address`, if set. Raises the errors of `load` except `DamagedFile`.
+    Skips checkpoints with a damaged file or outside of the run's `past`; returns None if it skips all. Ranks fetch
+    missing files from `address`, if set. Raises the errors of `load` except `DamagedFile`.
     """
     copies = CheckpointStore(address) if address else None
     local = [folder.name for folder in manifest.complete(path.parent)]
@@ -182,7 +176,7 @@ def load_newest(
 
 
 def _complete_copies(copies: CheckpointStore) -> list[str]:
-    """The names of the complete copies. If the address does not answer, log the error and return no names."""
+    """The names of the complete copies; none, with a log line, if the address does not answer."""
     try:
         return [f"{version:08d}" for version in copies.versions()]
     except CheckpointError as error:
@@ -193,7 +187,7 @@ def _complete_copies(copies: CheckpointStore) -> list[str]:
 def reference_has_moved(path: Path) -> bool:
     """True if the checkpoint at `path` has a reference, or if its manifest is damaged or missing. A collective.
 
-    Without an intact manifest, an older checkpoint that has a reference may be loaded instead.
+    In the second case, an older checkpoint that has a reference may be loaded instead.
     """
     try:
         moved = manifest.read(path).state.reference_moved
@@ -208,8 +202,8 @@ def load(
     """Load one checkpoint in place, with the states of the random number generators. A collective.
 
     Each rank verifies the files that it reads, and fetches missing files from `copies`. Raises `CheckpointError` on all
-    ranks if another number of ranks wrote the checkpoint or if a rank lacks a file, and `DamagedFile` if a file is
-    damaged or the checkpoint does not belong to the run's `past`.
+    ranks if another number of ranks wrote the checkpoint or if a rank lacks a file, and `DamagedFile` for a damaged
+    file or a checkpoint outside of the run's `past`.
     """
     parameter = next(trained.policy.parameters())
     writer = rank_in_copy(parameter.device_mesh) if isinstance(parameter, DTensor) else dist.get_rank()
@@ -222,11 +216,9 @@ def load(
     moments = {name: {**shards, **rank_state["state"][name]} for name, shards in tensors["optimizer"].items()}
     optimizer_state = {"state": moments, "param_groups": rank_state["param_groups"]}
     policy, optimizer, _ = trained
+    states = {"model_state_dict": tensors["policy"], "optim_state_dict": optimizer_state}
     # Strictness is off, because checkpoints lack frozen weights; the load above raised for any other missing tensor.
-    lenient = StateDictOptions(strict=False)
-    set_state_dict(
-        policy, optimizer, model_state_dict=tensors["policy"], optim_state_dict=optimizer_state, options=lenient
-    )
+    set_state_dict(policy, optimizer, **states, options=StateDictOptions(strict=False))
     torch.set_rng_state(rank_state["rng"]["cpu"])
     if "cuda" in rank_state["rng"]:
         torch.cuda.set_rng_state(rank_state["rng"]["cuda"])
@@ -234,19 +226,18 @@ def load(
 
 
 def restore(trained: TrainState, tensors: Mapping[str, torch.Tensor]) -> None:
-    """Fill the unsharded `trained` from the unsharded `tensors` of a checkpoint, keyed by flat name (`distcp.room`).
+    """Fill the unsharded `trained` from the unsharded `tensors` of a checkpoint, by flat name (`distcp.room`).
 
-    If `tensors` has no moments, the optimizer stays unchanged. Raises `CheckpointError` for a tensor that is missing or
-    does not fit.
+    Without moments the optimizer stays unchanged. Raises `CheckpointError` for a tensor that is missing or does not
+    fit.
     """
     policy, optimizer, reference = trained
     parameters = dict(policy.named_parameters())
     targets = {f"policy.{name}": weight for name, weight in parameters.items() if weight.requires_grad}
     if any(name.startswith("optimizer.") for name in tensors):
-        moments = {name: optimizer.state.get(weight, {}) for name, weight in parameters.items()}
-        targets |= {
-            f"optimizer.{name}.{kind}": moment for name, state in moments.items() for kind, moment in state.items()
-        }
+        for name, weight in parameters.items():
+            moments = optimizer.state.get(weight, {})
+            targets |= {f"optimizer.{name}.{kind}": moment for kind, moment in moments.items()}
     if reference is not None and any(name.startswith("reference.") for name in tensors):
         targets |= {f"reference.{name}": weight for name, weight in reference.named_parameters()}
     for name, target in targets.items():
@@ -263,7 +254,7 @@ def restore(trained: TrainState, tensors: Mapping[str, torch.Tensor]) -> None:
 def _verify(path: Path, shards_of: int, copies: CheckpointStore | None, past: History | None) -> CheckpointState:
     """Verify on every rank the files that it reads; `shards_of` is the rank that wrote this rank's shards.
 
-    All ranks raise the same error, that of the lowest failing rank; a missing file takes precedence over damage.
+    All ranks raise the error of the lowest failing rank; a missing file takes precedence over damage.
     """
     outcome: CheckpointState | CheckpointError
     try:
@@ -298,35 +289,29 @@ def _leads(folder: Path, group: dist.ProcessGroup | None = None) -> bool:
 def _tensors(trained: TrainState, state: CheckpointState) -> dict[str, Any]:
     """The tensors of a checkpoint: shards under common names, and everything unsharded under this rank's name.
 
-    Under a common name, torch would keep one rank's unsharded values and drop those of all other ranks. Frozen weights
-    under adapters are left out, because the run's first model has them.
+    Under a common name, torch would keep one rank's unsharded values. Frozen weights under adapters are left out.
     """
     policy, optimizer, reference = trained
     model_state, optimizer_state = get_state_dict(policy, optimizer)
-    sharded: dict[str, dict[str, Any]] = {}
-    unsharded: dict[str, dict[str, Any]] = {}
+    sharded: dict[str, dict[str, object]] = {}
+    unsharded: dict[str, dict[str, object]] = {}
     moments_of = cast("dict[str, dict[str, object]]", optimizer_state["state"])
     # Moments of a working copy are stored like FSDP's shards: policies with and without FSDP read each other's files.
     is_full = getattr(policy, "working_copy", None) is not None
     for name, moments in moments_of.items():
-        sharded_keys = {
-            key for key, value in moments.items() if isinstance(value, DTensor) or (is_full and key != "step")
-        }
-        sharded[name] = {key: moments[key] for key in sharded_keys}
-        unsharded[name] = {key: value for key, value in moments.items() if key not in sharded_keys}
+        sharded[name], unsharded[name] = {}, {}
+        for key, value in moments.items():
+            is_sharded = isinstance(value, DTensor) or (is_full and key != "step")
+            (sharded if is_sharded else unsharded)[name][key] = value
     # A rank on a CPU may see GPUs; reading a GPU's random state would open a context on it.
     on_gpu = torch.cuda.is_initialized()
     rng = {"cpu": torch.get_rng_state()} | ({"cuda": torch.cuda.get_rng_state()} if on_gpu else {})
     rank_state = {"state": unsharded, "param_groups": optimizer_state["param_groups"], "rng": rng}
-    frozen_names = {
-        name for name, tensor in policy.named_parameters(remove_duplicate=False) if not tensor.requires_grad
-    }
+    parameters = policy.named_parameters(remove_duplicate=False)
+    frozen_names = {name for name, tensor in parameters if not tensor.requires_grad}
     trained_state = {name: tensor for name, tensor in model_state.items() if name not in frozen_names}
-    tensors: dict[str, Any] = {
-        "policy": trained_state,
-        "optimizer": sharded,
-        "own": {f"rank-{dist.get_rank()}": rank_state},
-    }
+    own = {f"rank-{dist.get_rank()}": rank_state}
+    tensors: dict[str, Any] = {"policy": trained_state, "optimizer": sharded, "own": own}
     if reference is not None and state.reference_moved:
         tensors["reference"] = {name: tensor.detach() for name, tensor in reference.named_parameters()}
     return tensors

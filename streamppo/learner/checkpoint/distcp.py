@@ -3,7 +3,6 @@
 torch itself unpickles `.metadata` and every value that is not a tensor. In this reader `.metadata` may name only
 torch's metadata classes and only files in the checkpoint's folder. Other values are loaded with `weights_only`.
 """
-
 # torch leaves parts of its signatures untyped.
 # pyright: standard
 
@@ -13,8 +12,7 @@ import os
 import pickle
 import pickletools
 import warnings
-from collections.abc import Generator
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from pathlib import Path, PosixPath
 from typing import Any
 
@@ -58,23 +56,15 @@ def load(tensors: dict[str, Any], path: Path, *, alone: bool = False) -> None:
     root, reader = logging.getLogger(), Reader(path)
     root.addFilter(_is_no_fallback)
     try:
-        with _without_warning() if alone else nullcontext():
-            dcp.load(  # pyright: ignore[reportPrivateImportUsage]
-                tensors, storage_reader=reader, planner=Planner(), no_dist=alone
-            )
+        with warnings.catch_warnings() if alone else nullcontext():
+            if alone:
+                warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+            dcp.load(tensors, storage_reader=reader, planner=Planner(), no_dist=alone)  # pyright: ignore
     except dcp.api.CheckpointException as error:
         reasons = [reader.refusal, *(failure for failure, _ in error.failures.values())]
         raise CheckpointError(f"{path}: cannot be loaded: {next(filter(None, reasons))}") from error
     finally:
         root.removeFilter(_is_no_fallback)
-
-
-@contextmanager
-def _without_warning() -> Generator[None]:
-    """Silence torch's warning about a load without a process group."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-        yield
 
 
 def room(path: Path) -> dict[str, torch.Tensor]:
@@ -96,13 +86,15 @@ def _is_no_fallback(record: logging.LogRecord) -> bool:
 
 
 class Reader(FileSystemReader):
-    """torch's reader, restricted: it unpickles only metadata classes."""
+    """torch's reader, restricted: it unpickles only metadata classes.
+
+    `read_metadata` raises `CheckpointError` for other pickles and for metadata that name files elsewhere.
+    """
 
     refusal: CheckpointError | None = None
     """The reason why the metadata were refused; the oldest supported torch does not pass it on."""
 
-    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """Read the metadata. Raises `CheckpointError` for other pickles and for metadata that name files elsewhere."""
+    def read_metadata(self, *args: object, **kwargs: object) -> Metadata:
         try:
             return self._read_metadata()
         except CheckpointError as error:
@@ -127,7 +119,6 @@ class Planner(DefaultLoadPlanner):
     """torch's planner, restricted: it unpickles only plain values and tensors."""
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        """Load a value that is not a tensor."""
         place = self.mappings[read_item.dest_index.fqn]
         set_element(self.original_state_dict, place, torch.load(value, weights_only=True))
 

@@ -16,7 +16,7 @@ from streamppo.queue.rules.records import PublishedVersion
 from streamppo.queue.store.journal import Journal
 
 ANY = ""
-"""Recorded in place of a digest if a redo of the version may give slightly different weights: every digest matches."""
+"""Recorded in place of a digest if a redo of the version may give slightly different weights; it matches any digest."""
 
 
 class History(msgspec.Struct, frozen=True):
@@ -46,7 +46,7 @@ class History(msgspec.Struct, frozen=True):
 
 
 def read_history(run: Path, present: Config) -> History:
-    """Read the history of the run in the folder `run`; for a new run, return only the configuration `present`.
+    """Read the history of the run in the folder `run`; a new run has only the configuration `present`.
 
     Raises `JournalError` for a journal that cannot be read.
     """

@@ -40,10 +40,8 @@ class CheckpointState(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     """The state in a checkpoint that is not in its tensors.
 
     `version` is also the queue's position: batch number `version` is the next to train on. `digest` is the hash of the
-    pushed weights, known after they are published. `beta` is the adaptive weight of the KL in the reward. `bad_steps`
-    are the numbers of skipped steps in a row, of the policy and of a critic that makes separate steps. `bonus` is the
-    coefficient and the weight of an adaptive entropy bonus. `reference_moved`: the reference is no longer the run's
-    first model, and its weights are in the checkpoint. `lag` is an adaptive lag (`algorithms.lag.AdmittedLag`).
+    pushed weights. `beta`, `bad_steps`, `bonus` and `reference_moved` are those of `adaptation.UpdaterState`; a moved
+    reference is in the checkpoint. `lag` is an adaptive lag (`algorithms.lag.AdmittedLag`).
     """
 
     version: int
@@ -72,7 +70,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class DamagedFile(CheckpointError):
-    """The error that a file is damaged or belongs to another run."""
+    """A file is damaged or belongs to another run."""
 
 
 def seal(folder: Path, pattern: str) -> dict[str, str]:
@@ -104,17 +102,13 @@ def read(path: Path, past: "History | None" = None) -> Manifest:
 
 
 def verify(
-    path: Path,
-    rank: int,
-    shards_of: int | None = None,
-    fetch: Fetch | None = None,
-    past: "History | None" = None,
+    path: Path, rank: int, shards_of: int | None = None, fetch: Fetch | None = None, past: "History | None" = None
 ) -> CheckpointState:
     """Verify the files that `rank` reads in the checkpoint at `path`, and return its state.
 
-    A rank reads its own files. If the model has several replicas, it also reads the files of the rank `shards_of`,
-    which wrote its shards. `fetch`, if given, fetches missing and damaged files. Raises `DamagedFile` for damage and if
-    the weights do not belong to the run's `past`, and `CheckpointError` for a missing file; both name the file.
+    With several replicas, a rank also reads the files of the rank `shards_of`, which wrote its shards. `fetch`, if
+    given, fetches missing and damaged files. Raises `DamagedFile` for damage and for weights outside of the run's
+    `past`, and `CheckpointError` for a missing file; both name the file.
     """
     _fetch_manifest(path, fetch)
     if not path.is_dir():
@@ -157,10 +151,9 @@ def is_of(path: Path, past: "History | None") -> bool:
 
 
 def verify_whole(path: Path, past: "History | None" = None, fetch: Fetch | None = None) -> CheckpointState:
-    """Verify all files of the checkpoint at `path`, of every rank, and return its state; `fetch` is as in `verify`.
+    """Verify all files of the checkpoint at `path`, of every rank, and return its state.
 
-    Raises `DamagedFile` for damage and if the checkpoint does not belong to the run's `past`, and `CheckpointError` for
-    a missing file.
+    `fetch` and the errors are as in `verify`.
     """
     _fetch_manifest(path, fetch)
     state = read(path, past).state
@@ -172,8 +165,8 @@ def verify_whole(path: Path, past: "History | None" = None, fetch: Fetch | None 
 def newest(folder: Path, at_most: float = math.inf, past: "History | None" = None) -> Path | None:
     """The newest checkpoint up to version `at_most` under `folder` with an intact manifest, or None.
 
-    A checkpoint that has a damaged manifest or does not belong to the run's `past` is logged and moved aside. Files
-    other than the manifest are not verified here, because each rank verifies the files that it reads.
+    A checkpoint with a damaged manifest or outside of the run's `past` is logged and moved aside. Files other than the
+    manifest are not verified here.
     """
     for path in reversed([path for path in complete(folder) if int(path.name) <= at_most]):
         try:
@@ -216,7 +209,7 @@ def version_of(checkpoint: Path | str | None) -> int:
 def seconds_to_write(folder: Path, model: Path) -> float:
     """The time limit for writing a checkpoint: 6 s plus 10 s per GB of the newest checkpoint under `folder`.
 
-    If there is no checkpoint, its size is taken to be six times `model`'s files: float32 weights and two moments.
+    If there is none, its size is taken to be six times `model`'s files: float32 weights and two moments.
     """
     written = [_bytes(path) for path in complete(folder)[-1:]] or [6 * _bytes(model)]
     return 6.0 + written[0] / 1e8

@@ -32,8 +32,7 @@ log = logging.getLogger(__name__)
 def address_of(config: Config, folder: Path) -> str:
     """Claim and return the address for copies of the run in `folder`; "" if `checkpoint.remote` is not set.
 
-    A run without an address gets a new address. A copy of a run's folder gets a new address too, because its recorded
-    address belongs to the original folder.
+    A run without an address gets a new one, and so does a copy of a run's folder.
     """
     if not (under := config.checkpoint.remote.rstrip("/")):
         return ""
@@ -52,11 +51,10 @@ def address_of(config: Config, folder: Path) -> str:
 
 
 def belongs_to(config: Config, folder: Path) -> str:
-    """The reason why the address of the run in `folder` belongs to another folder.
+    """The reason why the address of the run in `folder` belongs to another folder; "" if it does not, or is silent.
 
-    The result is "" if the address belongs to this folder or does not answer. The address also belongs to another
-    folder if it has checkpoints that the journal lacks, as after `folder` was restored from a backup. Raises
-    `JournalError` for a journal that cannot be read.
+    The address also belongs to another folder if it has checkpoints that the journal lacks, as after `folder` was
+    restored from a backup. Raises `JournalError` for a journal that cannot be read.
     """
     if not (address := known_address(folder)) or not address.startswith(f"{config.checkpoint.remote.rstrip('/')}/"):
         return ""
@@ -97,19 +95,18 @@ def _with_weight_folder(config: Config, folder: Path, address: str) -> Config:
 def newest(folder: Path, address: str, at_most: float, past: History | None = None) -> Path | None:
     """The path under `folder` of the newest checkpoint up to version `at_most`, which may exist only at `address`.
 
-    A checkpoint that has a damaged manifest or does not belong to the run's `past` is moved aside. Raises
-    `CheckpointError` if `folder` has no checkpoint and the address does not answer.
+    A checkpoint with a damaged manifest or outside of the run's `past` is moved aside. Raises `CheckpointError` if
+    `folder` has no checkpoint and the address does not answer.
     """
     local = manifest.newest(folder, at_most, past)
     try:
-        versions = (
-            [version for version in CheckpointStore(address).versions(past) if version <= at_most] if address else []
-        )
+        whole = CheckpointStore(address).versions(past) if address else []
     except CheckpointError as error:
         if local is None:
             raise
         log.info("continuing from %s: %s", local.name, error)
         return local
+    versions = [version for version in whole if version <= at_most]
     if not versions or (local is not None and int(local.name) >= versions[-1]):
         return local
     return folder / f"{versions[-1]:08d}"
@@ -135,18 +132,13 @@ class CheckpointStore(Store):
     def drop(self, config: Checkpoint) -> None:
         """Delete whole copies that `config` does not keep, and partial copies older than the newest whole copy."""
         listed, complete = self._versions(), self.versions()
-        keep = {
-            *complete[-config.keep :],
-            *(number for number in complete if config.keep_every and number % config.keep_every == 0),
-        }
+        keep = {*complete[-config.keep :]}
+        keep |= {number for number in complete if config.keep_every and number % config.keep_every == 0}
         for version in listed:
             if version not in keep and complete and version < complete[-1]:
                 self.delete(f"{version:08d}")
 
-    # --- reading copies --------------------------------------------------------------------------------------
-
     def _versions(self) -> list[int]:
-        """The versions of which at least one file has arrived."""
         return sorted(int(name) for name in self.names() if name.isdigit())
 
     def _is_whole(self, version: int, past: History | None) -> bool:
@@ -175,7 +167,6 @@ class Copier:
 
     @property
     def is_busy(self) -> bool:
-        """True while a copy is being made."""
         return self._under_way is not None and not self._under_way.done()
 
     def start(self, path: Path, files: Mapping[str, BinaryIO], *, prunes: bool) -> None:
@@ -184,7 +175,6 @@ class Copier:
             self._under_way = self._thread.submit(self._copy, self.remote, path.name, files, prunes=prunes)
 
     def wait(self) -> None:
-        """Wait until the copy is complete."""
         if self._under_way is not None:
             self._under_way.result()
 

@@ -30,10 +30,9 @@ REFUSED = dict.fromkeys(("falcon_h1", "falcon_mamba", "mamba", "mamba2", "nemotr
 
 
 def add(lm: Any, lora: Lora, dtype: str) -> None:
-    """Add float32 adapters to `lm`, and freeze its weights in `dtype`.
+    """Add float32 adapters to `lm`, which leave its outputs unchanged, and freeze its weights in `dtype`.
 
-    B starts at 0, so that the policy starts equal to the model. Raises `ModelError` if no target exists, and for a
-    target that is not a linear layer.
+    Raises `ModelError` if no target exists, and for a target that is not a linear layer.
     """
     from peft import inject_adapter_in_model
 
@@ -80,8 +79,7 @@ def published_name(name: str) -> str:
 def adapter_parameters(lm: nn.Module) -> dict[str, nn.Parameter]:
     """The pushed parameters by their names in a version: the adapters' parameters or, without adapters, all parameters.
 
-    transformers freezes a few parameters of some models, such as the bias of a router. Engines need these parameters
-    too, so without adapters they are pushed.
+    Without adapters, parameters that transformers freezes, such as a router's bias, are pushed too.
     """
     return {name: parameter for name, parameter, is_pushed in _version_parameters(lm) if is_pushed}
 

@@ -26,7 +26,6 @@ class NoReferenceWeights:
         self._policy = policy
 
     def __call__(self, rows: PaddedBatch, part: Part) -> PolicyOutput:
-        """Score `rows` as `Policy.forward` does."""
         self._scale_adapters(0.0)
         try:
             return self._policy(rows, part)
@@ -34,7 +33,6 @@ class NoReferenceWeights:
             self._scale_adapters(1.0)
 
     def _scale_adapters(self, share: float) -> None:
-        """Multiply the scale of every adapter by `share`."""
         from peft.tuners.lora import LoraLayer
 
         for module in self._policy.lm.modules():
@@ -53,9 +51,9 @@ def load_reference(
 ) -> Policy | NoReferenceWeights | None:
     """Return the reference of `config`, or None without a KL; `leader` is the policy that trains. A collective.
 
-    Without adapters the reference has separate weights, which are read unless a `present` reference is given. The
-    weights are float32 if the reference follows the policy, or if it `has_moved` and a checkpoint fills it; otherwise
-    they are in the compute type.
+    Without adapters the reference has separate weights, which are read unless a `present` reference is given. They are
+    float32 if the reference follows the policy, or if it `has_moved` and a checkpoint fills it; otherwise they are in
+    the compute type.
     """
     kl, temperature = config.algorithm.kl, config.rollout.temperature
     if not kl.on:
@@ -82,8 +80,7 @@ def follow(reference: Policy, leader: Policy, share: float) -> None:
 
         reference += share * (leader - reference)
 
-    TR-DPO, https://arxiv.org/abs/2404.09656, equations 3 (share below 1) and 4 (share = 1: equal to the leader bit for
-    bit). The critic stays unchanged.
+    TR-DPO, https://arxiv.org/abs/2404.09656, equations 3 (share below 1) and 4 (share = 1: equal bit for bit).
     """
     # After a pass the leader's parameters may be gathered weights; `reshard` makes them shards again.
     if isinstance(leader, FSDPModule):
@@ -100,9 +97,8 @@ def load_teacher(
 ) -> Policy | None:
     """Return the `present` teacher, or load the teacher of `config`; its rows are split into `slices`. A collective.
 
-    Returns None without a teacher, and for a teacher at a url, whose log-probs come with the trajectories. Raises
-    `ModelError` if the teacher's path has no model, or if the teacher's tokens are not those of the model at
-    `model_path`.
+    Returns None without a teacher, and for a teacher at a url. Raises `ModelError` if the teacher's path has no model,
+    or if the teacher's tokens are not those of the model at `model_path`.
     """
     teacher, temperature = config.algorithm.teacher, config.rollout.temperature
     if not teacher.model:

@@ -56,10 +56,10 @@ def write(
 ) -> tuple[str, ...]:
     """Write a model and its tokenizer to `folder`, which appears only when it is complete.
 
-    A defect in other files does not prevent writing the weights. A generation_config.json that transformers refuses to
-    write is left out. A tokenizer that transformers would change is copied from the model at `start`, and so are the
-    tokenizer's files if `tokenizer` is None. The result has a sentence about each of these cases. The settings of a
-    multimodal model's processor are copied. Raises `ModelError` if the disk refuses.
+    A generation_config.json that transformers refuses to write is left out. A tokenizer that transformers would change
+    is copied from the model at `start`, and so are the tokenizer's files if `tokenizer` is None. Each of these cases
+    has a sentence in the result. The settings of a multimodal model's processor are copied. Raises `ModelError` if the
+    disk refuses.
     """
     aside = durable.aside(folder)
     with durable.naming(folder, ModelError):
@@ -143,11 +143,10 @@ def rehearse(path: str) -> tuple[str, ...]:
 def critic(choice: str, policy: str | Path, attention: str, *, weights: bool = True) -> CriticStart:
     """Read the separate transformer of a critic; `choice` is the field algorithm.critic.model.
 
-    "head" has no transformer, "policy" a copy of the policy's, "scratch" a random one of the same architecture.
-
-    A path leads to a causal LM, or to a sequence classification model of one label whose head becomes the value head.
-    The critic's files need only the transformer's tensors. `weights` is as in `read`. Raises `ModelError` for a model
-    that cannot be loaded, that has more than one label or no `score` head, or that has fewer tokens than the policy.
+    "head" has no transformer, "policy" a copy of the policy's, "scratch" a random one of the same architecture. A path
+    leads to a causal LM, or to a sequence classification model of one label whose head becomes the value head. Raises
+    `ModelError` for a model that cannot be loaded, that has more than one label or no `score` head, or that has fewer
+    tokens than the policy.
     """
     match choice:
         case "head":

@@ -23,11 +23,7 @@ GAP, PROBED = 1e-3, 4
 
 
 def shape_of(lm: Any) -> LogitShape:
-    """The logit scale and soft cap in the model's config, under the field names of its family.
-
-    Gemma: `final_logit_softcapping`; Granite: divided by `logits_scaling`; Cohere: times `logit_scale`; Falcon-H1:
-    times `lm_head_multiplier`.
-    """
+    """The logit scale and soft cap in the model's config, under the field names of its family."""
     settings: Any = lm.config.get_text_config()
     scale = getattr(settings, "logit_scale", None) or getattr(settings, "lm_head_multiplier", None) or 1.0
     divisor = getattr(settings, "logits_scaling", None) or 1.0

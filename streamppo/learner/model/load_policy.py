@@ -47,18 +47,15 @@ def load(
 ) -> Policy:
     """Load a Hugging Face causal LM with fp32 master weights and shard it over `mesh`. A collective.
 
-    Without `master` the weights are in the compute type, which saves memory and changes no result of a frozen model.
+    Without `master` the weights are in the compute type, which saves memory and changes no result of a frozen model. If
+    all ranks have the files of a large model, each reads its own rows (weight_files.py). If not, rank 0 reads all
+    weights and sends them tensor by tensor, and other ranks need only config.json. The states of random number
+    generators are unchanged.
 
-    If all ranks have the files of a large model, each reads its own rows (weight_files.py). If not, rank 0 reads all
-    weights and sends them tensor by tensor. Other ranks then never hold more than their shards and one tensor, and
-    need only config.json at `path`. The states of random number generators are unchanged.
-
-    `critic` is the configuration's choice; a path to a sequence classification model of one label (a reward model) also
-    gives the value head its weights. `offload` keeps the shards in CPU memory. With `lora` the policy's weights are
-    frozen, in the compute type, and its adapters are trained. Rows are split into `slices`.
-
-    Raises `ModelError` if a model cannot be loaded, if its log-probs differ from those of `Policy`, or if it leaks
-    state between rows in the configured layout.
+    `critic` is the configuration's choice. `offload` keeps the shards in CPU memory. With `lora` the policy's weights
+    are frozen, in the compute type, and its adapters are trained. Rows are split into `slices`. Raises `ModelError` if
+    a model cannot be loaded, if its log-probs differ from those of `Policy`, or if it leaks state between rows in the
+    configured layout.
     """
     device = mesh.device_type
     with torch.random.fork_rng(devices=[]):
@@ -108,9 +105,8 @@ def shard_without_weights(
 ) -> Policy:
     """Make the policy of config.json at `path` on the meta device, sharded over `mesh`, without allocating weights.
 
-    A single rank does not shard: FSDP would move nothing, and its hooks, copies and DTensors cost a tenth of a small
-    model's update. `attends` is transformers' name of the attention; `untied` is as in `settings`. Raises `ModelError`
-    for a model whose rows cannot be split into `slices`.
+    A single rank does not shard: FSDP would cost a tenth of a small model's update. `attends` is transformers' name of
+    the attention; `untied` is as in `settings`. Raises `ModelError` if rows cannot be split into `slices`.
     """
     with torch.device("meta"):
         lm, critic_start = _read(path, critic, context_parallel.name_of(attends, slices), weights=False, untied=untied)
@@ -147,10 +143,8 @@ def is_whole(ranks: int, *, offload: bool) -> bool:
 
 
 def _shard(policy: Policy, dtype: str, mesh: DeviceMesh, slices: Slices, *, offload: bool) -> None:
-    """Shard `policy` by FSDP, to compute in `dtype`."""
-    precision = MixedPrecisionPolicy(
-        param_dtype=torch.bfloat16 if dtype == "bfloat16" else None, reduce_dtype=torch.float32
-    )
+    compute = torch.bfloat16 if dtype == "bfloat16" else None
+    precision = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=torch.float32)
     # FSDP moves its shards layer by layer, so that no GPU ever holds the whole model in float32.
     offloading = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda") if offload else OffloadPolicy()
     sharding = partial(fully_shard, mp_policy=precision, offload_policy=offloading)
@@ -160,9 +154,8 @@ def _shard(policy: Policy, dtype: str, mesh: DeviceMesh, slices: Slices, *, offl
                 tensor_parallel.shard_fully(layer, mesh, slices.cut, sharding)
     # The value head is float32: a bfloat16 weight (8 bits) would change values by up to 1 / 256 of their size.
     exact = MixedPrecisionPolicy(reduce_dtype=torch.float32)
-    tensor_parallel.shard_fully(
-        policy.value_head, mesh, slices.cut, partial(fully_shard, mp_policy=exact, offload_policy=offloading)
-    )
+    exactly = partial(fully_shard, mp_policy=exact, offload_policy=offloading)
+    tensor_parallel.shard_fully(policy.value_head, mesh, slices.cut, exactly)
     tensor_parallel.shard_fully(policy, mesh, slices.cut, sharding)
 
 
@@ -225,7 +218,7 @@ def _shard_slices(parameter: Tensor) -> list[slice]:
 def _send_buffers(policy: Policy, cpu_policy: Policy | None, device: str) -> None:
     """Broadcast the buffers of `cpu_policy`, which only rank 0 has, to every rank's `device`.
 
-    A model computes buffers, such as the frequencies of rotary embeddings, when it is made, and does not save them.
+    Models compute buffers, such as the frequencies of rotary embeddings, when they are made, and do not save them.
     """
     modules = {} if cpu_policy is None else dict(cpu_policy.named_modules())
     for module_name, module in policy.named_modules():

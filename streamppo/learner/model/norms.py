@@ -3,9 +3,8 @@
     y = w * n,   n = x * inv,   inv = 1 / sqrt(mean(x * x) + eps)        https://arxiv.org/abs/1910.07467, equation 4
     dx = inv * (w * dy - n * mean(n * w * dy)),   dw = sum over tokens of n * dy
 
-transformers' norm is a chain of operations; its backward pass goes over all tokens several times. On a CPU, forward and
-backward, this operation takes half to two thirds of that norm's time (benchmarks/cost/short_rows.py). On a GPU torch's
-kernel is used. In 16 bits torch rounds once, as engines do; transformers rounds n, and then w * n.
+On a CPU, forward and backward, this operation takes half to two thirds of the time of transformers' norm
+(benchmarks/cost/short_rows.py). On a GPU torch's kernel is used: in 16 bits it rounds once, as engines do.
 """
 
 from collections.abc import Callable

@@ -21,7 +21,7 @@ Norm = Literal["2-norm", "max-norm"]
 def adamw(policy: Policy, config: Config) -> torch.optim.AdamW:
     """Make AdamW with two groups, policy first, critic second; `full_lr` is a group's rate before any schedule.
 
-    Every parameter has moments from the start. torch would create them at the first gradient, and a checkpoint without
+    Every parameter has moments from the start: torch would create them at the first gradient, and a checkpoint without
     the moments of an unused critic, or of a policy in warm-up, could not be loaded.
     """
     policy_weights = [parameter for parameter in policy.lm.parameters() if parameter.requires_grad]
@@ -38,9 +38,8 @@ def adamw(policy: Policy, config: Config) -> torch.optim.AdamW:
 
 
 def _count_writes(optimizer: torch.optim.Optimizer, *_: object) -> None:
-    torch.autograd.graph.increment_version(
-        [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    )
+    for group in optimizer.param_groups:
+        torch.autograd.graph.increment_version(group["params"])
 
 
 def configure(optimizer: torch.optim.Optimizer, config: Config) -> None:
@@ -52,18 +51,14 @@ def configure(optimizer: torch.optim.Optimizer, config: Config) -> None:
 
 
 def follow_schedule(optimizer: torch.optim.Optimizer, config: Config, version: int) -> None:
-    """Set the learning rates of the update after `version`.
+    """Set the learning rates of the update after `version`; the critic's schedule begins at version 0.
 
-    The critic's schedule begins at version 0. The policy's schedule begins at version `critic.warmup_updates`; before
-    that version its rate is 0.
+    The policy's schedule begins at version `critic.warmup_updates`; before that version its rate is 0.
     """
-    frozen_until = config.algorithm.critic.warmup_updates
-    policy = (
-        0.0
-        if version < frozen_until
-        else lr_share(config.learner, version - frozen_until, config.updates - frozen_until)
-    )
-    shares = (policy, lr_share(config.learner, version, config.updates))
+    learner, frozen_until = config.learner, config.algorithm.critic.warmup_updates
+    trained, updates = version - frozen_until, config.updates - frozen_until
+    policy = 0.0 if trained < 0 else lr_share(learner, trained, updates)
+    shares = (policy, lr_share(learner, version, config.updates))
     for group, share in zip(optimizer.param_groups, shares, strict=True):
         group["lr"] = group["full_lr"] * share
 
@@ -97,8 +92,7 @@ def lr_share(config: Learner, version: int, updates: int) -> float:
 def clip(parameters: Iterable[nn.Parameter], bound: float, norm: Norm) -> float:
     """Scale all gradients to a common norm of at most `bound`; return the norm before scaling. A collective.
 
-    The max-norm is the largest absolute entry. With NaN in a gradient the result is inf or NaN. Parameters without a
-    gradient are left out.
+    The max-norm is the largest absolute entry. With NaN in a gradient the result is inf or NaN.
     """
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
     # torch's own norms need all weights sharded over the same ranks, with a row on each rank.

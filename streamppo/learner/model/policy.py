@@ -76,12 +76,11 @@ class Policy(nn.Module):
 
     The critic is a value head on the policy's hidden states, or on those of `critic`, a separate transformer. Policy
     and critic use the same `layout`. `share_prompts`: the samples of a prompt share its forward pass (shared_keys.py),
-    in padded rows if that is less work (prefix_sharing.py). A row with branches is a tree (tree.py). `detach_context`:
-    the context of completions is computed without gradient (prefix_kv.py). `slices`: rows are split between ranks, and
-    each of these ranks gets the scores of all the row's tokens (context_parallel.py). `replays_routes`: tokens go to
-    the experts that the engine chose (routing.py). Rows end to end are padded to a multiple of `step` tokens.
-    `unknown_V` excludes tokens from the distribution (lm_head.py). `working_copy` has the weights in the compute type,
-    unless FSDP casts them for each pass (working_copy.py).
+    in padded rows if that is less work (prefix_sharing.py). `detach_context`: the context of completions is computed
+    without gradient (prefix_kv.py). `slices`: rows are split between ranks, and each of these ranks gets the scores of
+    all the row's tokens (context_parallel.py). `replays_routes`: tokens go to the experts that the engine chose
+    (routing.py). Rows end to end are padded to a multiple of `step` tokens. `unknown_V` excludes tokens from the
+    distribution (lm_head.py). `working_copy` has the weights in the compute type, unless FSDP casts them.
     """
 
     def __init__(self, lm: Any, temperature: float, critic: Any = None, *, layout: Layout = attention.padded) -> None:
@@ -142,7 +141,6 @@ class Policy(nn.Module):
         return scored
 
     def _lay_out(self, rows: PaddedBatch, part: Part) -> PassLayout:
-        """Compute on the host the input of a pass and the indices of its results."""
         host, device, width_T = rows.on_host, rows.start_B.device, rows.mask_BT.shape[1]
         row_layout, last_B = self._row_layout(host, device), host.start_B + host.length_B - 1
         position_BT = torch.minimum(host.start_B[:, None] - 1 + torch.arange(width_T + 1), last_B[:, None])
@@ -154,9 +152,8 @@ class Policy(nn.Module):
             return PassLayout(row_layout, NO_ENTRIES, NO_ENTRIES.index_N, values)
         is_scored_BT = is_scored_BT[:, :-1] & (torch.arange(width_T) < host.length_B[:, None])
         targets_BT = host.inputs_BL.gather(1, (position_BT[:, :-1] + 1).clamp(max=host.inputs_BL.shape[1] - 1))
-        return PassLayout(
-            row_layout, _entries(is_scored_BT, index_BT, device), to_device(targets_BT[is_scored_BT], device), values
-        )
+        policy, target_N = _entries(is_scored_BT, index_BT, device), to_device(targets_BT[is_scored_BT], device)
+        return PassLayout(row_layout, policy, target_N, values)
 
     def set_context(self, prefix: Literal["attached", "detached"]) -> None:
         """Set whether contexts get a gradient. Raises `ModelError` if the model cannot do without that gradient."""
@@ -172,21 +169,17 @@ class Policy(nn.Module):
 
     @property
     def transformers(self) -> "list[PreTrainedModel]":
-        """The policy's transformer, and the critic's if it is separate."""
         return [self.lm.base_model, *([] if self.critic is None else [self.critic])]
 
     @property
     def masked_width(self) -> int | None:
         """The model's width if a mask may represent a row's branches; None if each path must be computed separately."""
-        masked = (transformer.config._attn_implementation == "sdpa" for transformer in self.transformers)
-        full = (
-            attention.has_full_attention(transformer.config, context_parallel.KNOWN)
-            for transformer in self.transformers
-        )
-        return self.lm.base_model.config.hidden_size if all(masked) and all(full) else None
+        configs = [transformer.config for transformer in self.transformers]
+        masked = all(config._attn_implementation == "sdpa" for config in configs)
+        full = all(attention.has_full_attention(config, context_parallel.KNOWN) for config in configs)
+        return self.lm.base_model.config.hidden_size if masked and full else None
 
     def sizes(self, host: Host) -> tree.RowSizes:
-        """The number of tokens of each row in a pass, for micro-batches."""
         sizes = tree.sizes(host, self.layout, None if host.branches is None else self.masked_width)
         if host.branches is not None or not (self.shares_keys or self.shares_rows):
             return sizes
@@ -205,7 +198,6 @@ class Policy(nn.Module):
         return self.share_prompts and self.layout is not attention.joined and not self.detach_context
 
     def critic_parameters(self) -> Iterable[nn.Parameter]:
-        """The parameters of the value head and, if the critic has a separate transformer, of the transformer."""
         parameters = [] if self.critic is None else list(self.critic.parameters())
         return [*parameters, *self.value_head.parameters()]
 
@@ -226,9 +218,8 @@ class Policy(nn.Module):
         if self.layout is attention.joined:
             row_layout = attention.joined(inputs_BL, width_B, device, step=self.step)
         elif self.share_prompts:
-            row_layout = prefix_sharing.lay_out(
-                inputs_BL, start_B, width_B, self.lm.base_model.config.hidden_size, device
-            )
+            hidden = self.lm.base_model.config.hidden_size
+            row_layout = prefix_sharing.lay_out(inputs_BL, start_B, width_B, hidden, device)
         else:
             row_layout = self.layout(inputs_BL, width_B, device)
         return context_parallel.slice_row_layout(row_layout, self.slices)
@@ -256,8 +247,8 @@ class Policy(nn.Module):
 def _entries(is_scored_BT: Tensor, index_BT: Tensor, device: torch.device) -> Entries:
     """The entries at which `is_scored_BT` is True; `index_BT` may have more columns."""
     row_N, column_N = is_scored_BT.nonzero(as_tuple=True)
-    index_N = index_BT[row_N, column_N]
-    row_N, column_N, index_N = (to_device(index, device) for index in (row_N, column_N, index_N))
+    indices = row_N, column_N, index_BT[row_N, column_N]
+    row_N, column_N, index_N = (to_device(index, device) for index in indices)
     return Entries((row_N, column_N), index_N)
 
 
@@ -271,7 +262,7 @@ def empty_output(rows: PaddedBatch) -> PolicyOutput:
 def release(policy: Policy) -> None:
     """Free FSDP's state of forward passes: the record of each pass, and the gathered weights.
 
-    No backward pass is possible afterwards. Without FSDP nothing changes.
+    No backward pass is possible afterwards.
     """
     if not isinstance(policy, FSDPModule):
         return
@@ -285,10 +276,7 @@ def release(policy: Policy) -> None:
 
 
 def shards(policy: Policy, dtype: str) -> dict[str, Shard]:
-    """This rank's shard of every trained tensor of the policy, without the critic, in `dtype`.
-
-    Tied weights appear once, under the name that `named_parameters` gives them.
-    """
+    """This rank's shard of every trained tensor of the policy, without the critic, in `dtype`; tied weights once."""
     target = getattr(torch, dtype)
     return {name: _shard(parameter, target) for name, parameter in adapters.adapter_parameters(policy.lm).items()}
 
@@ -353,6 +341,5 @@ def gather_weights(policy: Policy, dtype: str, lora: Lora | None = None) -> dict
 
 
 def _full_tensor(cast: Tensor) -> Tensor:
-    """The whole tensor; on rank 0 it is a copy in CPU memory."""
     whole = tensor_parallel.whole_of(cast) if isinstance(cast, DTensor) else cast
     return whole if dist.get_rank() else whole.to("cpu", copy=True)

@@ -7,7 +7,6 @@ The host does not wait for the copy; the GPU waits for the copy only before the 
 """
 
 from collections.abc import Callable, Mapping
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -39,8 +38,7 @@ class WeightSnapshots:
             snapshot(self._policy, into)
             return self._stream.record_event().synchronize
 
-    def _wait(self, *_: Any) -> None:
-        """Make the GPU wait, before the next step, until the weights are copied."""
+    def _wait(self, *_: object) -> None:
         assert self._stream is not None
         torch.cuda.current_stream().wait_stream(self._stream)
 
@@ -54,8 +52,8 @@ def is_on_gpu(policy: Policy) -> bool:
 def snapshot(policy: Policy, into: Mapping[str, Tensor]) -> None:
     """Write this rank's shards to `into`, which has the layout of `policy.shards`.
 
-    On return, a copy from a GPU to pinned memory has only started. A collective of ranks that split a weight by
-    columns.
+    On return, a copy from a GPU to pinned memory has only started. Ranks that split a weight by columns call this
+    together.
     """
     for name, parameter in adapters.adapter_parameters(policy.lm).items():
         if isinstance(parameter, DTensor) and tensor_parallel.is_cut_by_columns(parameter):

@@ -1,8 +1,7 @@
 """builtin:tiny: a Qwen2 model of 0.1 to 1M parameters with a character tokenizer, made from the seed.
 
 Reinforcement learning needs rewards that are not all zero, so a short supervised warm start trains the model on the
-format and some right answers. The model's tokens are the task's characters (tasks/warmup_data.py). The model is saved
-as an ordinary Hugging Face folder.
+format and some right answers. The model's tokens are the task's characters (tasks/warmup_data.py).
 """
 
 import logging
@@ -35,18 +34,15 @@ QK_BIAS_STD = 1.0
 CHECKED = 512
 """The number of training problems in a check of the warm start; fewer if the problems are long."""
 CHECK_EVERY = 2
-"""The number of supervised steps between two checks."""
 BATCH_SIZE = 256
 """The number of problems in a supervised step; fewer if the problems are long."""
 LONG = 32
 """If a problem and its answer have more tokens, a step has fewer problems, so that all steps take equally long."""
 LR = 5e-3
-"""AdamW's learning rate in the supervised steps."""
 MOST_THREADS = 4
 """Maximum threads for supervised steps. The model is bit for bit the same with any number of threads."""
 WARM_UP_STEPS = 10
 PROGRESS_S = 5.0
-"""The seconds between two log lines of the warm start."""
 
 log = logging.getLogger(__name__)
 
@@ -115,11 +111,7 @@ class Problems(NamedTuple):
 
 
 def _warm_up(
-    model: "Qwen2ForCausalLM",
-    tokenizer: "PreTrainedTokenizerBase",
-    lesson: warmup_data.Lesson,
-    config: Tiny,
-    seed: int,
+    model: "Qwen2ForCausalLM", tokenizer: "PreTrainedTokenizerBase", lesson: warmup_data.Lesson, config: Tiny, seed: int
 ) -> None:
     """Train on answers until greedy accuracy reaches the target, for at most `max_steps` steps."""
     generator, problems = np.random.default_rng((seed, 0x3A23)), _encode(tokenizer, lesson)
@@ -130,7 +122,8 @@ def _warm_up(
     optimizer = torch.optim.AdamW(model.parameters(), lr=LR, betas=(0.9, 0.95), weight_decay=0.01)
     logged_at, accuracy, step_accuracy = time.monotonic(), 0.0, 0.0
     for step in range(config.max_steps):
-        if step % CHECK_EVERY == 0 and _may_pass(step_accuracy, config.target_accuracy):
+        # Below half of the target accuracy a check, which costs as much as a step, cannot pass.
+        if step % CHECK_EVERY == 0 and step_accuracy >= config.target_accuracy / 2:
             accuracy = _accuracy(model, checked)
             if accuracy >= config.target_accuracy:
                 break
@@ -140,9 +133,8 @@ def _warm_up(
         batch = problems.at(torch.from_numpy(generator.integers(count, size=batch_size)))
         logits_BLV = _logits(model, batch)
         step_accuracy = _greedy_accuracy(logits_BLV.detach(), batch)
-        loss = torch.nn.functional.cross_entropy(
-            logits_BLV[:, :-1].flatten(0, 1), batch.labels_NL[:, 1:].flatten(), ignore_index=IGNORED
-        )
+        columns = logits_BLV[:, :-1].flatten(0, 1), batch.labels_NL[:, 1:].flatten()
+        loss = torch.nn.functional.cross_entropy(*columns, ignore_index=IGNORED)
         optimizer.param_groups[0]["lr"] = LR * min(1.0, (step + 1) / WARM_UP_STEPS)
         optimizer.zero_grad()
         loss.backward()
@@ -153,13 +145,7 @@ def _warm_up(
     log.info(f"{BUILTIN} is made: about {accuracy:.0%} of its answers to training prompts are right")
 
 
-def _may_pass(step_accuracy: float, target: float) -> bool:
-    """True if the last step reached half of the target accuracy; otherwise a check would only cost a step's time."""
-    return step_accuracy >= target / 2
-
-
 def _encode(tokenizer: "PreTrainedTokenizerBase", lesson: warmup_data.Lesson) -> Problems:
-    """Convert all problems of a lesson to tokens."""
     prompts = tokenizer([problem.text for problem in lesson.problems])["input_ids"]
     answers = tokenizer([problem.columns["answer"] for problem in lesson.problems])["input_ids"]
     rows = [(prompt, [*answer, tokenizer.eos_token_id]) for prompt, answer in zip(prompts, answers, strict=True)]
@@ -185,7 +171,7 @@ def _accuracy(model: "Qwen2ForCausalLM", problems: Problems) -> float:
 
 
 def _greedy_accuracy(logits_BLV: Tensor, problems: Problems) -> float:
-    """Greedy accuracy: the share of answers in which every token is the most likely one after the right prefix."""
+    """The share of answers in which every token is the most likely one after the right prefix."""
     best_BL = logits_BLV[:, :-1].argmax(-1)
     label_BL = problems.labels_NL[:, 1:]
     right_BL = (best_BL == label_BL) | (label_BL == IGNORED)

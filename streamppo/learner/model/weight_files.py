@@ -56,7 +56,6 @@ class ParameterSource(NamedTuple):
     is_one: bool
 
     def read(self, files: TensorFiles, begin: int, end: int) -> Tensor:
-        """Read the rows from `begin` to `end`, as float32."""
         if self.is_one:
             return files.tensor(self.rows[0][0])[begin:end].float()
         return torch.stack([torch.cat([files.tensor(name)[:] for name in row]).float() for row in self.rows[begin:end]])
@@ -106,7 +105,8 @@ def plan(path: str, critic: str, *, adapted: bool) -> LoadPlan | None:
         first_layers = _load_first_layers(config, files, available)
         is_readable = _is_read_alike(first_layers, files, available)
     if not from_first_rank(is_readable):
-        _log_progress(path)
+        if dist.get_rank() == 0:
+            log.info("rank 0 reads the whole model %r into its memory: its files store layers in another form", path)
         return None
     prefix = next(name for name, module in model.named_modules() if module is model.base_model)
     return LoadPlan(files, available, prefix, first_layers)
@@ -119,11 +119,6 @@ def _digest(files: TensorFiles) -> str:
     for name in names[:: -(-len(names) // SAMPLED)]:
         digest.update(files.tensor(name)[:1].float().numpy().tobytes())
     return digest.hexdigest()
-
-
-def _log_progress(path: str) -> None:
-    if dist.get_rank() == 0:
-        log.info("rank 0 reads the whole model %r into its memory: its files store layers in another form", path)
 
 
 def _files(path: str) -> TensorFiles | None:
@@ -190,7 +185,7 @@ def _load_first_layers(config: Any, files: TensorFiles, sources: Mapping[str, Pa
 
 
 def _is_read_alike(first_layers: Any, files: TensorFiles, sources: Mapping[str, ParameterSource]) -> bool:
-    """True if the weights of `first_layers`, which transformers loaded, equal what this module reads from the files."""
+    """True if the weights of `first_layers`, which transformers loaded, equal what this module reads."""
     return all(
         torch.equal(sources[name].read(files, 0, len(parameter)), parameter)
         for name, parameter in first_layers.named_parameters()

@@ -2,8 +2,8 @@
 
     weights w (float32)  --rounded after each step-->  copy c (bfloat16)  --passes-->  dc (bfloat16), then dw += dc
 
-The result equals FSDP's mixed precision bit for bit: a micro-batch's gradient is bfloat16, and micro-batches add up in
-float32. Unlike FSDP, a working copy gathers no weights and never holds a layer's gradients twice.
+The result equals FSDP's mixed precision bit for bit; a working copy gathers no weights and never holds a layer's
+gradients twice.
 """
 
 from collections.abc import Sequence
@@ -16,9 +16,8 @@ from torch import Tensor, nn
 class WorkingCopy:
     """Makes `modules` compute with copies of their weights in `dtype`; their parameters stay the trained weights.
 
-    Python looks up a module's attributes before its parameters. Under a weight's name every forward pass, also a
-    recomputation, finds the copy; optimizers, checkpoints and pushes find the parameter. Weights that already have
-    `dtype` have no copy. Tied weights share one copy.
+    Python looks up a module's attributes before its parameters: under a weight's name every forward pass finds the
+    copy, and optimizers, checkpoints and pushes find the parameter. Tied weights share one copy.
     """
 
     def __init__(self, modules: Sequence[nn.Module], dtype: torch.dtype) -> None:
@@ -52,7 +51,6 @@ def _copy_of(weight: nn.Parameter, dtype: torch.dtype) -> Tensor:
 
 
 def _add_gradient(weight: nn.Parameter, copy: Tensor) -> None:
-    """Add the copy's gradient, from one backward pass, to the weight's gradient."""
     assert copy.grad is not None
     if weight.grad is None:
         weight.grad = copy.grad.to(weight.dtype)

@@ -4,8 +4,7 @@
     beta     the weight of the KL in the reward adapts to the KL to the reference
     bonus    the entropy bonus adapts to the policy's entropy
 
-An update with a frozen policy changes none of them: its data are on-policy at any lag, and beta and bonus cannot change
-its KL and entropy. The learning rate of an update depends on the batch itself (`is_lowered_by_ess`, update.py).
+An update with a frozen policy changes none of them.
 """
 
 from collections.abc import Mapping
@@ -22,9 +21,9 @@ from streamppo.config.sections import Config
 class UpdaterState(NamedTuple):
     """The state of an updater between two updates, except weights and moments.
 
-    `beta`: the weight of the KL in the reward. `bad_steps`: the numbers of skipped optimizer steps in a row, for the
-    policy and for a critic that makes separate steps. `bonus`: the entropy bonus, None unless it is adaptive.
-    `reference_moved`: the reference is no longer the run's first model.
+    `beta` weights the KL in the reward. `bad_steps` counts the skipped optimizer steps in a row, of the policy and of a
+    critic that makes separate steps. `bonus` is None unless it is adaptive. `reference_moved` is True if the reference
+    is no longer the run's first model.
     """
 
     beta: float
@@ -34,7 +33,7 @@ class UpdaterState(NamedTuple):
 
 
 def lag_under(config: Config, lag: AdmittedLag | None) -> AdmittedLag | None:
-    """The first lag under a new `config`; `lag` is the last of the previous one. None unless the lag is adaptive."""
+    """The first lag under a new `config`, after the previous `lag`; None unless the lag is adaptive."""
     first, at_most = config.queue.first_lag, config.queue.flow_lag
     if first is None:
         return None

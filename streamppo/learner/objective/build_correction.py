@@ -65,17 +65,15 @@ def build(choice: choices.Correction) -> Correct:
                 proximal_BT, behavior_BT, trained_BT, threshold=threshold
             )
         case choices.CustomCorrection(function=name):
-            function = plugins.load_and_try(
-                name, "algorithm.correction.function", custom_functions.try_custom_correction
-            )
-            own_weights = partial(custom_functions.custom_correction, function=function)
-            return lambda proximal_BT, behavior_BT, _advantages, *rest: own_weights(proximal_BT, behavior_BT, *rest)
+            field, attempt = "algorithm.correction.function", custom_functions.try_custom_correction
+            custom = partial(custom_functions.custom_correction, function=plugins.load_and_try(name, field, attempt))
+            return lambda proximal_BT, behavior_BT, _advantages, *rest: custom(proximal_BT, behavior_BT, *rest)
 
 
 def _with_rejections(
     weigh: Callable[[Tensor, Tensor, Tensor], Correction], rules: Sequence[choices.Rejection] = ()
 ) -> Correct:
-    """Add rejection `rules` to a correction; a response's ratio is over all its sampled tokens, also beyond max_lag."""
+    """Add rejection `rules` to a correction. A response's ratio is over all its sampled tokens, also beyond max_lag."""
     rules_N = [_rule(rule) for rule in rules]
 
     def correct(
@@ -88,18 +86,18 @@ def _with_rejections(
 
 
 def _rule(choice: choices.Rejection) -> rejections.RejectionRule:
-    name = str(choice.__struct_config__.tag)
+    rule = partial(rejections.RejectionRule, str(choice.__struct_config__.tag))
     match choice:
         case choices.RejectToken(band=(lo, hi)):
-            return rejections.RejectionRule(name, partial(rejections.token_in_band, lo=lo, hi=hi))
+            return rule(partial(rejections.token_in_band, lo=lo, hi=hi))
         case choices.RejectSequence(band=(lo, hi)):
-            return rejections.RejectionRule(name, partial(rejections.sequence_in_band, lo=lo, hi=hi))
+            return rule(partial(rejections.sequence_in_band, lo=lo, hi=hi))
         case choices.RejectGeometric(band=(lo, hi)):
-            return rejections.RejectionRule(name, partial(rejections.geometric_in_band, lo=lo, hi=hi))
+            return rule(partial(rejections.geometric_in_band, lo=lo, hi=hi))
         case choices.RejectOutlier(band=(lo, hi)):
-            return rejections.RejectionRule(name, partial(rejections.outlier_free, lo=lo, hi=hi))
+            return rule(partial(rejections.outlier_free, lo=lo, hi=hi))
         case choices.RejectK3(at_most=at_most):
-            return rejections.RejectionRule(name, partial(rejections.mean_k3, at_most=at_most))
+            return rule(partial(rejections.mean_k3, at_most=at_most))
 
 
 def filters_of(choices: Sequence[choices.Filter]) -> dict[str, Filter]:

@@ -57,10 +57,7 @@ class TokenTerms(NamedTuple):
 
 
 class Loss(NamedTuple):
-    """The losses of one update. `share` turns rows and their current scores into a share of a minibatch's loss.
-
-    `entropy_weight` is the weight of the entropy bonus.
-    """
+    """The losses of one update; `entropy_weight` is the weight of the entropy bonus."""
 
     objective: Objective
     algorithm: Algorithm
@@ -89,8 +86,6 @@ class Loss(NamedTuple):
 
 
 class _MicroBatch(NamedTuple):
-    """One micro-batch: `rows` of the batch, cut to the longest of them."""
-
     update: Loss
     rows: Tensor
     current: PolicyOutput
@@ -106,8 +101,7 @@ class _MicroBatch(NamedTuple):
         entropy_bT = self.current.entropy_BT
         total = loss - self.update.entropy_weight * self.average(entropy_bT)
         if self.update.targets.reference_BT is not None and config.kl.loss_beta:
-            # The KL is over tokens of the current policy: their weights are proximal / behavior times current /
-            # proximal.
+            # The KL is over the current policy's tokens; current / behavior is the product of the two weights.
             current_bT = weights_bT * policy_weights(logprobs_bT, proximal_bT, trained_bT)
             divergence_bT = self.divergence(self.update.targets.reference_BT)
             total = total + config.kl.loss_beta * self.average(current_bT * divergence_bT)
@@ -117,14 +111,12 @@ class _MicroBatch(NamedTuple):
         logprobs_bT = logprobs_bT.detach()
         tokens_5 = update_sums(logprobs_bT, proximal_bT, trained_bT, terms.clipped_bT)
         sums = Sums.of_policy(loss, tokens_5, entropy_bT.masked_fill(~trained_bT, 0.0).double().sum())
+        ratio_bT, left_out = terms.ratio_bT.float(), terms.left_out
         return MicroBatchLoss(
-            total,
-            sums,
-            PolicyPass(self.rows, logprobs_bT.float(), terms.ratio_bT.float(), kept_bT.sum(), terms.left_out),
+            total, sums, PolicyPass(self.rows, logprobs_bT.float(), ratio_bT, kept_bT.sum(), left_out)
         )
 
     def terms(self) -> TokenTerms:
-        """The terms of the policy's loss for each token, before averaging."""
         trained_bT, logprobs_bT = self.trained_bT, self.current.logprobs_BT
         advantages_bT = self.slice_rows(self.update.targets.estimate.advantages)
         behavior_bT = self.slice_rows(self.update.batch.behavior_logprobs_BT)
@@ -139,7 +131,6 @@ class _MicroBatch(NamedTuple):
         return TokenTerms(proximal_bT, weights_bT, tokens.ratio, tokens.clipped, loss_bT, kept_bT, left_out)
 
     def critic(self) -> MicroBatchLoss:
-        """The critic's loss times its coefficient."""
         config, targets = self.update.algorithm.critic, self.update.targets
         critic_loss = value_loss(
             self.current.values_BT,
@@ -151,17 +142,14 @@ class _MicroBatch(NamedTuple):
             huber_delta=config.huber or 1.0,
         )
         loss = self.average(critic_loss.loss)
-        return MicroBatchLoss(
-            config.coefficient * loss, Sums.of_critic(loss, self.trained_bT.sum(), critic_loss.clipped.sum()), None
-        )
+        sums = Sums.of_critic(loss, self.trained_bT.sum(), critic_loss.clipped.sum())
+        return MicroBatchLoss(config.coefficient * loss, sums, None)
 
     @property
     def trained_bT(self) -> Tensor:
-        """[b, T], True for the micro-batch's tokens that are in the loss."""
         return self.slice_rows(self.update.targets.trained_BT)
 
     def slice_rows(self, batch_BT: Tensor) -> Tensor:
-        """Take the rows of this micro-batch from a tensor of the batch: [B, T] -> [b, T]."""
         return batch_BT[self.rows, : self.current.logprobs_BT.shape[1]]
 
     def average(self, loss_bT: Tensor) -> Tensor:
@@ -192,14 +180,12 @@ class _MicroBatch(NamedTuple):
         return proximal_bT, objective.correct(proximal_bT, *columns)
 
     def apply_exploration(self, loss_bT: Tensor, log_ratio_bT: Tensor) -> Tensor:
-        """The token losses, changed at the tokens that exploration has selected."""
         exploration, chosen_BT = self.update.objective.exploration, self.update.targets.chosen_BT
         if exploration is None or chosen_BT is None:
             return loss_bT
         return exploration.treat(loss_bT, log_ratio_bT, self.slice_rows(chosen_BT))
 
     def divergence(self, reference_BT: Tensor) -> Tensor:
-        """[b, T], the KL to the reference at each token, as a loss."""
         config = self.update.algorithm.kl
         return kl_loss(
             self.current.logprobs_BT,
@@ -211,7 +197,7 @@ class _MicroBatch(NamedTuple):
 
 
 def _zero_gradient(part: Part, current: PolicyOutput) -> Tensor:
-    """The loss of an empty micro-batch: its backward pass is a collective like any other, with a gradient of zero."""
+    """The loss of an empty micro-batch: its backward pass, a collective like any other, has a gradient of zero."""
     columns = {"policy": current[:2], "critic": current[2:], "both": current}[part]
     first, *others = (column.sum() * 0.0 for column in columns)
     return sum(others, start=first)

@@ -26,9 +26,8 @@ from streamppo.learner.objective.targets import Targets
 class Sums(NamedTuple):
     """Shares of losses and sums over tokens, detached, in float64: they add up over micro-batches and ranks.
 
-    `losses_2` are the loss shares of policy and critic, weighted by the loss's aggregation. The other sums weight all
-    trained tokens equally. `tokens_5` are the sums of `update_sums`, and `entropy` is a sum over the same tokens.
-    `values_2` are the numbers of all tokens of the critic and of its tokens with a clipped value.
+    `losses_2` are the loss shares of policy and critic. The other sums weight all trained tokens equally: `tokens_5`
+    are those of `update_sums`. `values_2` counts the critic's tokens and its tokens with a clipped value.
     """
 
     losses_2: Tensor
@@ -38,30 +37,26 @@ class Sums(NamedTuple):
 
     @staticmethod
     def zero(device: torch.device) -> "Sums":
-        """Sums of zero."""
         return Sums(*(torch.zeros(size, dtype=torch.float64, device=device) for size in (2, 5, 1, 2)))
 
     @staticmethod
     def of_policy(loss: Tensor, tokens_5: Tensor, entropy: Tensor) -> "Sums":
-        """The sums of the policy in a micro-batch; `entropy` is the sum over its trained tokens."""
         zero = Sums.zero(loss.device)
         return zero._replace(losses_2=_float64(loss, 0), tokens_5=tokens_5, entropy=_float64(entropy))
 
     @staticmethod
     def of_critic(loss: Tensor, trained: Tensor, clipped: Tensor) -> "Sums":
-        """The sums of the critic in a micro-batch: its loss, its trained tokens, and those with a clipped value."""
         return Sums.zero(loss.device)._replace(losses_2=_float64(0, loss), values_2=_float64(trained, clipped))
 
     def plus(self, other: "Sums") -> "Sums":
-        """The elementwise sum of both."""
         return Sums(*(mine + theirs for mine, theirs in zip(self, other, strict=True)))
 
 
 class PolicyPass(NamedTuple):
     """A pass of the policy over the rows of a micro-batch: log-probs, and ratios to the proximal policy, in float32.
 
-    `kept` is the number of tokens that have a weight in the loss. `left_out` maps the metric of each rule to the tokens
-    [b, T] that the rule leaves out.
+    `kept` is the number of tokens with a weight in the loss. `left_out` [b, T] are the tokens that each rule leaves
+    out, by its metric.
     """
 
     rows: Tensor
@@ -74,9 +69,9 @@ class PolicyPass(NamedTuple):
 class Minibatch(NamedTuple):
     """The result of a minibatch; `sums` and `passes` are this rank's part.
 
-    `rows`, on the CPU, are the passed rows of all ranks; `idle` are rows that were not passed. `grad_norm` is None if
-    no step was due, and not finite if the step was skipped. `stopped_early`: the policy had moved too far, so no step
-    was made, and the policy's later steps are left out. `is_empty`: no token was left in the loss, so no step was made.
+    `rows`, on the CPU, are the passed rows of all ranks; `idle` rows were not passed. `grad_norm` is None if no step
+    was due, and not finite if the step was skipped. `stopped_early`: the policy had moved too far, so it makes no
+    further step. `is_empty`: no token was left in the loss, so no step was made.
     """
 
     part: Part
@@ -156,12 +151,10 @@ def _last_ratios(
 
 
 def _with_policy(minibatches: Iterable[Minibatch]) -> Iterable[Minibatch]:
-    """The minibatches that train the policy."""
     return (minibatch for minibatch in minibatches if minibatch.part != "critic")
 
 
 def _norms(minibatches: Iterable[Minibatch], *, of_critic: bool) -> list[float]:
-    """The gradient norms of all steps that were made."""
     steps = (minibatch for minibatch in minibatches if (minibatch.part == "critic") is of_critic)
     return [step.grad_norm for step in steps if step.grad_norm is not None and not _is_bad(step)]
 
@@ -171,7 +164,7 @@ def _is_bad(minibatch: Minibatch) -> bool:
 
 
 def _float64(*numbers: Tensor | float) -> Tensor:
-    """Join numbers to one detached vector on the device of the first tensor; at least one must be a tensor."""
+    """Join numbers, at least one of them a tensor, to one detached vector on the device of the first tensor."""
     device = next(number.device for number in numbers if isinstance(number, Tensor))
     # `torch.full` runs on the device; `torch.tensor(number)` would copy from the host and wait for the GPU.
     tensors = (scalar if isinstance(scalar, Tensor) else torch.full((), scalar, device=device) for scalar in numbers)
@@ -189,7 +182,7 @@ def batch_metrics(
     """The metrics of the batch before its first step; importance weights are not truncated.
 
     `learner` are the proximal policy's scores of the rows `passed_B`, or the scores of each row's first pass.
-    `divergences` are of the proximal from the behavior policy, if they are already computed.
+    `divergences`, of the proximal from the behavior policy, are computed if they are None.
     """
     mask_BT = batch.mask_BT
     compared_BT = mask_BT & passed_B[:, None]
@@ -244,7 +237,6 @@ def _completion_metrics(batch: PaddedBatch) -> dict[str, float]:
 
 
 def _candidates(batch: PaddedBatch) -> dict[str, float]:
-    """The mean number of candidates where top-p or top-k limit them, and the share of tokens with one candidate."""
     if batch.candidates is None:
         return {}
     count_BT = batch.candidates.counts
@@ -254,9 +246,9 @@ def _candidates(batch: PaddedBatch) -> dict[str, float]:
 
 
 def distances(batch: PaddedBatch, targets: Targets, learner: PolicyOutput, passed_B: Tensor) -> dict[str, float]:
-    """The KL of the policy to reference and teacher, and the NLL of right answers; `learner` is as in `batch_metrics`.
+    """The KL to the reference per response, the KL to the teacher per token, and the NLL of right answers.
 
-    The KL to the reference is per response, the KL to the teacher per token.
+    `learner` is as in `batch_metrics`.
     """
     metrics: dict[str, float] = {}
     mask_BT = batch.mask_BT & passed_B[:, None]
@@ -281,9 +273,8 @@ def dropped_shares(
 ) -> dict[str, float]:
     """The share of sampled tokens that each rule leaves out, and (`NAME_responses`) of responses that lose a token.
 
-    Shares are over all passes of the policy's loss; for truncated completions also over the idle rows, which are not
-    passed. Without tokens a share is 0. If several rules leave out a token, it counts for each of these rules. A
-    collective if there is a rule.
+    Shares are over all passes of the policy's loss; for truncated completions also over the idle rows. Without tokens a
+    share is 0. A token may count for several rules. A collective if there is a rule.
     """
     if not names_N:
         return {}

@@ -44,7 +44,6 @@ PolicyLoss: TypeAlias = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Token
 """(logprobs_BT, proximal_logprobs_BT, behavior_logprobs_BT, advantages_BT, mask_BT) -> one loss per token."""
 RatioLoss: TypeAlias = Callable[[Tensor, Tensor, Tensor, Tensor], TokenLoss]
 """A policy loss without behavior log-probs: (logprobs_BT, proximal_logprobs_BT, advantages_BT, mask_BT)."""
-
 Anchor: TypeAlias = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 """(behavior_logprobs_BT, logprobs_BT, lag_BT, mask_BT) -> proximal log-probs, without gradient."""
 
@@ -61,11 +60,10 @@ class Epoch(NamedTuple):
 class Objective(NamedTuple):
     """The functions and the epochs of one run.
 
-    `scored` is the part whose scores of the whole batch are computed before the first step. If the policy is not in
-    `scored`, the policy is passed only in its steps. `anchor` computes the proximal log-probs of a micro-batch in the
-    step's own pass; if `anchor` is None, they are computed before the first step. `one_step`: the policy makes one step
-    per batch. `rules` are the metrics of all rules, of the correction and of the `filters`, that leave tokens out of
-    the policy's loss.
+    The scores of the part `scored` are computed for the whole batch before the first step. `anchor` computes the
+    proximal log-probs of a micro-batch in the step's own pass; if it is None, they are computed before the first step.
+    `one_step`: the policy makes one step per batch. `rules` are the metrics of all rules, of the correction and of the
+    `filters`, that leave tokens out of the policy's loss.
     """
 
     advantages: Advantages
@@ -82,14 +80,13 @@ class Objective(NamedTuple):
 
     @property
     def scores_policy(self) -> bool:
-        """True if the policy's log-probs of the whole batch are computed before the first step."""
         return self.scored in ("policy", "both")
 
     def warm_up(self) -> "Objective":
         """The objective of warm-up, when the policy is frozen: only the epochs of a critic with separate steps remain.
 
-        The policy then passes over a batch one time, without gradient, for its metrics. A value head shares the
-        policy's passes, so with a value head the objective does not change.
+        The policy passes over a batch once, for its metrics. With a value head, which shares the policy's passes, the
+        objective does not change.
         """
         if self.epochs[-1].part != "critic":
             return self
@@ -136,7 +133,6 @@ def _anchor(choice: choices.Algorithm, *, one_step: bool) -> Anchor | None:
 
 
 def _epochs(config: Config) -> tuple[Epoch, ...]:
-    """The epochs: a value head trains with the policy; a separate critic trains afterwards, in epochs of its own."""
     learner, critic = config.learner, config.algorithm.critic
     separate = config.algorithm.has_critic and critic.model != "head"
     part: Part = "both" if config.algorithm.has_critic and not separate else "policy"
@@ -199,10 +195,8 @@ def _advantages(choice: choices.Advantage) -> Advantages:
         case choices.Gdpo(weights=weights, unbiased=unbiased):
             return partial(_gdpo, partial(groups.gdpo, weights=weights, unbiased=unbiased))
         case choices.CustomAdvantage(function=name):
-            return partial(
-                _custom_advantage,
-                plugins.load_and_try(name, "algorithm.advantage.function", custom_functions.try_custom_advantage),
-            )
+            field, attempt = "algorithm.advantage.function", custom_functions.try_custom_advantage
+            return partial(_custom_advantage, plugins.load_and_try(name, field, attempt))
 
 
 def _gae(choice: choices.Gae, batch: PaddedBatch, proximal: PolicyOutput, rewards_BT: Tensor) -> AdvantageEstimate:
@@ -320,7 +314,6 @@ def _ratio_loss(choice: losses.RatioLoss) -> RatioLoss:
 
 
 def _sequence_loss(choice: losses.SequenceLoss) -> RatioLoss:
-    """Build a loss whose ratio is of a whole response."""
     match choice:
         case losses.Gspo(range=(low, high)):
             return partial(sequence_losses.gspo, clip_low=low, clip_high=high)

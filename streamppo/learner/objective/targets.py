@@ -1,7 +1,6 @@
 """The constants of the update on one batch: advantages, returns, corrections, masks.
 
-Every rank computes the constants from the whole gathered batch. B trajectories of the batch, T completion tokens
-(padded).
+B trajectories of the batch, T completion tokens (padded).
 """
 
 import math
@@ -31,7 +30,7 @@ class Frozen(NamedTuple):
 
 
 def teacher_logprobs_from_batch(batch: PaddedBatch) -> Tensor:
-    """[B, T] log-probs from a teacher's server, which come with the trajectories: an update does not call the server.
+    """[B, T] log-probs from a teacher's server, which come with the trajectories.
 
     Raises `ValueError` if a trajectory has no such log-probs.
     """
@@ -50,12 +49,11 @@ class Targets(NamedTuple):
 
     `trained_BT` is True for tokens in the loss (`Objective.trained`). Without a `correction`, each step computes
     proximal log-probs and weights in its own pass (`Objective.anchor`). `chosen_BT` is True for the tokens that
-    `Objective.exploration` selects; None without exploration. `right_BT` is True for the trained tokens of right
-    answers; None without `positive_nll`.
+    `Objective.exploration` selects. `right_BT` is True for the trained tokens of right answers, for `positive_nll`.
 
     `explained` is the share of outcomes that the critic explains (`outcomes_explained`), if segments are cut by length.
-    If the share is too small, `policy_waits` is True, and only the critic is trained on the batch. Masking the cut
-    segments would not be enough: all other segments train the ends of completions, not their beginnings.
+    If it is too small, `policy_waits` is True, and only the critic is trained on the batch. Masking the cut segments
+    would not be enough: all other segments train the ends of completions, not their beginnings.
     """
 
     scored: PolicyOutput
@@ -106,24 +104,15 @@ def compute_targets(
         chosen_BT = objective.exploration.choose(batch, scored, estimate.advantages, trained_BT)
     right_BT = correct_answer_mask(batch, config) & trained_BT if config.algorithm.positive_nll else None
     explained = _explained(config, batch, scored, rewards_BT)
-    return Targets(
-        scored,
-        estimate,
-        correction,
-        trained_BT,
-        frozen.reference_BT,
-        chosen_BT,
-        frozen.teacher_BT,
-        right_BT,
-        explained,
-        policy_waits=explained is not None and explained < (config.queue.least_explained or -math.inf),
-    )
+    waits = explained is not None and explained < (config.queue.least_explained or -math.inf)
+    masks = trained_BT, frozen.reference_BT, chosen_BT, frozen.teacher_BT, right_BT
+    return Targets(scored, estimate, correction, *masks, explained, waits)
 
 
 def per_token_record(
     objective: Objective, config: Config, batch: PaddedBatch, targets: Targets, scored_B: Tensor
 ) -> TokenRecord:
-    """The numbers per token for the archive, as far as the pass before the first step computes them.
+    """The numbers per token for the archive that the pass before the first step computes.
 
     Log-probs of rows outside of `scored_B` are NaN.
     """
@@ -143,7 +132,6 @@ def correct_answer_mask(batch: PaddedBatch, config: Config) -> Tensor:
 
 
 def _rewards(config: Algorithm, batch: PaddedBatch, scored: PolicyOutput, frozen: Frozen, beta: float) -> Tensor:
-    """[B, T] rewards, minus the KL to the reference and to the teacher, if the configuration says so."""
     rewards_BT, logprobs_BT, mask_BT = batch.rewards_BT, scored.logprobs_BT, batch.mask_BT
     if frozen.reference_BT is not None and config.kl.reward_beta:
         kind = config.kl.reward_estimator
@@ -167,15 +155,7 @@ def _explained(config: Config, batch: PaddedBatch, scored: PolicyOutput, rewards
 def _with_teacher(
     config: Algorithm, estimate: AdvantageEstimate, batch: PaddedBatch, scored: PolicyOutput, frozen: Frozen
 ) -> AdvantageEstimate:
-    """The estimate, with the teacher's advantages added if teacher.signal is "advantage"."""
     if frozen.teacher_BT is None or config.teacher.signal != "advantage":
         return estimate
-    mixed_BT = kl_advantages(
-        estimate.advantages,
-        scored.logprobs_BT,
-        frozen.teacher_BT,
-        batch.mask_BT,
-        weight=config.teacher.weight,
-        others=config.teacher.others,
-    )
-    return estimate._replace(advantages=mixed_BT)
+    columns, teacher = (estimate.advantages, scored.logprobs_BT, frozen.teacher_BT, batch.mask_BT), config.teacher
+    return estimate._replace(advantages=kl_advantages(*columns, weight=teacher.weight, others=teacher.others))

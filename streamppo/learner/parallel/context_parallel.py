@@ -6,8 +6,6 @@ computes it only for its slice. For attention the ranks exchange slices of token
     rank 0   tokens 0 1 2 3   -->   heads 0 1 of tokens 0 .. 7   -->   tokens 0 1 2 3
     rank 1   tokens 4 5 6 7   -->   heads 2 3 of tokens 0 .. 7   -->   tokens 4 5 6 7
 
-Weights, moments and gradients are sharded over all ranks, as without slices.
-
 B rows, W tokens of a row in its layout (padded), C ranks, S = W / C tokens of a slice, T completion tokens (padded).
 """
 
@@ -34,7 +32,7 @@ NAME = "slices"
 """The name of the argument that brings `Slices` to a transformer and so to its attention."""
 PREFIX = "sliced_"
 """The prefix of the name under which transformers knows a wrapped attention that is not flash-attn."""
-_wrapped: dict[str, Any] = {}
+_wrapped: dict[str, object] = {}
 """The attention functions that `_attend` calls, by the name of their wrapper."""
 
 
@@ -42,8 +40,8 @@ class Slices(NamedTuple):
     """The groups of context parallelism: rows are split over `ranks` ranks, and this rank has slice `number`.
 
     `within`: the ranks that have slices of the same rows; `across`: the ranks that have the same slice of other rows;
-    both are None if rows are not split. `heads`: the ranks that exchange slices for heads: all ranks of `within` or,
-    with tensor parallelism, all ranks with the same share of the heads; None for a single rank. `cut`: the meshes that
+    both are None if rows are not split. `heads`: the ranks that exchange slices for heads, which are those of `within`
+    or, with tensor parallelism, those with the same share of the heads; None for a single rank. `cut`: the meshes that
     split weights.
     """
 
@@ -59,7 +57,6 @@ class Slices(NamedTuple):
         return self.across or everybody()
 
     def groups(self) -> tuple[dist.ProcessGroup, ...]:
-        """All process groups that were made for the slices."""
         groups = tuple(group for group in (self.within, self.across, self.heads) if group is not None)
         return (*groups, *self.cut.groups())
 
@@ -100,9 +97,8 @@ def refusal(config: Any, ranks: int) -> str:
 def name_of(implementation: str, slices: Slices) -> str:
     """Register `implementation`, wrapped for context parallelism, and return its name in transformers.
 
-    A flash-attn keeps its name, because transformers imports it by this name; for a model without slices the wrapper
-    changes nothing. SDPA and eager attention get a new name. For a name that it does not know, transformers makes no
-    mask, which would cover only a slice.
+    A flash-attn keeps its name, by which transformers imports it. SDPA and eager attention get a new name: for a name
+    that it does not know, transformers makes no mask, which would cover only a slice.
     """
     from transformers import AttentionInterface
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -124,7 +120,7 @@ def _attend(
     attention_mask: Tensor | None,
     *,
     slices: Slices = WHOLE,
-    **others: Any,
+    **others: object,
 ) -> tuple[Tensor, None]:
     """Compute attention for a share of the heads over all tokens; the mask covers all tokens. Returns [B, S, H, D]."""
     compute: Any = _wrapped[module.config._attn_implementation]

@@ -5,9 +5,9 @@
     return     a token's k results are summed on the token's rank
 
 The ranks of a group may pass different rows of different widths. Tokens are dispatched as in GShard,
-https://arxiv.org/abs/2006.16668, but without a capacity: no token is left out. If a rank would get
-more than `FEW` pairs and more than `UNEVEN` times its even share, the ranks exchange their pairs in rounds. Each
-round is computed again in the backward pass, so a rank holds the activations of one round.
+https://arxiv.org/abs/2006.16668, but without a capacity: no token is left out. If a rank would get more than `FEW`
+pairs and more than `UNEVEN` times its even share, the ranks exchange their pairs in rounds, each of which is computed
+again in the backward pass, so a rank holds the activations of one round.
 
 Example: one of 4 ranks gets three quarters of all pairs, 3 times its even share, in 2 rounds of 1.5 times that share.
 
@@ -46,12 +46,7 @@ class Round(NamedTuple):
 
 
 def dispatch_to_experts(
-    compute: Compute,
-    group: dist.ProcessGroup,
-    experts: int,
-    hidden_ND: Tensor,
-    index_Nk: Tensor,
-    weights_Nk: Tensor,
+    compute: Compute, group: dist.ProcessGroup, experts: int, hidden_ND: Tensor, index_Nk: Tensor, weights_Nk: Tensor
 ) -> Tensor:
     """Compute each token by its experts; every rank of `group` has `experts` consecutive experts. A collective.
 
@@ -99,8 +94,6 @@ def _parts(pairs: int, number: int) -> list[int]:
 def _exchange(
     compute: Compute, group: dist.ProcessGroup, hidden_ND: Tensor, weights_Nk: Tensor, exchange: Round
 ) -> Tensor:
-    """Compute the results of a round's pairs, in the order of the pairs. A collective."""
-
     def send(tensor: Tensor) -> Tensor:
         return _ExchangeTokens.apply(tensor, group, exchange.received, exchange.sent)  # pyright: ignore[reportReturnType]
 
@@ -108,13 +101,10 @@ def _exchange(
     weights_P = send(weights_Nk.flatten()[exchange.order_M])
     if not len(hidden_PD):
         # A zero row gives unused weights a gradient too, because all ranks must reduce the same tensors.
-        hidden_PD, expert_P, weights_P = (_add_zero_row(values) for values in (hidden_PD, expert_P, weights_P))
+        columns = hidden_PD, expert_P, weights_P
+        hidden_PD, expert_P, weights_P = (torch.cat([rows, rows.new_zeros(1, *rows.shape[1:])]) for rows in columns)
     output_PD = compute(hidden_PD, expert_P[:, None], weights_P[:, None])[: sum(exchange.received)]
     return _ExchangeTokens.apply(output_PD, group, exchange.sent, exchange.received)  # pyright: ignore[reportReturnType]
-
-
-def _add_zero_row(rows: Tensor) -> Tensor:
-    return torch.cat([rows, rows.new_zeros(1, *rows.shape[1:])])
 
 
 class _ExchangeTokens(torch.autograd.Function):

@@ -26,15 +26,15 @@ from streamppo.learner.device import add_up, to_device
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-CHOICES: tuple[Callable[..., Any], ...] = (torch.topk, Tensor.topk)
+CHOICES: tuple[Callable[..., object], ...] = (torch.topk, Tensor.topk)
 
 
 class Routers:
     """The routers of one transformer; in a model without experts there are none, and every call does nothing.
 
-    The routes given to `expect` stay in effect until its next call, so a layer that is recomputed in the backward pass
-    uses them again. If `counts` is False, `metrics` does not count the tokens of a pass. With `float32`, routers
-    compute their products in float32; their weights keep their type.
+    The routes given to `expect` stay in effect until its next call, also for a layer that the backward pass recomputes.
+    If `counts` is False, `metrics` does not count the tokens of a pass. With `float32`, routers compute their products
+    in float32.
     """
 
     def __init__(self, transformer: "PreTrainedModel | None", *, float32: bool = False) -> None:
@@ -68,10 +68,8 @@ class Routers:
                 entry_N = torch.full((tokens,), -1)
                 entry_N[index_M] = real_BL.flatten().nonzero()[:, 0]
             width = index_BL.shape[1]
-            token_N = torch.where(entry_N < 0, -1, entry_N % width)
-            numbers_NE, known_N = routes.at(entry_N.clamp(min=0) // width, token_N)
-            device = tokens_BL.device
-            known_routes = KnownRoutes(to_device(numbers_NE, device), to_device(known_N, device))
+            columns = routes.at(entry_N.clamp(min=0) // width, torch.where(entry_N < 0, -1, entry_N % width))
+            known_routes = KnownRoutes(*(to_device(column, tokens_BL.device) for column in columns))
             highest = routes.largest
         for router in self._routers:
             router.expect(known_routes, highest, real_N)
@@ -122,9 +120,8 @@ class Router:
         """Set the routes of the next pass, as in `Routers.expect`; no expert's number is above `highest`."""
         layer_routes = None
         if routes is not None:
-            layer_routes = KnownRoutes(
-                routes.numbers[:, self._layer * self.top_k : (self._layer + 1) * self.top_k], routes.known_N
-            )
+            begin = self._layer * self.top_k
+            layer_routes = KnownRoutes(routes.numbers[:, begin : begin + self.top_k], routes.known_N)
             if layer_routes.numbers.shape[1] != self.top_k or highest >= self.experts:
                 raise ModelError(
                     f"the engine's routes have {routes.numbers.shape[1]} entries per token and go up to expert "
@@ -165,11 +162,11 @@ class Router:
             self._counts = torch.zeros(self.experts + 2, dtype=torch.float64, device=real_N.device)
         return self._counts.scatter_add_(0, chosen_Nk.flatten(), real_N.double().repeat_interleave(self.top_k))
 
-    def _begin(self, module: nn.Module, arguments: Any) -> None:
+    def _begin(self, module: nn.Module, arguments: object) -> None:
         self._replay_modes.append(_ReplayMode(self))
         self._replay_modes[-1].__enter__()
 
-    def _end(self, module: nn.Module, arguments: Any, output: Any) -> None:
+    def _end(self, module: nn.Module, arguments: object, output: object) -> None:
         self._replay_modes.pop().__exit__(None, None, None)
 
 

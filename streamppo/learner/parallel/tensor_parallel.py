@@ -6,10 +6,8 @@
     expert   a rank has a share of every layer's experts, and tokens are sent to it (expert_parallel.py)
 
 A split weight is a DTensor over the ranks that split it. FSDP2 shards each part over the ranks of the replica that have
-the same part, and it shards every other weight over all ranks of the replica. A rank's gradient covers only its own
-tokens or its own part, so in both cases FSDP2 sums gradients.
-
-t ranks that split a weight, S tokens of a slice.
+the same part, and every other weight over all ranks of the replica. A rank's gradient covers only its own tokens or its
+own part, so FSDP2 sums gradients. t ranks that split a weight, S tokens of a slice.
 """
 
 import re
@@ -51,12 +49,10 @@ class TensorParallelSpec(NamedTuple):
 
     @property
     def meshes(self) -> tuple[DeviceMesh, ...]:
-        """The distinct meshes."""
         tensor, expert = self
         return tuple(mesh for mesh in (tensor, None if expert is tensor else expert) if mesh is not None)
 
     def groups(self) -> tuple[dist.ProcessGroup, ...]:
-        """The process groups of the meshes."""
         return tuple(group for mesh in self.meshes for group in mesh.get_all_groups())
 
 
@@ -123,7 +119,7 @@ def cut_weights(transformer: Any, cut: TensorParallelSpec) -> None:
 def shard_fully(module: nn.Module, mesh: DeviceMesh, cut: TensorParallelSpec, fully_shard: Callable[..., Any]) -> None:
     """Shard `module` over `mesh` by FSDP2's `fully_shard`; every rank shards its part of a split weight.
 
-    Gradients are summed over ranks, not averaged, because weights are sharded over different numbers of ranks.
+    Gradients are summed, not averaged, because weights are sharded over different numbers of ranks.
     """
     fully_shard(module, mesh=mesh, shard_placement_fn=_placement(cut) if cut.meshes else None)
     assert isinstance(module, FSDPModule)
@@ -131,7 +127,7 @@ def shard_fully(module: nn.Module, mesh: DeviceMesh, cut: TensorParallelSpec, fu
     module.set_force_sum_reduction_for_comms(True)
 
 
-def _placement(cut: TensorParallelSpec) -> Callable[[nn.Parameter], Any]:
+def _placement(cut: TensorParallelSpec) -> Callable[[nn.Parameter], object]:
     """Return a function that maps a split weight to the ranks with the same part, which shard it.
 
     Raises `ModelError` if this torch's FSDP2 can shard the weights of a module only over the same ranks.
@@ -172,16 +168,15 @@ def _cut_layers(config: Any, modules: dict[str, nn.Module], mesh: DeviceMesh) ->
             _cut_parameter(module, "weight", name, 1, mesh)
             module.forward = partial(_row_parallel_output, module, group)  # pyright: ignore[reportAttributeAccessIssue]
     if not blocks:
-        parts = mesh[PART].size()
         raise ModelError(
-            f"learner.mesh.tensor = {parts} is not possible: transformers has no plan that splits this model's layers"
+            f"learner.mesh.tensor = {mesh[PART].size()} is not possible: transformers has no plan that splits this "
+            "model's layers"
         )
     for block in blocks.values():
         block.register_forward_pre_hook(partial(_gather_arguments, group), with_kwargs=True)
 
 
 def _cut_experts(module: Any, name: str, mesh: DeviceMesh) -> None:
-    """Keep only this rank's share of a layer's experts."""
     for leaf, parameter in list(module.named_parameters()):
         if len(parameter) != module.num_experts:
             raise ModelError(f"learner.mesh.expert: {name}.{leaf} is not one tensor for each expert")
@@ -201,7 +196,7 @@ def _cut_parameter(module: nn.Module, leaf: str, name: str, dimension: int, mesh
 
 
 def _mesh_info(mesh: DeviceMesh) -> FSDPMeshInfo:
-    """FSDP2's mesh info for a weight that is split over `mesh`: it names the ranks that have the same part."""
+    """FSDP2's mesh info for a weight that is split over `mesh`: the ranks that have the same part."""
     if mesh.ndim == 2:
         return FSDPMeshInfo(mesh["shard"], shard_mesh_dim=0)
     return HSDPMeshInfo(mesh[REPLICATE, "shard"], shard_mesh_dim=1, replicate_mesh_dim=0)
@@ -226,10 +221,7 @@ def _with_parts(module: nn.Module, forward: Callable[..., Tensor], *arguments: T
 
 
 def _row_parallel_output(module: Any, group: dist.ProcessGroup, units: Tensor) -> Tensor:
-    """The layer's output for this rank's slice of the tokens, from the partial products of all ranks.
-
-    Each rank multiplies by its own columns of the weight. The bias is added after the sum over ranks.
-    """
+    """The layer's output for this rank's slice of the tokens, from the partial products of all ranks."""
     with _parts(module):
         partial_sum = nn.functional.linear(units, module.weight)
     summed: Tensor = _Collective.apply(partial_sum, group, _reduce_slices, _gather_slices)  # pyright: ignore[reportAssignmentType]
@@ -237,11 +229,11 @@ def _row_parallel_output(module: Any, group: dist.ProcessGroup, units: Tensor) -
 
 
 def _gather_arguments(
-    group: dist.ProcessGroup, block: nn.Module, arguments: tuple[Any, ...], by_keyword: dict[str, Any]
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Replace this rank's slice of tokens, in a block's arguments, by the tokens of all ranks of `group`."""
+    group: dist.ProcessGroup, block: nn.Module, arguments: tuple[object, ...], by_keyword: dict[str, object]
+) -> tuple[tuple[object, ...], dict[str, object]]:
+    """In a block's arguments, replace this rank's slice of tokens by the tokens of all ranks of `group`."""
 
-    def gather(value: Any) -> Any:
+    def gather(value: object) -> object:
         if isinstance(value, tuple):
             return tuple(gather(item) for item in value)
         return _Collective.apply(value, group, _gather_slices, _reduce_slices)
@@ -283,7 +275,6 @@ class _Collective(torch.autograd.Function):
 
 
 def _gather_slices(slice_S: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Concatenate the slices of all ranks."""
     ranks = dist.get_world_size(group)
     received = slice_S.new_empty(ranks, *slice_S.shape)
     # Before torch 2.13 the function was `all_gather_into_tensor`; torch 2.13 warns of that name.
@@ -293,7 +284,6 @@ def _gather_slices(slice_S: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 def _reduce_slices(whole: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Return this rank's slice of the sum over ranks."""
     sent = torch.stack(whole.chunk(dist.get_world_size(group), TOKENS))
     received = torch.empty_like(sent[:1])
     scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
