@@ -39,7 +39,6 @@ class Question(NamedTuple):
         return value > self.above if self.above is not None else value < (self.below or 0.0)
 
     def words(self) -> str:
-        """Return the condition in words."""
         if self.test is not None:
             return f"the test of {self.test.name}"
         bound = f"above {self.above:g}" if self.above is not None else f"below {self.below or 0.0:g}"
@@ -51,7 +50,7 @@ class Answer(NamedTuple):
 
     `looked` versions were examined, and the condition holds at `holding` of them. `remade` updates were replayed.
     `certain` is True if every version up to `version` was examined. `monotone` is True if the condition holds at all
-    later examined versions; None if no later version was examined. `sure` is both in words.
+    later examined versions; None if there are none. `sure` is both in words.
     """
 
     condition: str
@@ -101,12 +100,9 @@ def lines_of(run: Path) -> dict[int, Metrics]:
 
 
 def refuse_metric(metric: str, known: Sequence[str], begin: str) -> NoReturn:
-    """Raise `ConfigError` for an unknown metric, with the text `begin` and the nearest of the `known` names."""
+    """Raise `ConfigError` for an unknown metric; the message begins with `begin` and names the nearest `known` name."""
     near = difflib.get_close_matches(metric, known, 1)
     raise ConfigError(begin + (f"; is {near[0]!r} meant?" if near else f"; it has {', '.join(known) or 'none'}"))
-
-
-# --- the result ----------------------------------------------------------------------------------------------
 
 
 def conclude(
@@ -136,14 +132,8 @@ def conclude(
         sure += f"; it does not hold throughout: of the {len(later)} after it, it holds at {sum(later)}"
     if not examined:
         sure = "nothing was examined"
-    return Answer(
-        question.words(),
-        None if first is None else first.version,
-        None if first is None or first.value is None or math.isnan(first.value) else first.value,
-        len(examined),
-        holding,
-        remade,
-        certain and first is not None,
-        monotone,
-        sure,
-    )
+    version = None if first is None else first.version
+    value = None if first is None or first.value is None or math.isnan(first.value) else first.value
+    is_certain = certain and first is not None
+    counts = len(examined), holding, remade
+    return Answer(question.words(), version, value, *counts, is_certain, monotone, sure)

@@ -21,7 +21,6 @@ PLAIN_WIDTH = 10_000
 
 class _PlainConsole(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
-        """Format the message without control sequences."""
         return lines(super().format(record))
 
 
@@ -42,7 +41,7 @@ class _Console(Console):
 def echo(*rows: str, result: Path | None = None) -> None:
     """Print each row of a command's result as one line, or an empty line if there are no rows.
 
-    If `result`, the file of the command's result, is a pipe or device, it may be standard output: rows go to stderr.
+    If the command's `result` is a pipe or device, it may be standard output, and rows go to stderr.
     """
     is_result = result is None or result.is_file()
     console(sys.stdout if is_result else sys.stderr).print("\n".join(map(harmless, rows)), soft_wrap=True)
@@ -56,7 +55,6 @@ def console(stream: TextIO | None = None) -> Console:
 
 class _Rows(Table):
     def add_row(self, *cells: RenderableType | None, style: StyleType | None = None, end_section: bool = False) -> None:
-        """Add a row. The text of a cell is written in one line."""
         shown = (harmless(cell) if isinstance(cell, str) else cell for cell in cells)
         super().add_row(*shown, style=style, end_section=end_section)
 

@@ -1,7 +1,7 @@
 """Ends a process that has called user code. Threads, processes and exit hooks of that code may never end.
 
 Threads in the user's code have `GRACE_S` seconds together. Threads of libraries, executors, processes of
-multiprocessing and exit hooks have `HOOKS_S` seconds. Then the process ends.
+multiprocessing and exit hooks have `HOOKS_S` seconds.
 """
 
 import multiprocessing
@@ -18,9 +18,8 @@ GRACE_S, HOOKS_S = 2.0, 5.0
 
 def leave(code: int) -> NoReturn:
     """End this process with the exit code `code` after its output is written."""
-    user_threads = {
-        thread: place for thread in _lasting() if (place := user_traceback.locate_thread(thread.ident or 0))
-    }
+    located = ((thread, user_traceback.locate_thread(thread.ident or 0)) for thread in _lasting())
+    user_threads = {thread: place for thread, place in located if place}
     for thread in user_threads:
         thread.join(GRACE_S / len(user_threads))
     endless = [place for thread, place in user_threads.items() if thread.is_alive()]
@@ -33,10 +32,8 @@ def leave(code: int) -> NoReturn:
 
 
 def _lasting() -> list[threading.Thread]:
-    """Return the threads for which Python waits at exit."""
-    return [
-        thread for thread in threading.enumerate() if not thread.daemon and thread is not threading.current_thread()
-    ]
+    current = threading.current_thread()
+    return [thread for thread in threading.enumerate() if not thread.daemon and thread is not current]
 
 
 def _end_late(code: int) -> None:

@@ -8,10 +8,10 @@ RUN/replays/1.json    the recorded and the new numbers, for each version
 import json
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import closing, suppress
 from itertools import count
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeAlias, TypedDict, TypeVar
+from typing import TypeAlias, TypedDict, TypeVar
 
 import ray
 from msgspec import structs
@@ -37,19 +37,12 @@ from streamppo.queue.store.journal import Journal
 from streamppo.telemetry import metrics_file
 from streamppo.types import UpdateReport, decode, encode
 
-if TYPE_CHECKING:
-    from ray.actor import ActorProxy
-
-    from streamppo.learner.rank import Rank
-
 SHOWN = ("policy_loss", "entropy", "proximal_kl", "behavior_kl", "ess", "grad_norm")
 """The metrics in the printed table. The report has all metrics."""
 SHOWN_VERSIONS = 20
 """Maximum versions in the printed table."""
 HORIZONS = {"entropy": 64, "proximal_kl": 8, "behavior_kl": 4, "ess": 4, "grad_norm": 2}
 """For each metric, the last update at which a replay with changes predicts a fork (benchmarks/learning/what_if.py)."""
-
-
 T = TypeVar("T")
 log = logging.getLogger(__name__)
 
@@ -66,13 +59,10 @@ def replay(run: Path, to: int | None, changes: Sequence[str]) -> int:
     """Replay versions 1 to `to`, with `changes` to the configuration. Returns the exit code 0.
 
     If the first batches were not kept, the replay begins with the oldest checkpoint after which all batches were kept.
-
     Raises `Diverged` if there are no `changes`, the run was exact, and a version has other weights than recorded.
     """
-    journal = Journal.open_run(run)
-    recorded = journal.versions()
-    configs = resume_checks.configs(journal)
-    journal.close()
+    with closing(Journal.open_run(run)) as journal:
+        recorded, configs = journal.versions(), resume_checks.configs(journal)
     last = max(recorded, default=0) if to is None else to
     if last not in recorded:
         raise JournalError(f"{run}: version {last} was never made; the newest is {max(recorded, default=0)}")
@@ -87,9 +77,8 @@ def replay(run: Path, to: int | None, changes: Sequence[str]) -> int:
 
     def use(begin: Path | None) -> tuple[dict[int, str], list[UpdateReport]]:
         if begin and last < int(begin.name):
-            raise JournalError(
-                f"{run}: versions before {int(begin.name)} cannot be replayed: their batches were not kept"
-            )
+            early = f"versions before {int(begin.name)}"
+            raise JournalError(f"{run}: {early} cannot be replayed: their batches were not kept")
         return remake(run, past, begin, last)
 
     digests, reports = from_checkpoint(lambda: oldest_start(run, past), use)
@@ -98,7 +87,11 @@ def replay(run: Path, to: int | None, changes: Sequence[str]) -> int:
     if changes or not exact:
         _print_curves(_curves(run, reports))
     if changes:
-        _print_horizons()
+        reach = ", ".join(f"{updates} ({name})" for name, updates in HORIZONS.items())
+        echo(
+            "these batches were sampled without the changes: for 20 changes of configs/math.toml, a fork behaved as "
+            f"its replay up to update {reach}; for later updates, and for reward and accuracy, use `streamppo fork`"
+        )
     try:
         echo(f"report: {_report(run, changes, recorded, digests, reports)}")
     except RunError as error:
@@ -120,7 +113,7 @@ def with_changes(recorded: Config, present: Config, changes: Sequence[str]) -> C
     return threads.with_number(configfile.change(recorded, [*places, *changes]), recorded.learner.threads)
 
 
-Export: TypeAlias = Callable[[Path], None]
+Export: TypeAlias = Callable[[Path], object]
 """A function that writes the newest version as a Hugging Face model to a new folder."""
 
 
@@ -135,9 +128,8 @@ def remake(
 ) -> tuple[dict[int, str], list[UpdateReport]]:
     """Replay the versions after the checkpoint `begin` (None: version 0) up to `last`, or until `until` returns True.
 
-    Returns the digest of every version, and the report of every update. If `checkpoints` is a folder, a checkpoint of
-    the last version is saved there. The learner's ranks run on a new Ray cluster, which ends with the call. Raises
-    `RunError` if a rank fails.
+    Returns the digest of every version, and the report of every update. A checkpoint of the last version is saved in
+    the folder `checkpoints`, if given. The learner's ranks run on a new Ray cluster. Raises `RunError` if a rank fails.
     """
     configs = {version: remote.at_rest(config, run) for version, config in past.configs.items()}
     past = structs.replace(past, configs=configs)
@@ -162,22 +154,17 @@ def _remake(
     source = ray.remote(ArchiveSource).options(**options).remote(str(run))
     ranks = make_ranks(first, as_source(source), Placement(first, rollout=False))
     address = ranks[0].rendezvous.remote()
-    encoded = encode(past)
-    resume_from = str(begin) if begin else None
-    start = ray.get([rank.setup.remote(address, model_path(first, run), resume_from, encoded) for rank in ranks])[0]
+    arguments = address, model_path(first, run), str(begin) if begin else None, encode(past)
+    start = ray.get([rank.setup.remote(*arguments) for rank in ranks])[0]
     reports: list[UpdateReport] = []
     for _ in range(start, last):
         reports.append(decode(ray.get([rank.update.remote() for rank in ranks])[0], UpdateReport))
-        if until(reports[-1], lambda to: _export(ranks, to)):
+        if until(reports[-1], lambda to: ray.get([rank.export.remote(str(to)) for rank in ranks])):
             break
     if checkpoints is not None:
         ray.get([rank.save.remote(str(checkpoints)) for rank in ranks])
     ray.get([rank.settle.remote() for rank in ranks])
     return ray.get(source.digests.remote()), reports
-
-
-def _export(ranks: "Sequence[ActorProxy[Rank]]", to: Path) -> None:
-    ray.get([rank.export.remote(str(to)) for rank in ranks])
 
 
 def from_checkpoint(choose: Callable[[], Path | None], use: Callable[[Path | None], T]) -> T:
@@ -197,7 +184,7 @@ def from_checkpoint(choose: Callable[[], Path | None], use: Callable[[Path | Non
 def oldest_start(run: Path, past: History) -> Path | None:
     """Return the run's oldest checkpoint after which all batches were kept; None if all batches of the run were kept.
 
-    Raises `JournalError` if some batches were not kept, and no checkpoint is newer than them.
+    Raises `JournalError` if there is no such checkpoint.
     """
     if not (first := min(archive.open(run).versions(), default=0)):
         return None
@@ -213,7 +200,6 @@ def oldest_start(run: Path, past: History) -> Path | None:
 
 
 def _compare(recorded: Mapping[int, PublishedVersion], digests: Mapping[int, str], *, exact: bool) -> list[int]:
-    """Print a row for each version, and a summary. Returns the versions whose digest differs from the record."""
     rows = table("version", "weights", "")
     different: list[int] = []
     for version, digest in sorted(digests.items()):
@@ -239,7 +225,6 @@ def _curves(run: Path, reports: Sequence[UpdateReport]) -> list[ReplayedUpdate]:
 
 
 def _print_curves(curves: Sequence[ReplayedUpdate]) -> None:
-    """Print two rows for each shown version: the metrics in the run, and the metrics in the replay."""
     rows = table("version", "", *SHOWN)
     for column in rows.columns[2:]:
         column.justify = "right"
@@ -247,14 +232,6 @@ def _print_curves(curves: Sequence[ReplayedUpdate]) -> None:
         rows.add_row(f"{curve['version']}", "run", *(_number(curve["recorded"] or {}, name) for name in SHOWN))
         rows.add_row("", "replay", *(_number(curve["replayed"], name) for name in SHOWN))
     console().print(rows)
-
-
-def _print_horizons() -> None:
-    reach = ", ".join(f"{updates} ({name})" for name, updates in HORIZONS.items())
-    echo(
-        "these batches were sampled without the changes: for 20 changes of configs/math.toml, a fork behaved as its "
-        f"replay up to update {reach}; for later updates, and for reward and accuracy, use `streamppo fork`"
-    )
 
 
 def _number(metrics: Mapping[str, object], name: str) -> str:
@@ -269,7 +246,6 @@ def _report(
     digests: Mapping[int, str],
     reports: Sequence[UpdateReport],
 ) -> Path:
-    """Write the report to a file with a new number. Raises `RunError`."""
     content = {
         "set": list(changes),
         "same": [version for version, digest in sorted(digests.items()) if digest == recorded[version].digest],

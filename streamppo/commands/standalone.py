@@ -33,7 +33,7 @@ async def engine(
 
 @contextmanager
 def reward_models(config: Config) -> "Generator[Mapping[str, ActorProxy[RewardModel]]]":
-    """Run the reward models of a configuration on a new Ray cluster. Without reward models, Ray is not started."""
+    """Run the reward models of a configuration on a new Ray cluster; without reward models, Ray is not started."""
     scorers = config.reward.models()
     if not scorers:
         yield {}

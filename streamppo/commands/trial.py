@@ -44,7 +44,6 @@ class TrialQuestion(NamedTuple):
             raise ConfigError("--at, --sample and --attempt belong to an archived completion, and --prompt is a text")
 
     def refuse_agent(self, config: Config) -> None:
-        """Raise `ConfigError` if the run trains an agent."""
         if isinstance(config.environment, AgentEnvironment):
             raise ConfigError(
                 "this run trains an agent (environment.kind): the state of the agent's program is not recorded, so it "
@@ -67,7 +66,7 @@ class VersionTrial(msgspec.Struct, frozen=True):
 
     `mean` is the mean of the rewards, and `error` its standard error. `value` is the value at token `at` by the
     version's critic. If `version` alone sampled the archived completion, it samples the completion again with the run's
-    random numbers: `is_same` is True if the tokens are equal, and `differs` is the first different token.
+    random numbers: `is_same` is True if the tokens are equal; otherwise `differs` is the first different token.
     """
 
     version: int
@@ -83,9 +82,9 @@ class VersionTrial(msgspec.Struct, frozen=True):
 class Trial(msgspec.Struct, frozen=True):
     """The result: the archived completion up to the token, and each version's continuations.
 
-    `update` is the update that trained on the archived completion, and `recorded_value` is the critic's value at token
-    `at` before the update. `difference` is the mean reward of the last version minus that of the first, over pairs with
-    the same random numbers.
+    `update` trained on the archived completion, and `recorded_value` is the critic's value at token `at` before it.
+    `difference` is the mean reward of the last version minus that of the first, over pairs with the same random
+    numbers.
     """
 
     prompt: str
@@ -124,11 +123,9 @@ def sentences(result: Trial) -> list[str]:
 def _version_sentences(tried: VersionTrial) -> Iterator[str]:
     scored = sum(continuation.reward is not None for continuation in tried.continuations)
     origin = "" if tried.begin == tried.version else f" (replayed from version {tried.begin})"
-    mean = (
-        f"mean reward {tried.mean:.3f}{_error(tried.error)} of {scored}"
-        if tried.mean is not None
-        else "all rewards failed"
-    )
+    mean = "all rewards failed"
+    if tried.mean is not None:
+        mean = f"mean reward {tried.mean:.3f}{_error(tried.error)} of {scored}"
     value = "" if tried.value is None else f", its critic's value {tried.value:.3f}"
     yield f"version {tried.version}{origin}: {mean}{value}"
     if tried.is_same is not None:

@@ -49,7 +49,7 @@ def read_past(run: Path, at: int) -> Past:
 def newest_whole(past: Past) -> Path | None:
     """Return the newest complete checkpoint of `past.version` or an earlier version; None if there is none.
 
-    Files that are missing or damaged on this disk are fetched from checkpoint.remote if it is set.
+    Missing and damaged files are fetched from checkpoint.remote if it is set.
     """
     fetch = remote.fetcher(past.run)
     for path in reversed(manifest.complete(past.run / "checkpoints")):
@@ -66,8 +66,7 @@ def newest_whole(past: Past) -> Path | None:
 def remake(past: Past, begin: Path | None, folder: Path) -> None:
     """Replay `past.version` from the checkpoint `begin` (None: version 0), and save its checkpoint in `folder`.
 
-    Raises `JournalError` for a batch that was not kept, and `Diverged` if the version's weights differ from the
-    recorded ones.
+    Raises `JournalError` for a batch that was not kept, and `Diverged` if the weights differ from the recorded ones.
     """
     start = manifest.version_of(begin)
     missing = next((version for version in range(start, past.version) if version not in past.archived), None)
@@ -120,7 +119,6 @@ def _copy_checkpoint(source: Path, target: Path) -> None:
 
 
 def _without_copies(config: Config) -> Config:
-    """Return the configuration with checkpoint.remote and cluster.own_disks unset."""
     cluster = structs.replace(config.cluster, own_disks=False)
     return structs.replace(config, cluster=cluster, checkpoint=structs.replace(config.checkpoint, remote=""))
 

@@ -6,8 +6,8 @@
     model.*       weights of the run's first model that the update needs: under adapters, or of a reference
     files.*       the bytes of config.json and of the tokenizer's files
 
-`read` accepts untrusted files. safetensors checks that the file contains the bytes of every tensor, so reading takes no
-more memory than the file's size. This module bounds sizes that are computed from numbers in the file.
+`read` accepts untrusted files. safetensors checks that the file contains the bytes of every tensor; this module bounds
+sizes that are computed from numbers in the file.
 """
 
 import re
@@ -51,9 +51,8 @@ UNUSED_REWARD = FunctionScorer(function="streamppo.tasks.library.arithmetic:scor
 class Facts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Facts about a bundle: the `state` before the update, and the `digest` of the version after it.
 
-    The run's batch has `rows` rows. If `kept` is not empty, the file has only the rows `kept`, and `digest` is empty. A
+    The run's batch has `rows` rows. If `kept` is not empty, the file has only these rows, and `digest` is empty. A
     replay is bit-identical if the run was `exact`, the `software` is the same, and both or neither use a GPU (`gpu`).
-    `model` is the name of the run's initial model.
     """
 
     format: Literal[1] = 1
@@ -125,7 +124,6 @@ def read(path: Path) -> Bundle:
 
 
 def _verify(facts: Facts, batch: Batch) -> None:
-    """Raise `ValueError` if numbers of the bundle contradict each other or exceed the bounds."""
     longest = max(len(row.prompt_tokens) + len(row.tokens) for row in batch.trajectories) // 4
     if len(batch.trajectories) * longest > MOST_ENTRIES:
         raise ValueError(f"{len(batch.trajectories):,} rows of up to {longest:,} tokens: too many to be padded")
@@ -133,9 +131,6 @@ def _verify(facts: Facts, batch: Batch) -> None:
         raise ValueError(f"a batch of version {batch.version} with weights of version {facts.state.version}")
     if len(facts.kept or range(facts.rows)) != len(batch.trajectories):
         raise ValueError(f"{len(batch.trajectories)} rows, and its header has a different number")
-
-
-# --- the configuration ---------------------------------------------------------------------------------------
 
 
 def configurations(bundle: Bundle, folder: Path, changes: Sequence[str]) -> tuple[Config, Config]:
@@ -164,15 +159,15 @@ def configurations(bundle: Bundle, folder: Path, changes: Sequence[str]) -> tupl
 def bare(config: Config) -> Config:
     """Return the part of `config` on which an update depends, without paths and addresses."""
     rollout, algorithm, model = config.rollout, config.algorithm, config.model
-    is_local = model.path.startswith("/")
-    critic = structs.replace(algorithm.critic, pretrain="")
-    teacher = algorithm.teacher
+    path = Path(model.path).name if model.path.startswith("/") else model.path
+    critic, teacher = structs.replace(algorithm.critic, pretrain=""), algorithm.teacher
     if teacher.url:
         fields = {name: getattr(teacher, name) for name in ("weight", "signal", "others")}
         teacher = Teacher(url="http://127.0.0.1:1", **fields)
+    engine = SGLangEngine(routes=True) if rollout.engine.routes else EmbeddedEngine()
     return Config(
         name=config.name,
-        model=structs.replace(model, path=Path(model.path).name if is_local else model.path, clock="", compile=False),
+        model=structs.replace(model, path=path, clock="", compile=False),
         task=ArithmeticTask(),
         updates=config.updates,
         seed=config.seed,
@@ -180,9 +175,5 @@ def bare(config: Config) -> Config:
         algorithm=structs.replace(algorithm, critic=critic, teacher=teacher),
         learner=config.learner,
         reward=Reward(scorers={"reward": UNUSED_REWARD}, correct_at=config.reward.correct_at),
-        rollout=Rollout(
-            engine=SGLangEngine(routes=True) if rollout.engine.routes else EmbeddedEngine(),
-            max_tokens=rollout.max_tokens,
-            temperature=rollout.temperature,
-        ),
+        rollout=Rollout(engine=engine, max_tokens=rollout.max_tokens, temperature=rollout.temperature),
     )

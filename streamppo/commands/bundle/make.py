@@ -39,12 +39,11 @@ from streamppo.queue.store import archive
 from streamppo.weights.models import loading, tokenizer
 
 MIB = 2**20
-
 log = logging.getLogger(__name__)
 
 
 class WrittenBundle(NamedTuple):
-    """A written bundle: its update, its rows, the bytes of its parts, and the number of updates replayed to make it."""
+    """A written bundle: its update, its rows, the bytes of its parts, and the updates replayed to make it."""
 
     file: Path
     update: int
@@ -74,7 +73,7 @@ def make(run: Path, update: int, to: Path | None, rows: Sequence[int], *, adapte
     """Write the update that made version `update` of `run` to the file `to`, with `rows` of its batch (empty: all).
 
     With `adapter`, the frozen weights are omitted. Raises `JournalError` if the update was not made or its batch was
-    not kept. Raises `ConfigError` if a bundle cannot hold the update, and `BundleError` if the file cannot be written.
+    not kept, `ConfigError` if a bundle cannot hold the update, and `BundleError` if the file cannot be written.
     """
     began = time.perf_counter()
     past = versions.read_past(run, update - 1)
@@ -90,8 +89,7 @@ def make(run: Path, update: int, to: Path | None, rows: Sequence[int], *, adapte
     with durable.naming(to, BundleError), durable.scratch_folder(to) as scratch:
         begin, checkpoint = _checkpoint(past, scratch)
         state, stored = _state(past, checkpoint)
-        start = model_path(config, run)
-        tensors = {new: stored[old] for old in stored if (new := _name(old))}
+        tensors, start = {new: stored[old] for old in stored if (new := _name(old))}, model_path(config, run)
         first_model = _first_model(config, state, start, adapter=adapter)
         tensors |= {f"model.{name}": tensor for name, tensor in first_model.items()}
         tensors |= {f"files.{name}": content for name, content in _files(start).items()}
@@ -117,7 +115,6 @@ def make(run: Path, update: int, to: Path | None, rows: Sequence[int], *, adapte
 
 
 def _refuse(past: Past, update: int, to: Path, *, adapter: bool) -> None:
-    """Raise the errors of `make` that need neither the batch nor the checkpoint."""
     config = past.history.at(past.version)
     if update not in past.digests:
         raise JournalError(f"{past.run}: version {update} was never made; the newest is {max(past.digests)}")
@@ -128,17 +125,13 @@ def _refuse(past: Past, update: int, to: Path, *, adapter: bool) -> None:
     if config.algorithm.teacher.model:
         raise ConfigError(f"a bundle has one model, and algorithm.teacher.model is {config.algorithm.teacher.model!r}")
     if not past.version and config.algorithm.critic.pretrain:
-        raise ConfigError(
-            "update 1 begins with a critic of algorithm.critic.pretrain, which is in no checkpoint: take --update 2"
-        )
+        critic = "a critic of algorithm.critic.pretrain, which is in no checkpoint"
+        raise ConfigError(f"update 1 begins with {critic}: take --update 2")
     if adapter and config.model.lora is None:
         raise ConfigError("--adapter is for a run with model.lora: this one trains all weights")
     if to.exists() or to.is_symlink():
         raise ConfigError(f"{to}: already exists; choose another --to")
     durable.refuse_output(to, BundleError)
-
-
-# --- parts of the file ---------------------------------------------------------------------------------------
 
 
 def _checkpoint(past: Past, aside: Path) -> tuple[int, Path | None]:
@@ -149,7 +142,6 @@ def _checkpoint(past: Past, aside: Path) -> tuple[int, Path | None]:
 
 
 def _state(past: Past, checkpoint: Path | None) -> tuple[CheckpointState, dict[str, Tensor]]:
-    """Return the state before the update, and empty tensors into which the checkpoint can be loaded."""
     if checkpoint is None:
         ranks = past.history.at(0).learner.ranks
         return CheckpointState(version=0, digest=past.digests[0], ranks=ranks, beta=0.0, bad_steps=(0, 0)), {}
@@ -167,7 +159,6 @@ def _name(stored: str) -> str:
 
 
 def _first_model(config: Config, state: CheckpointState, start: str, *, adapter: bool) -> dict[str, Tensor]:
-    """Return the weights of the run's initial model that the update needs besides the checkpoint."""
     if adapter:
         return {}
     lora, kl, unchanged = config.model.lora, config.algorithm.kl, weights.untrained_weights(start, config.model.dtype)
@@ -179,7 +170,6 @@ def _first_model(config: Config, state: CheckpointState, start: str, *, adapter:
 
 
 def _files(start: str) -> dict[str, Tensor]:
-    """Return the bytes of config.json and of the tokenizer's files of the model at `start`."""
     folder = loading.fetch(start)
     patterns = ("config.json", "generation_config.json", *tokenizer.FILES)
     paths = {path.name: path for pattern in patterns for path in sorted(folder.glob(pattern))}

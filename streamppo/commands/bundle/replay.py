@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 
 import msgspec
@@ -32,11 +33,8 @@ def replay(path: Path, rows: Sequence[int], changes: Sequence[str], *, trust: bo
     if unknown := [row for row in rows if row >= count]:
         raise ConfigError(f"--rows {unknown[0]}: the file has rows 0 to {count - 1}")
     chosen = list(dict.fromkeys(rows)) or list(range(count if as_json else 1))
-    if debug:
-        replayed = update.make(path, bundle, chosen, changes, trust=trust, debug=True)
-    else:
-        with log_to_stderr():
-            replayed = update.make(path, bundle, chosen, changes, trust=trust, debug=False)
+    with nullcontext() if debug else log_to_stderr():
+        replayed = update.make(path, bundle, chosen, changes, trust=trust, debug=debug)
     reasons = list(_differences(bundle, changes))
     if as_json:
         echo(_json(path, bundle, replayed, reasons))
@@ -92,13 +90,9 @@ def _json(path: Path, bundle: Bundle, replayed: BundleUpdate, reasons: Sequence[
     return json.dumps(json.loads(msgspec.json.encode(content)))
 
 
-# --- the table -----------------------------------------------------------------------------------------------
-
-
 def _show(bundle: Bundle, replayed: BundleUpdate, rows: Sequence[int]) -> None:
-    facts, trajectories = bundle.facts, bundle.batch.trajectories
+    facts, trajectories, version = bundle.facts, bundle.batch.trajectories, bundle.facts.state.version
     tokens = sum(trajectory.num_tokens for trajectory in trajectories)
-    version = facts.state.version
     echo(f"update {version} -> {version + 1} of {facts.run}: {len(trajectories)} rows, {tokens} tokens")
     for row in rows:
         trajectory = trajectories[row]
@@ -107,17 +101,13 @@ def _show(bundle: Bundle, replayed: BundleUpdate, rows: Sequence[int]) -> None:
         sizes = f"{len(ints(trajectory.prompt_tokens))} tokens of prompt and {trajectory.num_tokens} of completion"
         echo("", f"row {row}{number}: {outcome}, {sizes}")
         _show_row(replayed, row)
-    numbers = ", ".join(f"{name} {replayed.metrics[name]:.4g}" for name in SHOWN if name in replayed.metrics)
-    echo("", numbers)
+    echo("", ", ".join(f"{name} {replayed.metrics[name]:.4g}" for name in SHOWN if name in replayed.metrics))
 
 
 def _show_row(replayed: BundleUpdate, row: int) -> None:
     in_row = replayed.tokens["row"] == row
-    has_passes = any(replayed.tokens["pass"][in_row].tolist())
-    filled = {name for name in ("clipped", "dropped") if any(replayed.tokens[name][in_row].tolist())}
-    names = [
-        name for name in replayed.tokens if name not in HIDDEN or name in filled or (name == "pass" and has_passes)
-    ]
+    filled = {name for name in ("pass", "clipped", "dropped") if any(replayed.tokens[name][in_row].tolist())}
+    names = [name for name in replayed.tokens if name not in HIDDEN or name in filled]
     rows = table(*names)
     for column, name in zip(rows.columns, names, strict=True):
         column.justify = "left" if name in ("text", "dropped") else "right"

@@ -58,7 +58,6 @@ def columns_of(config: Config, batch: Batch, updated: UpdateResult, rows: Sequen
 
 
 def _texts(batch: Batch, rows: Sequence[int], model: str) -> dict[int, list[str]]:
-    """Return the text of every token by row; "" if there is no tokenizer."""
     tokens = {row: ints(batch.trajectories[row].tokens).tolist() for row in rows}
     with suppress(TaskError):
         tokenizer = Tokenizer(model)
@@ -67,7 +66,6 @@ def _texts(batch: Batch, rows: Sequence[int], model: str) -> dict[int, list[str]
 
 
 def _passes(config: Config, updated: UpdateResult, rows: Sequence[int]) -> Iterator[RowPass]:
-    """Yield every pass over each of `rows`, row by row."""
     loss = Loss(updated.objective, config.algorithm, updated.batch, updated.targets, 0.0)
     by_row: dict[int, list[RowPass]] = {row: [] for row in rows}
     for forward in (forward for minibatch in updated.minibatches for forward in minibatch.passes):

@@ -79,18 +79,14 @@ def make(
 
 
 def _for_one_rank(config: Config) -> Config:
-    """Return the configuration for one rank, with a GPU if the run's ranks had GPUs and this machine has one."""
     has_gpu = config.learner.gpus > 0 and torch.cuda.is_available()
-    learner = structs.replace(
-        config.learner, ranks=1, mesh=Mesh(), offload=False, transport=ObjectStore(), gpus=float(has_gpu)
-    )
+    alone = {"ranks": 1, "mesh": Mesh(), "offload": False, "transport": ObjectStore()}
+    learner = structs.replace(config.learner, **alone, gpus=float(has_gpu))
     attention = "auto" if config.model.attention in JOINED and not has_gpu else config.model.attention
     return structs.replace(config, learner=learner, model=structs.replace(config.model, attention=attention))
 
 
 def _learner(bundle: Bundle, config: Config, model: str, place: torch.device) -> Learner:
-    """Build the learner before the update. Raises `BundleError` if the weights do not have the recorded digest."""
-
     def restore(trained: TrainState) -> CheckpointState:
         if bundle.facts.state.version:
             checkpoint.restore(trained, bundle.tensors)
@@ -108,11 +104,9 @@ def _learner(bundle: Bundle, config: Config, model: str, place: torch.device) ->
 
 def _update(bundle: Bundle, learner: Learner, rows: Sequence[int], model: str, *, debug: bool) -> BundleUpdate:
     _verify_tokens(bundle.batch, learner)
-    batch = pad(bundle.batch)
-    lags = lag_histogram(batch)
+    batch, make_update = pad(bundle.batch), learner.updater.update
+    lags, on_device = lag_histogram(batch), batch.to(learner.updater.device)
     scheduled = learner.follow_schedule(lags)
-    make_update = learner.updater.update
-    on_device = batch.to(learner.updater.device)
     with device.naming_inexact_operation():
         updated = pdb.Pdb().runcall(make_update, on_device) if debug else make_update(on_device)
     if updated is None:
@@ -135,9 +129,6 @@ def digest_of(learner: Learner) -> str:
     tensors = {name: parameter.detach().to("cpu", dtype) for name, parameter in parameters.items()}
     push, _ = buckets.pack_whole(0, tensors, config.learner.bucket_bytes)
     return structs.replace(push, frozen=policy.frozen(trained, config.model.dtype)).digest
-
-
-# --- the model -----------------------------------------------------------------------------------------------
 
 
 def _model(bundle: Bundle, config: Config, folder: Path, changes: Sequence[str]) -> str:
@@ -195,7 +186,6 @@ def _large_counts(table: Mapping[str, object], most: int) -> Iterator[str]:
 
 
 def _verify_tokens(batch: Batch, learner: Learner) -> None:
-    """Raise `BundleError` for a token outside the model's vocabulary."""
     lm = learner.policy.lm
     vocabulary = min(len(lm.get_input_embeddings().weight), len(lm.get_output_embeddings().weight))
     columns = (column for row in batch.trajectories for column in (row.prompt_tokens, row.tokens, row.candidates))

@@ -71,11 +71,8 @@ def check_lightly(config: Config, *, largest_mib: int | None = None) -> tuple[li
         *folder.teacher(config.algorithm.teacher),
     ]
     # `run` omits the task's notes (repeated rows, omitted columns), because the actors log them.
-    findings += [
-        finding
-        for finding in loaded.findings
-        if largest_mib is None or (finding.subject, finding.state) != ("task", "note")
-    ]
+    omitted = None if largest_mib is None else ("task", "note")
+    findings += [finding for finding in loaded.findings if (finding.subject, finding.state) != omitted]
     if loaded.task is not None:
         findings += lengths.answers(config, loaded.task, None)
         findings += lengths.prompt_bytes(config, loaded.task)
@@ -94,8 +91,6 @@ def check_lightly(config: Config, *, largest_mib: int | None = None) -> tuple[li
 def _check_with_torch(
     findings: Sequence[Finding], config: Config, untokenized: LoadedTask, gpu_gib: float | None, *, call: bool
 ) -> list[Finding]:
-    """Return the light `findings`, with findings about the model, the tokenized task and memory."""
-    # Importing torch takes seconds, and is not needed if a light check finds an error.
     import transformers
 
     from streamppo.commands.checks import memory, model, rows, turns
@@ -126,9 +121,8 @@ def _check_with_torch(
             findings += lengths.prompts(built, hf_config, tokenizer)
     findings += model.longest_rows(config, hf_config)
     mesh = config.learner.mesh
-    for refusal in (context_parallel.refusal(hf_config, mesh.slices), tensor_parallel.refusal(hf_config, mesh.expert)):
-        if refusal:
-            findings.append(Finding("mesh", "error", refusal))
+    refusals = context_parallel.refusal(hf_config, mesh.slices), tensor_parallel.refusal(hf_config, mesh.expert)
+    findings += [Finding("mesh", "error", refusal) for refusal in refusals if refusal]
     findings += memory.memory(config, hf_config, memory.gpu(gpu_gib))
     return findings
 

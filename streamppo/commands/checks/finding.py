@@ -9,13 +9,7 @@ from rich.text import Text
 from streamppo.commands.console import console, table
 
 State = Literal["ok", "note", "later", "not here", "error"]
-STYLES: dict[State, str] = {
-    "ok": "green",
-    "note": "yellow",
-    "later": "cyan",
-    "not here": "cyan",
-    "error": "bold red",
-}
+STYLES: dict[State, str] = {"ok": "green", "note": "yellow", "later": "cyan", "not here": "cyan", "error": "bold red"}
 
 
 class Finding(NamedTuple):

@@ -106,9 +106,8 @@ def weights(path: str, subject: str) -> Findings:
     if folder is None:
         return
     if not Path(path).is_dir() and not headers.has_weights(Path(folder)):
-        yield Finding(
-            subject, "later", f"{path}: its weights are not in the hub's cache: the start of a run downloads them"
-        )
+        text = f"{path}: its weights are not in the hub's cache: the start of a run downloads them"
+        yield Finding(subject, "later", text)
         return
     try:
         folders.check(Path(folder))
@@ -150,9 +149,6 @@ def _pretraining(run: str) -> Finding:
     return Finding("critic", "ok", f"learns from the {batches} batches of {run}")
 
 
-# --- sampling -------------------------------------------------------------------------------------------------
-
-
 def ignored_sampling(config: Config) -> Findings:
     """Note the settings in generation_config.json that sampling ignores."""
     if config.model.path == BUILTIN:
@@ -165,22 +161,13 @@ def ignored_sampling(config: Config) -> Findings:
         yield Finding("sampling", "note", text)
         return
     rollout = config.rollout
-    sampled: dict[str, object] = {
-        **NEUTRAL,
-        "temperature": rollout.temperature,
-        "top_p": rollout.top_p,
-        "top_k": rollout.top_k,
-    }
+    sampled = dict(NEUTRAL) | {"temperature": rollout.temperature, "top_p": rollout.top_p, "top_k": rollout.top_k}
     ignored = {name: value for name, value in settings.items() if name in sampled and not _equal(value, sampled[name])}
     if ignored:
         values = ", ".join(f"{name} {json.dumps(value)}"[:60] for name, value in ignored.items())
-        yield Finding(
-            "sampling",
-            "note",
-            f"the model's generation_config.json has {values}, which sampling ignores: tokens are sampled with "
-            f"[rollout] temperature {rollout.temperature:g}, top_p {rollout.top_p:g}, top_k {rollout.top_k} only, "
-            "because the learner's log-probs are of that distribution",
-        )
+        text = f"the model's generation_config.json has {values}, which sampling ignores: tokens are sampled with "
+        text += f"[rollout] temperature {rollout.temperature:g}, top_p {rollout.top_p:g}, top_k {rollout.top_k} only, "
+        yield Finding("sampling", "note", f"{text}because the learner's log-probs are of that distribution")
 
 
 def _equal(value: object, wanted: object) -> bool:

@@ -40,9 +40,6 @@ TEMPLATE_TOKENS = 256
 """Assumed maximum tokens that a chat template adds."""
 
 
-# --- answers -------------------------------------------------------------------------------------------------
-
-
 def answers(config: Config, task: Task, tokenizer: Tokenizer | None) -> Findings:
     """Find answers beyond the token limit, answers that are numbers, and a token limit that is low for the model."""
     if config.environment is not None:
@@ -55,39 +52,25 @@ def answers(config: Config, task: Task, tokenizer: Tokenizer | None) -> Findings
     columns = (prompt.columns.get("answer") for prompt in task.training[:ROWS])
     lengths = [length(text) for text in columns if isinstance(text, str) and text]
     bound = config.rollout.max_tokens
-    if (
-        config.model.path != BUILTIN
-        and bound < FEW_TOKENS
-        and not sizes.is_small(model := policy.read(config.model.path))
-    ):
-        yield Finding(
-            "answers",
-            "note",
-            f"rollout.max_tokens ({bound}) is low for a model of {model.parameters:,} parameters, which reasons "
-            "before it answers: completions are cut off",
-        )
+    has_few, path = bound < FEW_TOKENS, config.model.path
+    if has_few and path != BUILTIN and not sizes.is_small(model := policy.read(path)):
+        text = f"rollout.max_tokens ({bound}) is low for a model of {model.parameters:,} parameters, which reasons "
+        yield Finding("answers", "note", f"{text}before it answers: completions are cut off")
     # A long answer is no error: it may be a solution of which the scorer reads only the end.
-    if (
-        lengths
-        and min(lengths) - 1 > bound
-        and max(lengths) <= FEW_TOKENS
-        and not any(_reads_solutions(scorer) for scorer in config.reward.scorers.values())
-    ):
-        yield Finding(
-            "answers",
-            "error",
+    is_answer = bool(lengths) and max(lengths) <= FEW_TOKENS
+    is_answer &= not any(_reads_solutions(scorer) for scorer in config.reward.scorers.values())
+    if is_answer and min(lengths) - 1 > bound:
+        text = (
             f"rollout.max_tokens ({bound}) has room for no answer: the shortest of the first {len(lengths)} rows has "
-            f"{min(lengths) - 1} tokens, so every right completion is cut off; raise it to {max(lengths)} or more",
         )
+        text += f"{min(lengths) - 1} tokens, so every right completion is cut off; raise it to {max(lengths)} or more"
+        yield Finding("answers", "error", text)
         return
     longer = [length for length in lengths if length > bound]
     if len(longer) > LONG_SHARE * len(lengths):
-        yield Finding(
-            "answers",
-            "note",
-            f"{len(longer)} of the first {len(lengths)} rows have an answer that is longer than rollout.max_tokens "
-            f"({bound}), up to {max(longer)} tokens with its end: such a completion is cut off",
-        )
+        text = f"{len(longer)} of the first {len(lengths)} rows have an answer that is longer than rollout.max_tokens "
+        text += f"({bound}), up to {max(longer)} tokens with its end: such a completion is cut off"
+        yield Finding("answers", "note", text)
 
 
 def _reads_solutions(scorer: Scorer) -> bool:
@@ -95,7 +78,6 @@ def _reads_solutions(scorer: Scorer) -> bool:
 
 
 def _numeric(config: Config, prompts: Sequence[Prompt]) -> Findings:
-    """Note answers that are numbers, because a user's function may compare them with the text of a completion."""
     values = [prompt.columns.get("answer") for prompt in prompts]
     numbers = [value for value in values if isinstance(value, int | float | Decimal) and not isinstance(value, bool)]
     functions = [scorer for scorer in config.reward.scorers.values() if isinstance(scorer, FunctionScorer)]
@@ -107,9 +89,6 @@ def _numeric(config: Config, prompts: Sequence[Prompt]) -> Findings:
 
 def _characters(text: str) -> int:
     return len(warmup_data.Characters().ids(Prompt(text=text, columns={}))) + 1
-
-
-# --- prompts -------------------------------------------------------------------------------------------------
 
 
 def prompts(task: Task, hf_config: "PretrainedConfig", tokenizer: Tokenizer) -> Findings:
@@ -131,7 +110,6 @@ def prompt_bytes(config: Config, task: Task) -> Findings:
     bound = _positions(config)
     if bound is None or any(_bytes(prompt) + TEMPLATE_TOKENS < bound for prompt in task.training[:ROWS]):
         return
-    # transformers is slow to import, and most prompts are short.
     from streamppo.commands.checks import model
 
     files, _ = model.load(config, None)
@@ -144,7 +122,6 @@ def prompt_bytes(config: Config, task: Task) -> Findings:
 
 
 def _positions(config: Config) -> int | None:
-    """Return the model's number of positions; None if it is unknown, as for builtin:tiny."""
     folder = None if config.model.path == BUILTIN else find(config.model.path, "model")[0]
     if folder is None:
         return None

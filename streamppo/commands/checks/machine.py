@@ -27,7 +27,6 @@ MOST_SOCKET_BYTES = 107 if sys.platform == "linux" else 103
 """Maximum bytes of a socket's path (sockaddr_un)."""
 PROCESS_MIB = 300
 """Memory of a process that has imported torch and holds no model."""
-
 TRACKER_EXTRAS = {"trackio": "trackio"}
 """Extras of trackers whose library is not in the extra `tracking`."""
 TRACKER_MODULES = {"prometheus": "prometheus_client"}
@@ -56,13 +55,9 @@ def _sglang(config: Config) -> Finding:
     from streamppo.rollout.sglang import checks, wire
 
     try:
-        version = wire.installed_version()
-        checks.check_version(
-            version,
-            wire.streaming(config),
-            excludes_tokens=config.rollout.excludes_tokens,
-            routes=config.rollout.engine.routes,
-        )
+        version, rollout = wire.installed_version(), config.rollout
+        needs = {"excludes_tokens": rollout.excludes_tokens, "routes": rollout.engine.routes}
+        checks.check_version(version, wire.streaming(config), **needs)
         return Finding("engine", "ok", f"SGLang {'.'.join(map(str, version))}")
     except ModelError as error:
         return Finding("engine", "error", str(error))
@@ -116,13 +111,9 @@ def _processes(config: Config) -> Findings:
     processes, mib = config.learner.ranks + config.engines, host_memory.total_mib()
     if PROCESS_MIB * processes > mib:
         evaluators = f", evaluation.actors ({config.evaluation.actors})" if config.evaluation.actors else ""
-        yield Finding(
-            "processes",
-            "error",
-            f"learner.ranks ({config.learner.ranks}) and rollout.actors ({config.rollout.actors}){evaluators} are "
-            f"{processes} processes of at least {PROCESS_MIB} MiB each, and this machine has {mib} MiB "
-            f"and {process.cores()} cores",
-        )
+        text = f"learner.ranks ({config.learner.ranks}) and rollout.actors ({config.rollout.actors}){evaluators} are "
+        text += f"{processes} processes of at least {PROCESS_MIB} MiB each, and this machine has {mib} MiB "
+        yield Finding("processes", "error", f"{text}and {process.cores()} cores")
 
 
 def _object_store(mib: int) -> Findings:
@@ -143,9 +134,6 @@ def _sockets() -> Findings:
     if (size := len(os.fsencode(os.path.join(folder, SOCKET)))) > MOST_SOCKET_BYTES:
         text = f"the paths of Ray's sockets in {folder} would have {size} bytes, and may have {MOST_SOCKET_BYTES}"
         yield Finding("sockets", "not here", f"{text}: set RAY_TMPDIR to a folder with a shorter path, such as /tmp")
-
-
-# --- libraries and the store of checkpoint copies ------------------------------------------------------------
 
 
 def libraries(config: Config) -> Findings:

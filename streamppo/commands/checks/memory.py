@@ -72,7 +72,6 @@ def memory(config: Config, hf_config: PretrainedConfig, gpu: Gpu) -> Findings:
 
 
 def _host(config: Config, model: ranks.ModelSizes, longest: int) -> Findings:
-    """Report the host memory of rollout actors, and of ranks on GPUs."""
     actor, actors = estimate.actor(config, model), config.engines
     parts = ", ".join(f"{name} {_gib(size)}" for name, size in actor._asdict().items() if size)
     if common := estimate.in_common(config, model):
@@ -89,7 +88,6 @@ def _host(config: Config, model: ranks.ModelSizes, longest: int) -> Findings:
 
 
 def _shared(config: Config, model: ranks.ModelSizes) -> Findings:
-    """Compare the shared memory of engines and Ray with the size of /dev/shm."""
     shared, common = estimate.actor(config, model).shared, estimate.in_common(config, model)
     size_mib = machine.shared_mib()
     if not shared + common or size_mib is None:
@@ -126,7 +124,6 @@ def _candidates(config: Config, model: ranks.ModelSizes) -> Findings:
 
 
 def _queue(config: Config, model: ranks.ModelSizes) -> Findings:
-    """Compare the capacity of the queue with the maximum rate of a learner on GPUs."""
     if not config.learner.gpus:
         return
     load, shards = estimate.queue(config, model), config.queue.shards
@@ -141,7 +138,6 @@ def _queue(config: Config, model: ranks.ModelSizes) -> Findings:
 
 
 def _machine(config: Config, model: ranks.ModelSizes, longest: int) -> Findings:
-    """Compare the host memory that a local run needs with the memory of this machine."""
     engine = estimate.engine(config, model, longest, 0.0)
     rank = ranks.rank(config, model, longest)
     needed, size_mib = estimate.machine(config, model, rank, engine, longest), host_memory.total_mib()

@@ -41,7 +41,6 @@ class EngineMemory(NamedTuple):
 
     @property
     def total(self) -> int:
-        """The sum of all parts."""
         return self.weights + self.cache + self.copied
 
 
@@ -69,10 +68,9 @@ def engine(config: Config, model: ModelSizes, longest: int, free: float) -> Engi
 
 def _engine_weights(config: Config, model: ModelSizes) -> int:
     """Bytes of one copy of the weights in an engine. The embedded engine adds a copy of the head in float32."""
-    has_head = (
-        isinstance(config.rollout.engine, EmbeddedEngine) and config.model.float32_head and model.element < MASTER
-    )
-    encoders = model.encoders if isinstance(config.rollout.engine, SGLangEngine) else 0
+    engine = config.rollout.engine
+    has_head = isinstance(engine, EmbeddedEngine) and config.model.float32_head and model.element < MASTER
+    encoders = model.encoders if isinstance(engine, SGLangEngine) else 0
     return (model.parameters + encoders) * model.element + has_head * model.hidden * model.vocabulary * MASTER
 
 
@@ -84,12 +82,12 @@ def object_store(model: ModelSizes) -> int:
 class ActorWeights(NamedTuple):
     """Bytes of weights in the memory of one rollout actor, besides the engine's weights.
 
-    pulled     the newest version; 0 if it is a view of Ray's object store, such as a version from a single rank
-    merged     with adapters: the frozen model and the next version
-    private    copies that are sent to SGLang
-    shared     copies that SGLang reads in place
+        pulled     the newest version; 0 if it is a view of Ray's object store, such as a version from a single rank
+        merged     with adapters: the frozen model and the next version
+        private    copies that are sent to SGLang
+        shared     copies that SGLang reads in place
 
-    If the actors of a machine share their versions (`in_common`), all four numbers are 0.
+    All are 0 if the actors of a machine share their versions (`in_common`).
     """
 
     pulled: int
@@ -99,7 +97,6 @@ class ActorWeights(NamedTuple):
 
     @property
     def total(self) -> int:
-        """The sum of all parts."""
         return sum(self)
 
 
@@ -110,10 +107,8 @@ def actor(config: Config, model: ModelSizes) -> ActorWeights:
     learner, whole = config.learner, model.parameters * model.element
     deltas = learner.deltas == "on" or (learner.deltas == "auto" and config.cluster.address != LOCAL)
     is_view = learner.ranks == 1 and not deltas and isinstance(learner.transport, ObjectStore)
-    memory = ActorWeights(
-        pulled=0 if is_view else model.trained * model.element,
-        merged=0 if config.model.lora is None else 2 * whole,
-    )
+    pulled = 0 if is_view else model.trained * model.element
+    memory = ActorWeights(pulled, merged=0 if config.model.lora is None else 2 * whole)
     match config.rollout.engine:
         case SGLangEngine(transport="tensor"):
             return memory._replace(shared=COPIES * whole)
@@ -148,7 +143,6 @@ class MachineMemory(NamedTuple):
 
     @property
     def total(self) -> int:
-        """The sum of all parts."""
         return sum(self)
 
 
@@ -158,7 +152,7 @@ def machine(
     """Estimate the host memory of a run on one machine.
 
     Ranks hold two sets of buckets for pushes, and copy the trained state while they write a checkpoint. An embedded
-    engine holds the weights twice, because the next version is written while the current one decodes.
+    engine holds two versions of the weights.
     """
     on_cpu = routes(config, model, longest) if config.learner.gpus else rank.total
     offloaded = state(config, model) if config.learner.offload else 0
@@ -184,7 +178,6 @@ class QueueLoad(NamedTuple):
 
     @property
     def shards(self) -> int:
-        """The number of shards whose capacity reaches the demand."""
         queues = self.demand * self.token_bytes / QUEUE_BYTES_PER_S
         return 1 if queues <= 1 else math.ceil(queues / SHARD_SHARE)
 

@@ -61,13 +61,10 @@ def load(config: Config, lesson: Lesson | None) -> tuple[ModelFiles, list[Findin
 
 
 def _text_model(hf_config: PretrainedConfig) -> Findings:
-    """Note that only the text model of a multimodal model is trained."""
     made = classes.causal_class(hf_config)
     if made is not None and made is not classes.causal_class(hf_config, whole=True):
-        text = (
-            "it also reads pictures or sounds: its text model is trained, and an export has the other parts unchanged"
-        )
-        yield Finding("model", "note", text)
+        text = "it also reads pictures or sounds: its text model is trained, and an export has the other parts "
+        yield Finding("model", "note", f"{text}unchanged")
 
 
 def _vocabulary(tokenizer: Tokenizer, hf_config: PretrainedConfig) -> Finding:
@@ -80,9 +77,6 @@ def _vocabulary(tokenizer: Tokenizer, hf_config: PretrainedConfig) -> Finding:
     if beyond:
         return Finding("tokenizer", "error", f"the tokenizer has {count:,} tokens, but the model only {model_count:,}")
     return Finding("tokenizer", "ok", f"{count:,} tokens")
-
-
-# --- ends of completions, and the engine -----------------------------------------------------------------------
 
 
 def ends(config: Config, hf_config: PretrainedConfig, tokenizer: Tokenizer) -> Findings:
@@ -115,12 +109,9 @@ def _open_turn(ending: stop.Stop, tokenizer: Tokenizer) -> Findings:
     except TaskError:
         return
     if first not in ending.ids and name not in ending.strings:
-        yield Finding(
-            "stop",
-            "note",
-            f"the chat template writes no token after an assistant's turn, and {name!r}, the first token of the next "
-            f"turn, is not a stop: the policy writes the next message too; rollout.stop = [{name!r}] prevents that",
-        )
+        text = f"the chat template writes no token after an assistant's turn, and {name!r}, the first token of the "
+        text += f"next turn, is not a stop: the policy writes the next message too; rollout.stop = [{name!r}] prevents "
+        yield Finding("stop", "note", f"{text}that")
 
 
 def _unknown_tokens(strings: Sequence[str]) -> Findings:
@@ -137,9 +128,6 @@ def longest_rows(config: Config, hf_config: PretrainedConfig) -> Findings:
         return
     if refusal := positions.refusal(hf_config, min(longest, positions.longest(hf_config, longest))):
         yield Finding("model", "error", refusal)
-
-
-# --- files -----------------------------------------------------------------------------------------------------
 
 
 class NamedModel(NamedTuple):
@@ -190,9 +178,8 @@ def _models(config: Config) -> Iterator[NamedModel]:
 
 def _weights(model: NamedModel, folder: Path) -> Finding:
     try:
-        count = fit.check(
-            folder, settings(folder), hf_files.critic_kind(folder) if model.body else model.kind, body=model.body
-        )
+        kind = hf_files.critic_kind(folder) if model.body else model.kind
+        count = fit.check(folder, settings(folder), kind, body=model.body)
         mib = sum(file.stat().st_size for file in headers.weight_files(folder)) / 2**20
         name = fit.not_finite(folder) if mib <= READ_MIB else ""
     except ModelError as error:

@@ -4,6 +4,7 @@ The usual ranges cover the shipped configurations, the documentation and publish
 """
 
 from collections.abc import Callable, Iterator
+from operator import attrgetter
 from typing import NamedTuple
 
 from streamppo import process
@@ -28,8 +29,7 @@ def settings(config: Config, task: Task | None) -> Findings:
     """Note conflicting settings. `task` is None unless all its data were read."""
     learner, rollout = config.learner, config.rollout
     yield from _correction(config)
-    yield from _admission(config)
-    yield from _segments(config)
+    yield from _queue(config)
     yield from _loss(config)
     yield from _excluded_groups(config)
     yield from _without_effect(config)
@@ -44,14 +44,18 @@ def settings(config: Config, task: Task | None) -> Findings:
     if not learner.exact:
         yield _note("learner.exact is false: replayed updates have weights near the recorded ones, not the same")
     yield from _cores(config)
-    yield from _note_repeats(config, task)
+    prompts = config.queue.batch_size // config.queue.samples_per_prompt
+    if task is not None and config.queue.segments is None and 0 < len(task.training) < prompts:
+        yield _note(
+            f"a batch has {prompts} prompts (batch_size / samples_per_prompt), and the data have {len(task.training)}: "
+            f"each is {prompts / len(task.training):.3g} times in every batch; more data, or a smaller batch"
+        )
     held_out = None if task is None else len(task.held_out(None))
     if held_out is not None and held_out < config.evaluation.prompts:
         yield _note(f"evaluation.prompts ({config.evaluation.prompts}) is more than the {held_out} held-out prompts")
 
 
 def _correction(config: Config) -> Findings:
-    """Note corrections that do not correct for lag, or that reduce the weight of fresh tokens."""
     algorithm, max_lag = config.algorithm, config.queue.bound
     steps = config.learner.steps
     correction, kind = algorithm.correction, algorithm.correction.__struct_config__.tag
@@ -74,17 +78,12 @@ def _correction(config: Config) -> Findings:
         )
 
 
-def _admission(config: Config) -> Findings:
-    """Note the admission "mean", with which max_lag bounds only the mean lag."""
+def _queue(config: Config) -> Findings:
     if config.queue.admission == "mean":
         yield _note(
             f"queue.admission is 'mean': queue.max_lag ({config.queue.bound}) bounds the mean lag of completions, "
             "not that of a token: a slow completion is trained on at any lag"
         )
-
-
-def _segments(config: Config) -> Findings:
-    """Note segments of fewer tokens than the longest completion."""
     segments, longest = config.queue.segments, longest_completion(config)
     if segments is not None and 0 < segments.max_tokens < longest:
         yield _note(
@@ -95,7 +94,6 @@ def _segments(config: Config) -> Findings:
 
 
 def _loss(config: Config) -> Findings:
-    """Note losses that do not suit the number of steps on a batch, or the aggregation."""
     algorithm, loss = config.algorithm, config.algorithm.policy_loss
     kind, steps = loss.__struct_config__.tag, config.learner.steps
     plain = isinstance(loss, Reinforce | ImportanceWeighted | CustomLoss | Cispo) or loss == Clip()
@@ -117,7 +115,6 @@ def _loss(config: Config) -> Findings:
 
 
 def _excluded_groups(config: Config) -> Findings:
-    """Note groups of equal scores that are excluded although they have a gradient."""
     algorithm = config.algorithm
     for signal in _signals_of_equal_scores(algorithm):
         if algorithm.zero_variance != "keep":
@@ -139,7 +136,6 @@ def _signals_of_equal_scores(algorithm: Algorithm) -> Iterator[str]:
 
 
 def _without_effect(config: Config) -> Findings:
-    """Note settings that are changed from their defaults but have no effect."""
     algorithm = config.algorithm
     kl, whiten, control = algorithm.kl, algorithm.whiten, algorithm.entropy_control
     kind = algorithm.advantage.__struct_config__.tag
@@ -165,18 +161,8 @@ def _without_effect(config: Config) -> Findings:
                 yield _note(f"algorithm.{name}{field} ({value}) has no effect: {reason}")
 
 
-def _note_repeats(config: Config, task: Task | None) -> Findings:
-    """Note a batch that needs more prompts than the data have."""
-    prompts = config.queue.batch_size // config.queue.samples_per_prompt
-    if task is not None and config.queue.segments is None and 0 < len(task.training) < prompts:
-        yield _note(
-            f"a batch has {prompts} prompts (batch_size / samples_per_prompt), and the data have {len(task.training)}: "
-            f"each is {prompts / len(task.training):.3g} times in every batch; more data, or a smaller batch"
-        )
-
-
 def _cores(config: Config) -> Findings:
-    """Note more threads than cores. Engines' threads count half if the learner has several threads."""
+    """Engines' threads count half if the learner has several threads."""
     learners = config.learner.ranks * config.learner.thread_count
     engines = config.rollout.actors * config.rollout.threads
     cores, threads = process.cores(), learners + engines
@@ -207,10 +193,6 @@ def _lam(config: Config) -> float | None:
     return advantage.lam if isinstance(advantage, Gae | VTrace) else None
 
 
-def _gamma(config: Config) -> float | None:
-    return getattr(config.algorithm.advantage, "gamma", None)
-
-
 def _upper_clip(config: Config) -> float | None:
     loss = config.algorithm.policy_loss
     return loss.range[1] if isinstance(loss, Clip) else None
@@ -224,24 +206,28 @@ def _cap(config: Config) -> float | None:
 ANY = float("inf")
 RATES = "from 1e-6 for weights of a billion to 1e-3 for those of 0.1 million"
 RANGES = (
-    Range("learner.lr", 1e-9, 1e-2, RATES, lambda config: config.learner.lr),
+    Range("learner.lr", 1e-9, 1e-2, RATES, attrgetter("learner.lr")),
     Range("algorithm.critic.lr", 1e-9, 3e-2, "from 1e-6 to 3e-3", lambda config: config.algorithm.critic.lr or None),
-    Range("learner.max_grad_norm", 1e-3, ANY, "from 0.1 to 1", lambda config: config.learner.max_grad_norm),
-    Range("learner.weight_decay", 0.0, 1.0, "from 0 to 0.1", lambda config: config.learner.weight_decay),
-    Range("learner.epochs", 1, 20, "from 1 to 4", lambda config: config.learner.epochs),
-    Range("rollout.temperature", 0.2, 2.0, "from 0.6 to 1.2", lambda config: config.rollout.temperature),
-    Range("rollout.top_p", 0.3, 1.0, "from 0.9 to 1", lambda config: config.rollout.top_p),
-    Range("queue.max_lag", 0, 64, "from 0 to 16", lambda config: config.queue.bound),
-    Range("algorithm.entropy", -0.1, 0.3, "from 0 to 0.01", lambda config: config.algorithm.entropy),
-    Range("algorithm.kl.loss_beta", 0.0, 1.0, "from 0.001 to 0.1", lambda config: config.algorithm.kl.loss_beta),
-    Range("algorithm.kl.reward_beta", 0.0, 1.0, "from 0.001 to 0.1", lambda config: config.algorithm.kl.reward_beta),
-    Range(
-        "algorithm.critic.coefficient", 0.0, 10.0, "from 0.1 to 1", lambda config: config.algorithm.critic.coefficient
-    ),
-    Range("algorithm.positive_nll", 0.0, 2.0, "about 0.1", lambda config: config.algorithm.positive_nll),
-    Range("algorithm.target_kl", 0.0, 1.0, "from 0.01 to 0.1", lambda config: config.algorithm.target_kl),
+    Range("learner.max_grad_norm", 1e-3, ANY, "from 0.1 to 1", attrgetter("learner.max_grad_norm")),
+    Range("learner.weight_decay", 0.0, 1.0, "from 0 to 0.1", attrgetter("learner.weight_decay")),
+    Range("learner.epochs", 1, 20, "from 1 to 4", attrgetter("learner.epochs")),
+    Range("rollout.temperature", 0.2, 2.0, "from 0.6 to 1.2", attrgetter("rollout.temperature")),
+    Range("rollout.top_p", 0.3, 1.0, "from 0.9 to 1", attrgetter("rollout.top_p")),
+    Range("queue.max_lag", 0, 64, "from 0 to 16", attrgetter("queue.bound")),
+    Range("algorithm.entropy", -0.1, 0.3, "from 0 to 0.01", attrgetter("algorithm.entropy")),
+    Range("algorithm.kl.loss_beta", 0.0, 1.0, "from 0.001 to 0.1", attrgetter("algorithm.kl.loss_beta")),
+    Range("algorithm.kl.reward_beta", 0.0, 1.0, "from 0.001 to 0.1", attrgetter("algorithm.kl.reward_beta")),
+    Range("algorithm.critic.coefficient", 0.0, 10.0, "from 0.1 to 1", attrgetter("algorithm.critic.coefficient")),
+    Range("algorithm.positive_nll", 0.0, 2.0, "about 0.1", attrgetter("algorithm.positive_nll")),
+    Range("algorithm.target_kl", 0.0, 1.0, "from 0.01 to 0.1", attrgetter("algorithm.target_kl")),
     Range("algorithm.advantage.lam", 0.5, 1.0, "from 0.9 to 1", _lam),
-    Range("algorithm.advantage.gamma", 0.9, 1.0, "from 0.99 to 1", _gamma),
+    Range(
+        "algorithm.advantage.gamma",
+        0.9,
+        1.0,
+        "from 0.99 to 1",
+        lambda config: getattr(config.algorithm.advantage, "gamma", None),
+    ),
     Range("algorithm.policy_loss.range", 0.001, 2.0, "from 0.1 to 0.4", _upper_clip),
     Range("algorithm.correction.cap", 0.0, 50.0, "from 1 to 10", _cap),
 )

@@ -12,6 +12,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from msgspec import structs
+
 from streamppo.commands.checks.finding import Finding, Findings, reward_subject
 from streamppo.config.reward import FunctionScorer, Reward, Scorer
 from streamppo.config.sections import Config
@@ -41,7 +43,7 @@ MATH = "streamppo.tasks.scorers.maths:Math"
 
 
 class UnreadableAnswers:
-    """Counts answers that streamppo's scorers cannot read, and is called with every row (`tasks.data.VisitPrompt`)."""
+    """Counts answers that streamppo's scorers cannot read; called with every row (`tasks.data.VisitPrompt`)."""
 
     def __init__(self, config: Config) -> None:
         self._limit = config.queue.max_failure_rate
@@ -52,7 +54,6 @@ class UnreadableAnswers:
         ]
 
     def __call__(self, where: str, prompt: Prompt) -> None:
-        """Read the answer of one row."""
         for scorer in self._scorers:
             scorer.read(where, prompt)
 
@@ -61,17 +62,12 @@ class UnreadableAnswers:
         for scorer in self._scorers:
             if scorer.unreadable:
                 rows = "row fails" if scorer.unreadable == 1 else "rows fail"
-                yield Finding(
-                    reward_subject(scorer.name),
-                    "error" if scorer.unreadable > self._limit * scorer.count else "note",
-                    f"{scorer.unreadable} of {scorer.count} {rows} for every completion: the scorer cannot read the "
-                    f"answer: {'; '.join(scorer.places)}",
-                )
+                state = "error" if scorer.unreadable > self._limit * scorer.count else "note"
+                text = f"{scorer.unreadable} of {scorer.count} {rows} for every completion: the scorer cannot read the "
+                yield Finding(reward_subject(scorer.name), state, f"{text}answer: {'; '.join(scorer.places)}")
 
 
 class _ScorerRows:
-    """A scorer, with the number of its rows, and of its rows with unreadable answers."""
-
     def __init__(self, name: str, scorer: FunctionScorer, reader: Reader) -> None:
         self.name = name
         self.count = self.unreadable = 0
@@ -99,8 +95,6 @@ def scores_source(scorer: Scorer, prompt: Prompt) -> bool:
 
 
 class _GoldScore(NamedTuple):
-    """The score of a row's answer, or the reason of a failure."""
-
     total: float | None
     reason: str = ""
 
@@ -134,7 +128,6 @@ def characters(lesson: Lesson) -> Tokenizer:
 
 
 def _first_of_sources(task: Task) -> list[Prompt]:
-    """Return the first training prompts of each source."""
     sources: dict[str, list[Prompt]] = {}
     for prompt in task.training:
         if prompt.source in sources or len(sources) < SOURCES:
@@ -151,10 +144,7 @@ def _example(prompt: Prompt, tokenizer: Tokenizer) -> Finding:
 
 
 def _gold_completion(prompt: Prompt, tokenizer: Tokenizer) -> ScoredText:
-    """Return the row's answer as a completion, decoded from its tokens.
-
-    The completion is empty if the answer is neither a text nor a number.
-    """
+    """Return the row's answer as a completion, decoded from its tokens; empty if it is neither text nor number."""
     completion, has_end = gold.completion(prompt.columns.get("answer")), tokenizer.eos_id is not None
     tokens = tokenizer.encode_turn(completion, "stop") if completion or has_end else None
     if tokens is not None:
@@ -183,7 +173,6 @@ def _altered_answers(rows: Sequence[tuple[Prompt, ScoredText]]) -> Findings:
 async def _scores(
     name: str, scorer: FunctionScorer, rows: Sequence[tuple[Prompt, ScoredText]]
 ) -> Sequence[_GoldScore] | TaskError:
-    """Score the rows as a run scores completions. Returns an error if the scorer cannot be loaded."""
     rewards = Rewards(Reward(scorers={name: scorer}))
     try:
         await rewards.start(set())
@@ -200,8 +189,7 @@ def _in_box(scorer: FunctionScorer, text: ScoredText) -> ScoredText:
     """If the scorer is `Math`, which reads LaTeX boxes, put a completion without a box into a box."""
     if scorer.function != MATH or extract_boxed(text.completion) is not None:
         return text
-    fields = {name: getattr(text, name) for name in text.__struct_fields__}
-    return ScoredText(**{**fields, "completion": rf"\boxed{{{text.completion}}}"})
+    return structs.replace(text, completion=rf"\boxed{{{text.completion}}}")
 
 
 async def _score(rewards: Rewards, prompt: Prompt, text: ScoredText) -> _GoldScore:
@@ -232,7 +220,6 @@ def _verdict(name: str, scored: Sequence[_GoldScore] | TaskError, texts: Sequenc
 
 
 def _chat_advice(failure: str, texts: Sequence[ScoredText]) -> str:
-    """Return advice about TRL's form of a chat if a scorer failed on a list of messages; else ""."""
     if "'list'" not in failure or not any(text.messages for text in texts):
         return ""
     return ": in a chat, prompts and completions are lists of messages, and a text is completions[0][0]['content']"

@@ -41,7 +41,7 @@ class LoadedTask(NamedTuple):
 def load(config: Config, tokenizer: Measure | None, *, limit: int | None = None) -> LoadedTask:
     """Build the task from the first `limit` rows of its data, by default from all rows.
 
-    If `tokenizer` is None, the findings also report answers that scorers cannot read.
+    Without a `tokenizer`, the findings also report answers that scorers cannot read.
     """
     if absent := [place for place in _places(config) if not Path(place).exists()]:
         return LoadedTask(None, [_absent(place) for place in absent])
@@ -81,7 +81,6 @@ def mib(config: Config) -> float:
 
 
 def _places(config: Config) -> list[str]:
-    """Return the files, folders or hub names of the task's data."""
     if not isinstance(config.task, DataTask):
         return []
     sources = config.task.sources.values()
@@ -122,10 +121,8 @@ def _scorer(subject: str, scorer: Scorer, prompts: list[Prompt]) -> Finding:
             for prompt in prompts:
                 signature.columns(prompt.columns)
             text = describe(scorer, signature, in_actor=in_actor)
-            if hidden := sorted(
-                signature.style_parameters
-                & {name for prompt in prompts for name in prompt.columns} - VERL.parameters.keys()
-            ):
+            columns = {name for prompt in prompts for name in prompt.columns} - VERL.parameters.keys()
+            if hidden := sorted(signature.style_parameters & columns):
                 text = f"{text}; it does not get the columns {', '.join(hidden)}, whose names are its parameters"
             if scorer.function == CODE:
                 text = f"{text}; {CodeTests.place(scorer.arguments)}"

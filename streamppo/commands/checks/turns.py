@@ -4,7 +4,7 @@ Instead of the policy, an engine answers every turn with the row's answer.
 """
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import cast
 
 import numpy as np
@@ -50,13 +50,7 @@ class Answers:
 def findings(config: Config, task: Task, tokenizer: Tokenizer, *, call: bool = True) -> Findings:
     """Check the first prompts. For each source, play a turn of the environment or, with `call`, run the agent."""
     first = task.training[:PROMPTS]
-    notes = (
-        _note_control_tokens(first, tokenizer),
-        _note_opening(first, tokenizer),
-        _note_tools(first, tokenizer),
-        _note_assistant_prompts(first),
-    )
-    yield from (Finding("task", "note", note) for note in notes if note)
+    yield from (Finding("task", "note", note) for note in _notes(first, tokenizer))
     by_source = {prompt.source: prompt for prompt in reversed(first)}
     if isinstance(config.environment, AgentEnvironment) and not call:
         yield Finding("environment", "later", "the agent is played when a run starts")
@@ -67,53 +61,33 @@ def findings(config: Config, task: Task, tokenizer: Tokenizer, *, call: bool = T
             yield _play(source, prompt, config.environment, tokenizer)
 
 
-def _note_control_tokens(prompts: Sequence[Prompt], tokenizer: Tokenizer) -> str:
-    """Return a note about control tokens that are not parsed, or get a second chat template; "" if there are none."""
+def _notes(prompts: Sequence[Prompt], tokenizer: Tokenizer) -> Iterator[str]:
     examined = [prompt for prompt in prompts if prompt.template.control_tokens == "text" or prompt.messages]
     spelled = [(prompt, name) for prompt in examined if (name := tokenizer.find_control_token(prompt))]
-    if not spelled:
-        return ""
-    names = ", ".join(sorted({name for _, name in spelled})[:3])
-    is_text = any(prompt.template.control_tokens == "text" for prompt, _ in spelled)
-    no_chat = ", and neither chat nor system" if any(prompt.messages for prompt, _ in spelled) else ""
-    return (
-        f"{len(spelled)} of the first {len(examined)} prompts spell control tokens ({names}), "
-        f"{'which stay text' if is_text else 'to which the chat template adds its own'}; if rows are written in a chat "
-        f'template already, choose control_tokens = "parse"{no_chat}'
-    )
-
-
-def _note_opening(prompts: Sequence[Prompt], tokenizer: Tokenizer) -> str:
-    """Return a note if the chat template does not write the opening of an assistant's turn, else ""."""
-    opening = tokenizer.missing_opening() if any(prompt.messages for prompt in prompts) else ""
-    if not opening:
-        return ""
-    return (
-        f"the chat template does not open the assistant's turn: a completion begins with {opening!r}, which templates "
-        "write `if add_generation_prompt`"
-    )
-
-
-def _note_tools(prompts: Sequence[Prompt], tokenizer: Tokenizer) -> str:
-    """Return a note about prompts whose tools the chat template does not write; "" if there are none."""
-    count = sum(tokenizer.leaves_out_tools(prompt) for prompt in prompts)
-    if not count:
-        return ""
-    return (
-        f"{count} of the first {len(prompts)} prompts have tools, which the chat template leaves out: the policy does "
-        "not see them; describe them in a message"
-    )
-
-
-def _note_assistant_prompts(prompts: Sequence[Prompt]) -> str:
-    """Return a note about prompts that end with an assistant's message; "" if there are none."""
-    count = sum(prompt.messages[-1].role == "assistant" for prompt in prompts if prompt.messages)
-    if not count:
-        return ""
-    return (
-        f"{count} of the first {len(prompts)} prompts end with an assistant's message, which every completion "
-        "continues: if it is the answer, move it from the prompt to another column"
-    )
+    if spelled:
+        names = ", ".join(sorted({name for _, name in spelled})[:3])
+        is_text = any(prompt.template.control_tokens == "text" for prompt, _ in spelled)
+        no_chat = ", and neither chat nor system" if any(prompt.messages for prompt, _ in spelled) else ""
+        yield (
+            f"{len(spelled)} of the first {len(examined)} prompts spell control tokens ({names}), "
+            f"{'which stay text' if is_text else 'to which the chat template adds its own'}; if rows are written in a "
+            f'chat template already, choose control_tokens = "parse"{no_chat}'
+        )
+    if any(prompt.messages for prompt in prompts) and (opening := tokenizer.missing_opening()):
+        yield (
+            f"the chat template does not open the assistant's turn: a completion begins with {opening!r}, which "
+            "templates write `if add_generation_prompt`"
+        )
+    if count := sum(tokenizer.leaves_out_tools(prompt) for prompt in prompts):
+        yield (
+            f"{count} of the first {len(prompts)} prompts have tools, which the chat template leaves out: the policy "
+            "does not see them; describe them in a message"
+        )
+    if count := sum(prompt.messages[-1].role == "assistant" for prompt in prompts if prompt.messages):
+        yield (
+            f"{count} of the first {len(prompts)} prompts end with an assistant's message, which every completion "
+            "continues: if it is the answer, move it from the prompt to another column"
+        )
 
 
 def _play(source: str, prompt: Prompt, environment: Environment, tokenizer: Tokenizer) -> Finding:
@@ -134,13 +108,9 @@ def _play(source: str, prompt: Prompt, environment: Environment, tokenizer: Toke
     return Finding(subject, "ok", f"{source}: with the row's answer as a turn it {answer}")
 
 
-# --- agents --------------------------------------------------------------------------------------------------
-
-
 def _play_agents(
     prompts: Mapping[str, Prompt], config: Config, environment: AgentEnvironment, tokenizer: Tokenizer
 ) -> Findings:
-    """Run the agent for each source until the first failure, because a failing run may use its whole time limit."""
     limited = structs.replace(environment, timeout_s=min(AGENT_S, environment.timeout_s))
     for source, prompt in prompts.items():
         try:
@@ -150,15 +120,11 @@ def _play_agents(
             episode = asyncio.run(_run_agent(player, prompt, Sampling(most)))
         except EnvironmentFailed as error:
             reason = f"{source}: with the row's answer to each request it fails: {error}"
-            is_late = limited.timeout_s < environment.timeout_s and str(error).startswith(
-                agent.timeout_reason(limited.timeout_s)
-            )
-            if is_late:
-                reason = (
-                    f"{source}: it has not ended after {limited.timeout_s:g} s, and was stopped; in a run it has "
-                    f"{environment.timeout_s:g} s (environment.timeout_s)"
-                )
-            # After an answer, a failure may be intended: the agent may expect an answer other than the row's.
+            late = agent.timeout_reason(limited.timeout_s)
+            if is_late := limited.timeout_s < environment.timeout_s and str(error).startswith(late):
+                reason = f"{source}: it has not ended after {limited.timeout_s:g} s, and was stopped; in a run it has "
+                reason += f"{environment.timeout_s:g} s (environment.timeout_s)"
+            # A failure after an answer is no fault: the agent may expect another answer than the row's.
             is_fault = not error.tokens and not is_late
             yield Finding("environment", "error" if is_fault else "note", reason)
             return

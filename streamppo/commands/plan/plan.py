@@ -226,12 +226,7 @@ def _splits(gpus: int, evaluators: int, model: memory.ModelSizes, gpu: GpuType) 
     gpus -= wide * evaluators
     counts = [ranks for ranks in range(1, gpus) if (gpus - ranks) % wide == 0 and _is_round(ranks)]
     return [
-        (
-            "learner.gpus=1",
-            f"learner.ranks={ranks}",
-            f"rollout.gpus={wide}",
-            f"rollout.actors={(gpus - ranks) // wide}",
-        )
+        ("learner.gpus=1", f"learner.ranks={ranks}", f"rollout.gpus={wide}", f"rollout.actors={(gpus - ranks) // wide}")
         for ranks in counts
     ]
 

@@ -261,12 +261,7 @@ class SimulatedLearner:
         seconds += run.costs.sync_s if workload.ranks > 1 else 0.0
         seconds /= workload.threads
         for _ in range(workload.ranks):
-            run.cores.work(
-                seconds,
-                self._rank_done,
-                threads=workload.threads,
-                on_core=workload.cores is not None,
-            )
+            run.cores.work(seconds, self._rank_done, threads=workload.threads, on_core=workload.cores is not None)
 
     def _rank_done(self) -> None:
         assert self._done is not None, "an update is under way"
