@@ -62,17 +62,12 @@ def _load(path: Path) -> UserTest:
     function = plugins.function(f"{path}:test", "--test")
     parameters = frozenset(plugins.parameters_of(function, f"--test {path.name}: `test`"))
     if unknown := sorted(parameters - set(PARAMETERS)):
-        raise ConfigError(
-            f"--test {path.name}: `test` asks for {unknown[0]!r}; its parameters may be {', '.join(PARAMETERS)}"
-        )
+        allowed = f"its parameters may be {', '.join(PARAMETERS)}"
+        raise ConfigError(f"--test {path.name}: `test` asks for {unknown[0]!r}; {allowed}")
     return UserTest(path.name, function, parameters)
 
 
-# --- recorded data -------------------------------------------------------------------------------------------
-
-
 def _examine_records(run: Path, question: Question, test: UserTest | None) -> Answer:
-    """Examine the metrics or the archived batches of all recorded versions."""
     lines = lines_of(run)
     if test is None:
         values = _values(run, lines, question.metric)

@@ -6,8 +6,7 @@
                                before the first that holds, up to one that holds          answer
     the same with --set        each version from the first, under the changes             from the first to the answer
 
-The weights of a version need a replay of all updates before it. One replay from a checkpoint, which examines version
-after version, makes fewer updates than a binary search.
+One replay from a checkpoint, which examines version after version, makes fewer updates than a binary search.
 """
 
 import tempfile
@@ -47,9 +46,6 @@ def find(run: Path, question: Question, test: UserTest | None) -> Answer:
     return _by_weights(run, question, test)
 
 
-# --- replayed versions ------------------------------------------------------------------------------------
-
-
 def _by_weights(run: Path, question: Question, test: UserTest) -> Answer:
     """Examine every checkpoint, then the versions before the first checkpoint at which the test holds."""
     lines, past = lines_of(run), _past(run)
@@ -77,18 +73,13 @@ def _by_weights(run: Path, question: Question, test: UserTest) -> Answer:
     remade, start = replay.from_checkpoint(choose, use)
     # The test may already hold between two earlier checkpoints, where no version is examined.
     certain = all(later - earlier == 1 for earlier, later in pairwise(map(manifest.version_of, [None, *before])))
-    return conclude(
-        question, sorted([*examined, *remade]), len(remade), certain=certain, subjects="versions", begin=start
-    )
+    versions = sorted([*examined, *remade])
+    return conclude(question, versions, len(remade), certain=certain, subjects="versions", begin=start)
 
 
 def _changed(run: Path, question: Question, test: UserTest | None) -> Answer:
-    """Replay versions with the changes until the condition holds."""
-    past = _past(run)
-    present = configfile.load(run / configfile.CONFIG)
-    configs = {
-        version: replay.with_changes(config, present, question.changes) for version, config in past.configs.items()
-    }
+    past, present, changes = _past(run), configfile.load(run / configfile.CONFIG), question.changes
+    configs = {version: replay.with_changes(config, present, changes) for version, config in past.configs.items()}
     last = min(max(past.digests), max(config.updates for config in configs.values()))
 
     def examine(version: int, metrics: Metrics, model: Path | None) -> ExaminedVersion:
@@ -116,7 +107,6 @@ def _replay(
     *,
     model: bool = True,
 ) -> list[ExaminedVersion]:
-    """Replay and examine the versions after `begin`, up to `last` or until the condition holds."""
     examined: list[ExaminedVersion] = []
     if last <= manifest.version_of(begin):
         return examined
@@ -152,9 +142,8 @@ def _examine(
     test: UserTest, run: Path, version: int, lines: Mapping[int, Metrics], model: Path | None
 ) -> ExaminedVersion:
     batch = archive.open(run).batch(version - 1) if "batch" in test.parameters else None
-    return ExaminedVersion(
-        version, test.holds(version=version, metrics=lines.get(version, {}), batch=batch, model=model)
-    )
+    holds = test.holds(version=version, metrics=lines.get(version, {}), batch=batch, model=model)
+    return ExaminedVersion(version, holds)
 
 
 def _export_checkpoint(run: Path, path: Path, to: Path) -> bool:

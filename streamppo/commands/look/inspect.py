@@ -1,6 +1,7 @@
 """`streamppo inspect`: prints an update's batch, the dead letters, or the end of each attempt at a prompt."""
 
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import closing
 from pathlib import Path
 
 from streamppo.commands.console import echo
@@ -41,31 +42,26 @@ def inspect(config: Config, run: Path, update: int | None, count: int) -> int:
 
 def inspect_dead_letters(run: Path, count: int) -> int:
     """Print the newest `count` trajectories that arrived but cannot be trained on."""
-    journal = Journal.open_run(run)
-    letters = journal.dead_letters()
-    journal.close()
+    with closing(Journal.open_run(run)) as journal:
+        letters = journal.dead_letters()
     echo(f"{len(letters)} dead letters")
     for letter in reversed(letters[-count:]):
         trajectory = letter.trajectory
         # A damaged column may end within an entry.
         tokens = ints(trajectory.tokens[: len(trajectory.tokens) // 4 * 4]).tolist()
-        echo(
-            "",
-            f"{_title(trajectory)}: {bounded(letter.reason, MOST_REASON)}",
-            f"  tokens      {' '.join(map(str, tokens))}",
-        )
+        title = f"{_title(trajectory)}: {bounded(letter.reason, MOST_REASON)}"
+        echo("", title, f"  tokens      {' '.join(map(str, tokens))}")
     return 0
 
 
 def inspect_prompt(run: Path, prompt: int) -> int:
-    """Print how every attempt at a prompt ended, or its present state.
+    """Print how every attempt at a prompt ended, or its current state.
 
     Raises `JournalError` if the prompt was never issued, or if no record of it was kept.
     """
-    journal = Journal.open_run(run)
-    attempts, counters = _attempts_in_journal(journal, prompt), journal.counters()
-    versions, skipped = journal.versions().values(), _skipped(journal, counters, prompt)
-    journal.close()
+    with closing(Journal.open_run(run)) as journal:
+        attempts, counters = _attempts_in_journal(journal, prompt), journal.counters()
+        versions, skipped = journal.versions().values(), _skipped(journal, counters, prompt)
     if skipped:
         echo(skipped)
         return 0
@@ -98,7 +94,6 @@ def _attempts_in_journal(journal: Journal, prompt: int) -> dict[Identity, str]:
 
 
 def _skipped(journal: Journal, counters: Counters | None, prompt: int) -> str:
-    """Return why the curriculum skipped the prompt; "" if the prompt was not skipped."""
     skipped = () if counters is None else journal.skipped(counters.shape.slots_of(prompt))
     if not skipped:
         return ""
@@ -108,7 +103,6 @@ def _skipped(journal: Journal, counters: Counters | None, prompt: int) -> str:
 
 
 def _attempts_in_archive(batches: Archive, versions: Iterable[PublishedVersion], prompt: int) -> dict[Identity, str]:
-    """Describe the attempts at a prompt that were trained on. Opens only batches that may have the prompt."""
     return {
         trajectory.identity: (
             f"trained on by update {version.version}: reward {trajectory.reward:g}, {trajectory.num_tokens} tokens"
@@ -168,7 +162,6 @@ def _lines(batch: Batch, trajectory: Trajectory, record: Mapping[str, Floats], t
 
 
 def _texts(batch: Batch, trajectory: Trajectory, tokenizer: Tokenizer) -> Iterator[str]:
-    """Yield the lines of prompt and completion, or of the tree if there are several turns."""
     if not tree.has_tree(trajectory):
         yield f"  prompt      {bounded(tokenizer.decode(ints(trajectory.prompt_tokens)), MOST_TEXT)!r}"
         yield f"  completion  {bounded(tokenizer.decode(ints(trajectory.tokens)), MOST_TEXT)!r}"
@@ -180,7 +173,6 @@ def _texts(batch: Batch, trajectory: Trajectory, tokenizer: Tokenizer) -> Iterat
 
 
 def _row(row: DataRow) -> Iterator[str]:
-    """Yield a line for each column of the row. The label of the answer's line is "answer"."""
     for name, value in row.columns:
         label = bounded(name, MOST_NAME)
         yield f"  {label:<12}{value}" if name == "answer" else f"  row         {label} = {value}"

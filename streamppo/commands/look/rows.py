@@ -38,7 +38,6 @@ class RunRows:
         self._config, self._folder = config, folder
 
     def row_of(self, trajectory: Trajectory) -> DataRow:
-        """Return the row of a trajectory's prompt."""
         task, tokenizer, missing = self._task
         if task is None or tokenizer is None:
             return DataRow([], missing)

@@ -104,6 +104,5 @@ def condition(run: Path, shown: View) -> str:
 
 
 def _last_change_s(run: Path) -> float:
-    """Return the time of the run's last metrics line, in seconds since the epoch."""
     path = run / metrics_file.METRICS
     return (path if path.exists() else run / configfile.CONFIG).stat().st_mtime

@@ -36,9 +36,9 @@ class TreeNode(NamedTuple):
     """A node: tokens `start` to `end` - 1 of a row. `context` is the number of tokens on the path before the node.
 
     If the node does not follow the previous token of the row, `parent` is the token that it follows (-1: none). A node
-    of kind "again" repeats the last token of a context, because the context gets another answer. A turn has a
-    `number`, and `versions` with a pair (length, version) for each stretch of tokens that one version sampled.
-    `too_old` is the number of a turn's tokens beyond max_lag.
+    of kind "again" repeats the last token of a context that gets another answer. A turn has a `number`, and `versions`
+    with a pair (length, version) for each stretch of tokens that one version sampled. `too_old` is the number of its
+    tokens beyond max_lag.
     """
 
     kind: Kind
@@ -58,7 +58,6 @@ class TreeNode(NamedTuple):
 
     @property
     def is_branch(self) -> bool:
-        """True if the node begins a branch or a second root."""
         return self.parent != NO_BRANCH
 
     @property
@@ -70,21 +69,16 @@ class TreeNode(NamedTuple):
 
     @property
     def name(self) -> str:
-        """The displayed name: the kind, with the number of a turn."""
         if self.kind == "turn":
             return f"turn {self.number}"
         return "branch" if self.is_branch and self.kind == "message" else self.kind
 
     def notes(self) -> Iterator[str]:
-        """Yield remarks about the tokens: calls, reward, versions, age, reuse."""
         if self.calls:
             yield f"calls {', '.join(self.calls)}"
         if self.kind != "turn":
             return
-        if not self.delivered:
-            yield "not received, and not trained on"
-        else:
-            yield f"reward {self.reward:g}"
+        yield f"reward {self.reward:g}" if self.delivered else "not received, and not trained on"
         yield f"versions {', '.join(f'{count} x {version}' for count, version in self.versions)}"
         if self.too_old:
             yield f"{self.too_old} tokens are too old"
@@ -100,7 +94,6 @@ class TreeTotals(NamedTuple):
     undelivered: int
 
     def words(self) -> str:
-        """Return the numbers in words."""
         undelivered = f", {self.undelivered} tokens not received" if self.undelivered else ""
         return f"{_count(self.turns, 'turn')}, {_count(self.branches, 'branch')}{undelivered}"
 
@@ -148,10 +141,8 @@ def nodes(batch: Batch, trajectory: Trajectory, spell: Spell) -> list[TreeNode]:
 
 def totals(tree_nodes: list[TreeNode]) -> TreeTotals:
     """Count the turns, branches and undelivered tokens of a tree."""
-    undelivered = sum(node.end - node.start for node in tree_nodes if not node.delivered)
-    return TreeTotals(
-        sum(node.kind == "turn" for node in tree_nodes), sum(node.is_branch for node in tree_nodes), undelivered
-    )
+    counts = sum(node.kind == "turn" for node in tree_nodes), sum(node.is_branch for node in tree_nodes)
+    return TreeTotals(*counts, sum(node.end - node.start for node in tree_nodes if not node.delivered))
 
 
 def outline(tree_nodes: list[TreeNode], quote: Callable[[str], str]) -> Iterator[str]:
@@ -168,10 +159,9 @@ def _turns(trajectory: Trajectory, prompt: int) -> list[TurnPlace]:
     """Return the turns in the column `turns`. Without the column, consecutive sampled tokens of a branch are a turn."""
     if trajectory.turns:
         return turns.read(trajectory.turns)
-    places, mask = list[TurnPlace](), flags(trajectory.mask)
+    places, at = list[TurnPlace](), 0
     begins = {int(start) for start, _ in branches.pairs(trajectory.branches)}
-    at = 0
-    for is_sampled, run in groupby(mask.tolist()):
+    for is_sampled, run in groupby(flags(trajectory.mask).tolist()):
         end = at + len(list(run))
         cuts = sorted(start - prompt for start in begins if at < start - prompt < end)
         if is_sampled:
@@ -185,8 +175,7 @@ def _cuts(start: int, end: int, prompt: int, turn_places: list[TurnPlace]) -> li
     """Divide tokens `start` to `end` - 1 into pairs (start, end): the prompt, turns, and messages between turns."""
     edges = {start, end, *(edge for turn in turn_places for edge in (turn.start, turn.end) if start < edge < end)}
     edges |= {prompt} if start < prompt < end else set()
-    ordered = sorted(edges)
-    return list(pairwise(ordered))
+    return list(pairwise(sorted(edges)))
 
 
 def _rewards(trajectory: Trajectory) -> Floats:
@@ -204,7 +193,6 @@ def count_versions(versions: Ints) -> tuple[tuple[int, int], ...]:
 
 
 def _calls(text: str) -> tuple[str, ...]:
-    """Return the tool calls in a turn's text, if the text marks them as most chat templates do."""
     return tuple(f"{call.name}({call.arguments})" for call in reply.read(text).calls)
 
 

@@ -68,10 +68,7 @@ def verify(run: Path, updates: int, expect: str, *, as_json: bool) -> int:
     if as_json:
         echo(json.dumps({**result._asdict(), "faults": [fault._asdict() for fault in result.faults]}))
         return bool(result.faults)
-    for row in (
-        *(f"note: {note}" for note in result.notes),
-        *(f"fault: {fault.place}: {fault.what}" for fault in result.faults),
-    ):
+    for row in [f"note: {note}" for note in result.notes] + [f"fault: {': '.join(fault)}" for fault in result.faults]:
         echo(row)
     counts = f"{result.versions} versions, {result.batches} batches, {result.checkpoints} checkpoints"
     replayed = f", replayed {', '.join(map(str, result.remade))}" if result.remade else ""
@@ -140,8 +137,6 @@ class Records:
         content = [f"link {link}", f"ended {hashlib.sha256(self._ended).hexdigest()}"]
         content += [f"{name} {durable.sha256(self.run / name)}" for name in present]
         return hashlib.sha256("\n".join(content).encode()).hexdigest()
-
-    # --- archive and metrics ----------------------------------------------------------------------------------
 
     def check_batches(self) -> None:
         """Compare each batch with the journal and with the other batches."""
@@ -244,8 +239,6 @@ class Records:
             if change:
                 self._add(inputs.INPUTS, f"{field}: {change}")
 
-    # --- weights ---------------------------------------------------------------------------------------------
-
     def check_checkpoints(self) -> list[Path]:
         """Compare the digest of each checkpoint's weights with the journal. Returns the matching checkpoints."""
         checkpoints: list[Path] = []
@@ -270,16 +263,12 @@ class Records:
 
     def check_updates(self, checkpoints: Sequence[Path], updates: int) -> list[int]:
         """Replay and compare random updates, each from a checkpoint before it. Returns the replayed versions."""
-        archived = set(self.archive.versions())
-        starts = {
-            version: max((path for path in checkpoints if int(path.name) < version), default=None)
-            for version in self.published
-        }
-        possible = [
-            version
-            for version, path in starts.items()
-            if version and archived.issuperset(range(manifest.version_of(path), version))
-        ]
+        archived, starts, possible = set(self.archive.versions()), dict[int, Path | None](), list[int]()
+        for version in self.published:
+            begin = max((path for path in checkpoints if int(path.name) < version), default=None)
+            starts[version] = begin
+            if version and archived.issuperset(range(manifest.version_of(begin), version)):
+                possible.append(version)
         if updates and len(possible) < self.newest:
             self.notes.append(f"{self.newest - len(possible)} versions cannot be replayed: their batches are not kept")
         chosen = sorted(random.SystemRandom().sample(possible, min(updates, len(possible))))

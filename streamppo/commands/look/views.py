@@ -21,20 +21,14 @@ def report(paths: Sequence[Path], to: Path | None, measured: Sequence[Path] = ()
     """Write the report of runs and replays to `to`, by default to the folder of a single run or to the current folder.
 
     The page compares each run with a prediction from the costs of `measured` runs. The differences between runs with a
-    common past are printed. With `as_json` only the differences are printed, and no page is written.
+    common past are printed; with `as_json` only they are printed, and no page is written.
     """
     if as_json and (measured or to):
         option, use = ("--measured", "adds to") if measured else ("--to", "names")
         raise ConfigError(f"{option} {use} the HTML page, and --json writes none: use one of them")
     if as_json:
-        echo(
-            json.dumps(
-                [
-                    {**difference._asdict(), "rows": msgspec.to_builtins(difference.rows)}
-                    for difference in reports.differences(paths)
-                ]
-            )
-        )
+        found = reports.differences(paths)
+        echo(json.dumps([{**one._asdict(), "rows": msgspec.to_builtins(one.rows)} for one in found]))
         return 0
     if to is not None:
         durable.refuse_output(to, RunError)
@@ -49,7 +43,6 @@ def report(paths: Sequence[Path], to: Path | None, measured: Sequence[Path] = ()
 
 
 def _predicted(paths: Sequence[Path], measured: Sequence[Path]) -> list[tuple[str, RunsTable]]:
-    """Return a table for each run. It compares the run with a prediction from the costs of `measured` runs."""
     if not measured:
         return []
     from streamppo.commands.plan import plan
@@ -80,13 +73,10 @@ def time_table(run: Path) -> int:
         total_ms = phases[WHOLE].cpu_ms
         echo(f"{process}: {total_ms:.1f} ms of CPU for one update")
         echo(f"  {'phase':10} {'calls':>7} {'wall ms':>9} {'CPU ms':>9} {'share':>6}")
-        rows = sorted(
-            ((name, phase) for name, phase in phases.items() if name != WHOLE), key=lambda row: -row[1].cpu_ms
-        )
-        for name, phase in rows:
-            meaning = PHASES[name].partition(": ")[2] if name in PHASES else "overhead, other threads, and Ray"
-            numbers = (
-                f"{phase.calls:7.1f} {phase.wall_ms:9.2f} {phase.cpu_ms:9.2f} {phase.cpu_ms / max(total_ms, 1e-9):6.0%}"
-            )
-            echo(f"  {name:10} {numbers}  {meaning}")
+        for name, phase in sorted(phases.items(), key=lambda row: -row[1].cpu_ms):
+            if name != WHOLE:
+                meaning = PHASES[name].partition(": ")[2] if name in PHASES else "overhead, other threads, and Ray"
+                share = phase.cpu_ms / max(total_ms, 1e-9)
+                numbers = f"{phase.calls:7.1f} {phase.wall_ms:9.2f} {phase.cpu_ms:9.2f} {share:6.0%}"
+                echo(f"  {name:10} {numbers}  {meaning}")
     return 0

@@ -76,9 +76,8 @@ def _parts(run: Path, prompt: int) -> list[_Part]:
         for row, trajectory in enumerate(batch.trajectories):
             if trajectory.identity.prompt == prompt:
                 unknown = np.full(trajectory.num_tokens, np.nan, np.float32)
-                parts.append(
-                    _Part(trajectory, version.version, record["values"][row] if "values" in record else unknown)
-                )
+                values = record["values"][row] if "values" in record else unknown
+                parts.append(_Part(trajectory, version.version, values))
     return parts
 
 
@@ -89,18 +88,14 @@ def _name(part: _Part) -> tuple[int, int]:
 def _joined(run: Path, parts: list[_Part]) -> ArchivedCompletion:
     parts = sorted(parts, key=lambda part: part.trajectory.identity.segment)
     rows = [part.trajectory for part in parts]
-    numbers = [row.identity.segment for row in rows]
-    if missing := sorted(set(range(numbers[-1] + 1)) - set(numbers)):
+    if missing := sorted(set(range(rows[-1].identity.segment + 1)) - {row.identity.segment for row in rows}):
         identity = rows[0].identity
         raise JournalError(
             f"{run}: segment {missing[0]} of prompt {identity.prompt}, sample {identity.sample} was not kept, or not "
             "trained on: the completion's beginning is missing"
         )
-    recorded = RecordedCompletion(
-        ints(rows[0].prompt_tokens),
-        ints(b"".join(row.tokens for row in rows)),
-        flags(b"".join(row.mask for row in rows)),
-    )
+    tokens, mask = ints(b"".join(row.tokens for row in rows)), flags(b"".join(row.mask for row in rows))
+    recorded = RecordedCompletion(ints(rows[0].prompt_tokens), tokens, mask)
     return ArchivedCompletion(
         rows[0].identity,
         parts[-1].update,

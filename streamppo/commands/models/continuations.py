@@ -7,7 +7,6 @@ seed of the repetition    the seed of the archived completion, so that its versi
 import asyncio
 import json
 import tempfile
-import warnings
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -97,14 +96,12 @@ def find(run: Path, question: TrialQuestion) -> Trial:
     with tempfile.TemporaryDirectory() as aside:
         subjects = [_subject(subject_past, config, Path(aside)) for subject_past in pasts]
         with standalone.reward_models(config) as models:
-            continuations = _Continuations(
-                config, model_path(config, run), question, source, Rewards(config.reward, models)
-            )
+            rewards = Rewards(config.reward, models)
+            continuations = _Continuations(config, model_path(config, run), question, source, rewards)
             return asyncio.run(continuations.run(subjects, replayable=isinstance(past.rollout.engine, EmbeddedEngine)))
 
 
 def _embedded(config: Config, rows: int) -> Config:
-    """Return the configuration with an embedded engine of at most `rows` slots, on a GPU if this machine has one."""
     rollout, engine = config.rollout, config.rollout.engine
     embedded = structs.replace(
         rollout,
@@ -116,7 +113,6 @@ def _embedded(config: Config, rows: int) -> Config:
 
 
 def _subject(past: versions.Past, config: Config, aside: Path) -> VersionWeights:
-    """Return the weights of a version, from the run's initial model, a checkpoint, or a replay."""
     version, start = past.version, model_path(config, past.run)
     if not version:
         tensors = weights.model_weights(start, config.model.dtype)
@@ -133,8 +129,6 @@ def _subject(past: versions.Past, config: Config, aside: Path) -> VersionWeights
 
 
 class _Continuations:
-    """Samples the continuations for one question."""
-
     def __init__(
         self, config: Config, model: str, question: TrialQuestion, source: ArchivedCompletion | None, rewards: Rewards
     ) -> None:
@@ -146,7 +140,6 @@ class _Continuations:
         self._limit = stop.load_limit(config.rollout.limit, config.rollout.max_tokens)
 
     async def run(self, subjects: list[VersionWeights], *, replayable: bool) -> Trial:
-        """Sample with one version after another. If `replayable`, the run's completions can be sampled again."""
         config, question, source = self._config, self._question, self._source
         task = tasks.build(config.task, config.seed, self._tokenizer)
         prompt = self._prompt(task)
@@ -199,9 +192,8 @@ class _Continuations:
         limit = self._limit(prompt, source and source.identity)
         sampling = build.sampling(self._config)._replace(max_tokens=limit)
         async with standalone.engine(self._config, "try", self._model, policy.version, policy.tensors) as engine:
-            played = await asyncio.gather(
-                *(self._play(engine, prompt, sampling._replace(seed=number)) for number in [*seeds, *[seed] * proves])
-            )
+            samplings = [sampling._replace(seed=number) for number in [*seeds, *[seed] * proves]]
+            played = await asyncio.gather(*(self._play(engine, prompt, seeded) for seeded in samplings))
         repetition = played.pop().episode if proves else None
         rewards = [play.result.reward for play in played if play.result.reward is not None]
         mean = estimate(rewards)
@@ -219,7 +211,6 @@ class _Continuations:
         )
 
     def _spell(self, tokens: Ints) -> str:
-        """Return the text of tokens, including special ones."""
         return self._tokenizer.spell(tokens.tolist())
 
     def _context(self, episode: Episode) -> Ints:
@@ -231,7 +222,6 @@ class _Continuations:
         return critic_value(self._config, self._model, subject.path, subject.policy, context)
 
     async def _play(self, engine: Engine, prompt: Prompt, sampling: Sampling) -> SampledContinuation:
-        """Sample and score a continuation. A failed continuation has a reason and no reward."""
         at, source = self._question.at, self._source
         sampler = Continuation(engine, source.recorded, at, self._completes) if source else engine
         scored = bool(self._config.reward.scorers)
@@ -265,8 +255,7 @@ def _first_difference(source: ArchivedCompletion, repetition: Episode) -> int | 
 def critic_value(config: Config, start: str, path: Path, policy: Weights, context: Ints) -> float:
     """Return the critic's value after the tokens `context`. Critic and `policy` are in the checkpoint at `path`.
 
-    The run began with the model `start`. The value is computed in float32 without a process group. Raises
-    `CheckpointError` and `ModelError`.
+    The run began with the model `start`. The value is in float32. Raises `CheckpointError` and `ModelError`.
     """
     critic = config.algorithm.critic.model
     if critic == "head":
@@ -278,15 +267,11 @@ def critic_value(config: Config, start: str, path: Path, policy: Weights, contex
         transformer = hf_files.critic(critic, start, "eager").transformer.float()
     width = transformer.config.get_text_config().hidden_size
     saved = {"value_head.weight": torch.empty(1, width), "value_head.bias": torch.empty(1)}
-    parameters = (
-        {} if critic == "head" else {f"critic.{name}": parameter for name, parameter in transformer.named_parameters()}
-    )
+    named = {} if critic == "head" else dict(transformer.named_parameters())
+    parameters = {f"critic.{name}": parameter for name, parameter in named.items()}
     saved |= {name: torch.empty(parameter.shape) for name, parameter in parameters.items()}
     state: dict[str, dict[str, Tensor]] = {"policy": saved}
-    with warnings.catch_warnings():
-        # torch warns if a checkpoint is loaded without a process group.
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-        distcp.load(state, path, alone=True)
+    distcp.load(state, path, alone=True)
     for name, parameter in parameters.items():
         parameter.copy_(saved[name])
     hidden_1LD = transformer(input_ids=torch.from_numpy(context)[None].long(), use_cache=False).last_hidden_state

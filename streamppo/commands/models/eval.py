@@ -118,11 +118,7 @@ def evaluate(
     return 0 if result["accuracy"]["mean"] is not None else 1
 
 
-# --- the policy ----------------------------------------------------------------------------------------------
-
-
 def _load_run(run: Path, run_config: Config, config: Config, version: int | None) -> tuple[Config, Subject]:
-    """Load the policy of a run. Returns `config` with the run's [model], and the policy."""
     path = model_path(run_config, run)
     config = structs.replace(config, model=run_config.model)
     if version == 0:
@@ -132,7 +128,6 @@ def _load_run(run: Path, run_config: Config, config: Config, version: int | None
 
 
 def _load_model(name: str, config: Config, aside: Path) -> tuple[Config, Subject]:
-    """Load a model, or make builtin:tiny in `aside`. Returns `config` for the model `name`, and the policy."""
     config = structs.replace(config, model=structs.replace(config.model, path=name))
     if faults := [finding.text for finding in folders.model(config) if finding.state in ("error", "not here")]:
         raise ConfigError("\n".join(faults))
@@ -140,9 +135,6 @@ def _load_model(name: str, config: Config, aside: Path) -> tuple[Config, Subject
     if name == BUILTIN:
         tiny.make(config, Path(path))
     return config, Subject(name, 0, path, weights.model_weights(path, config.model.dtype))
-
-
-# --- answers -------------------------------------------------------------------------------------------------
 
 
 async def _answers(config: Config, subject: Subject, rewards: Rewards, samples: int) -> list[list[ScoredAnswer]]:
@@ -168,8 +160,6 @@ async def _answers(config: Config, subject: Subject, rewards: Rewards, samples: 
 
 
 class _AnswerQueue:
-    """Samples at most `rollout.in_flight` answers at the same time."""
-
     def __init__(self, config: Config, player: Player, rewards: Rewards, total: int) -> None:
         self._player, self._rewards = player, rewards
         self._limit = stop.load_limit(config.rollout.limit, config.rollout.max_tokens)
@@ -177,14 +167,12 @@ class _AnswerQueue:
         self._total, self._done, self._logged_at = total, 0, time.monotonic()
 
     async def answer(self, prompt: Prompt, sampling: Sampling) -> ScoredAnswer:
-        """Sample and score one answer. A failed answer has no reward."""
         async with self._places:
             try:
                 limited = sampling._replace(max_tokens=self._limit(prompt, None))
                 episode = await self._player.play(prompt, limited)
-                scored = await self._rewards.score(
-                    prompt, episode.text(prompt, self._player.tokenizer, self._player.stop)
-                )
+                text = episode.text(prompt, self._player.tokenizer, self._player.stop)
+                scored = await self._rewards.score(prompt, text)
             except FAILURES as error:
                 return ScoredAnswer(None, reason=str(error))
             finally:
@@ -196,9 +184,6 @@ class _AnswerQueue:
         if time.monotonic() - self._logged_at > PROGRESS_S:
             self._logged_at = time.monotonic()
             log.info("%d of %d answers", self._done, self._total)
-
-
-# --- numbers -------------------------------------------------------------------------------------------------
 
 
 def pass_at(samples: int, correct: int, k: int) -> float:

@@ -57,10 +57,10 @@ def export(config: Config, run: Path, version: int | None, folder: Path, *, adap
 def checkpoint_weights(config: Config, run: Path, version: int | None) -> Weights:
     """Read the policy of `version`, by default of the newest checkpoint.
 
-    If a run in progress deletes the chosen checkpoint during the read, the newest checkpoint is chosen again. Files
-    that are missing or damaged on this disk are fetched from checkpoint.remote if it is set. Raises `CheckpointError`
-    if the checkpoint does not exist, if its files are on other disks, or if its digest is not the journal's. Raises
-    `ModelError` if the run's initial model, which has the shapes of the weights, is missing.
+    If a run in progress deletes the newest checkpoint during the read, it is chosen again. Missing and damaged files
+    are fetched from checkpoint.remote if it is set. Raises `CheckpointError` if the checkpoint does not exist, if its
+    files are on other disks, or if its digest is not the journal's, and `ModelError` if the run's first model is
+    missing.
     """
     while True:
         past = _run_history(config, run)
@@ -89,10 +89,8 @@ def weights_in(
     tensors = _read(path, start, model)
     frozen = {} if model.lora is None else model_weights(start, model.dtype)
     push, _ = buckets.pack_whole(state.version, tensors, config.learner.bucket_bytes)
-    push = structs.replace(
-        push,
-        frozen=tuple(buckets.describe_tensor(name, Shard.whole(tensor), tensor) for name, tensor in frozen.items()),
-    )
+    described = (buckets.describe_tensor(name, Shard.whole(tensor), tensor) for name, tensor in frozen.items())
+    push = structs.replace(push, frozen=tuple(described))
     if push.digest != state.digest:
         raise CheckpointError(f"{path}: its weights differ from version {state.version} as it was pushed")
     if model.lora is None:
@@ -110,7 +108,7 @@ def untrained_weights(path: str, dtype: str) -> dict[str, Tensor]:
     """Return the tensors that training leaves unchanged of the whole model at `path`, by name, in `dtype`.
 
     These are parameters that transformers freezes, stored buffers, and the parts of a multimodal model besides its text
-    model. The model is read only if it has any. Raises `ModelError`.
+    model. Raises `ModelError`.
     """
     with torch.device("meta"):
         text_model = loading.empty(path, attention="eager")
@@ -129,7 +127,6 @@ def untrained_weights(path: str, dtype: str) -> dict[str, Tensor]:
 
 
 def _run_history(config: Config, run: Path) -> History | None:
-    """Return the run's history from the journal. If the journal cannot be read, prints a note and returns None."""
     try:
         return history.read_history(run, config)
     except JournalError as error:
@@ -153,18 +150,16 @@ def _checkpoint(run: Path, version: int | None, past: History | None) -> Path:
     if wanted not in checkpoints:
         if not checkpoints:
             raise CheckpointError(f"{run}: no checkpoint yet: a run saves them every `checkpoint.every` updates")
-        raise CheckpointError(
-            f"{run}: no checkpoint of version {version}; there are {', '.join(map(str, checkpoints))}"
-        )
+        present = ", ".join(map(str, checkpoints))
+        raise CheckpointError(f"{run}: no checkpoint of version {version}; there are {present}")
     return checkpoints[wanted]
 
 
 def _read(path: Path, start: str, model: Model) -> dict[str, Tensor]:
     """Return the policy's pushed parameters in the model's `dtype`. Any number of ranks may have saved the checkpoint.
 
-    A checkpoint has only the trained ones. Those that transformers freezes are in each push, unless adapters are
-    trained, and are read from `start`. Names and order are those of a push. Tied weights appear once, under their name
-    in `named_parameters`.
+    A checkpoint has only the trained parameters; those that transformers freezes are read from `start`. Names and order
+    are those of a push.
     """
     with torch.device("meta"):
         lm = hf_files.read(start, "eager", weights=False)

@@ -1,6 +1,6 @@
 """Simulates an engine, which decodes its rows in steps, and swaps versions and fills free rows between steps.
 
-Consecutive steps without a change are one piece of work. A new row or version ends this work after the present step.
+Consecutive steps without a change are one piece of work. A new row or version ends this work after the current step.
 """
 
 import bisect
@@ -50,17 +50,16 @@ class SimulatedEngine:
         self._steps, self._before_s, self._step_s, self._began = 0, 0.0, 0.0, 0.0
 
     def add(self, rows: Sequence[SimulatedRow]) -> None:
-        """Queue `rows` until the engine has room for them."""
         self._waiting.extend(rows)
         self._interrupt()
 
     def pull(self, version: int) -> None:
-        """Swap to `version` after the present step."""
+        """Swap to `version` after the current step."""
         self._newest = version
         self._interrupt()
 
     def _interrupt(self) -> None:
-        """End the work after the present step."""
+        """End the work after the current step."""
         if self._work is None:
             self._boundary()
             return

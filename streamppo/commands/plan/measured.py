@@ -1,7 +1,7 @@
 """Measures costs of stages, and lengths of completions, in runs on this machine.
 
-A cost is the CPU seconds of phases divided by their calls, rows or tokens. A least-squares fit over runs (or parts of
-a run) of different sizes separates the cost of a call from the cost of a row. No cost is below 0.
+A cost is the CPU seconds of phases divided by their calls, rows or tokens. A least-squares fit over runs (or parts of a
+run) of different sizes separates the cost of a call from the cost of a row.
 """
 
 import itertools
@@ -36,11 +36,9 @@ class Interval(NamedTuple):
     spent: Mapping[str, Spending]
 
     def calls(self, phase: str) -> int:
-        """The calls of a phase."""
         return self.spent.get(phase, NOTHING)[0]
 
     def cpu_s(self, *phases: str) -> float:
-        """The sum of the CPU seconds of `phases`."""
         return sum(self.spent.get(phase, NOTHING)[2] for phase in phases)
 
 
@@ -68,8 +66,6 @@ class MeasuredRun(NamedTuple):
         return len(rows), sum(rows) / ranks, len(rows) * (ranks > 1)
 
     def decoded(self, engine: str, interval: Interval) -> int:
-        """Return the tokens that an engine sampled in an interval."""
-
         def at(moment: float) -> int:
             return min(self.sampled[engine], key=lambda sample: abs(sample[0] - moment))[1]
 
@@ -110,20 +106,11 @@ def costs(runs: Sequence[MeasuredRun]) -> StageCosts:
     engines = [(run, name, interval) for run in runs for name, interval in run.intervals_of("rollout-")]
     ranks = [(run.work(interval), interval) for run in runs for _, interval in run.intervals_of("learner-")]
     queues = [(run, interval) for run in runs for _, interval in run.intervals_of("queue")]
-    step_s, row_s = _fit(
-        ((interval.calls("decode"), run.decoded(name, interval)), interval.cpu_s("decode"))
-        for run, name, interval in engines
-    )
-    prefill_s, prompt_s = _fit(
-        ((interval.calls("prefill"), interval.calls("reward")), interval.cpu_s("prefill")) for _, _, interval in engines
-    )
-    (swap_s,) = _fit(((interval.calls("swap"),), interval.cpu_s("swap", "unpack")) for _, _, interval in engines)
+    step_s, row_s = _fit(((at.calls("decode"), run.decoded(name, at)), at.cpu_s("decode")) for run, name, at in engines)
+    prefill_s, prompt_s = _fit(((at.calls("prefill"), at.calls("reward")), at.cpu_s("prefill")) for _, _, at in engines)
+    (swap_s,) = _fit(((at.calls("swap"),), at.cpu_s("swap", "unpack")) for _, _, at in engines)
     sample_s, idle = _fit(
-        (
-            (interval.calls("reward"), interval.end_s - interval.begin_s),
-            interval.cpu_s("process") - interval.cpu_s(*ENGINE),
-        )
-        for _, _, interval in engines
+        ((at.calls("reward"), at.end_s - at.begin_s), at.cpu_s("process") - at.cpu_s(*ENGINE)) for _, _, at in engines
     )
     update_s, token_s, sync_s = _fit((work, interval.cpu_s(*PASSES)) for work, interval in ranks)
     # If there are several ranks, threads besides the main one exchange gradients.

@@ -68,7 +68,6 @@ class Comparison(NamedTuple):
     realised: Realised
 
     def rows(self) -> list[tuple[str, tuple[str, str, str]]]:
-        """Return the name of each number, with its cells in `COLUMNS`."""
         rows: list[tuple[str, tuple[str, str, str]]] = []
         for name, value in self.realised._asdict().items():
             expected: float = getattr(self.predicted, name)
@@ -157,18 +156,15 @@ def on_gpus(config: Config, hardware: Hardware, assumed: Assumed, to: Path | Non
         return max(memory.rank(checkpointed(config), model, longest_row(config)).total, engine) <= ROOM * gpu.gib * GIB
 
     def slots(config: Config) -> list[int]:
-        """Return the numbers of slots to try whose cache fits into an engine's memory."""
         gpus = max(1.0, config.rollout.gpus)
         room = (ROOM * gpu.gib * GIB * gpus - model.parameters * model.element) / model.cache_per_token
         mean = prompt_tokens + sum(lengths.completions) / len(lengths.completions)
         return [count for count in proposals.more_slots(config) if count * mean <= room]
 
     known = Basis(lengths, None, price, fits, slots, DOUBT["estimated"])
-    divisions = [
-        (split, mesh)
-        for split in _splits(hardware.gpus, config.evaluation.actors, model, gpu)
-        for mesh in meshes.choose(configfile.change(config, split), settings, fits)
-    ]
+    bare_splits = _splits(hardware.gpus, config.evaluation.actors, model, gpu)
+    choices = ((split, meshes.choose(configfile.change(config, split), settings, fits)) for split in bare_splits)
+    divisions = [(split, mesh) for split, chosen in choices for mesh in chosen]
     has_meshes = any(mesh != config.learner.mesh for _, mesh in divisions)
     splits = [(*split, meshes.override(mesh)) if has_meshes else split for split, mesh in divisions]
     if not splits:
@@ -237,7 +233,6 @@ def _is_round(ranks: int) -> bool:
 
 
 def _report(tried: Sequence[Proposal], known: Basis, to: Path | None) -> None:
-    """Print the proposals with the best last, and the group of costs that affects the best proposal most."""
     rows = table("settings", "updates/s", "tokens/s", "learner waits", "engines busy", "lag", "p99", "max", "lost")
     for proposal in tried:
         rows.add_row(" ".join(proposal.overrides) or "as configured", *_cells(proposal.prediction))
@@ -256,14 +251,8 @@ def _report(tried: Sequence[Proposal], known: Basis, to: Path | None) -> None:
     if after.batch_size > before.batch_size:
         echo(f"{caveat} batch_size there are fewer updates of the same tokens")
     if to:
-        costs = known.price(best.config)._asdict()
-        _write(
-            to,
-            {
-                "proposals": [{"overrides": proposal.overrides, **_numbers(proposal.prediction)} for proposal in tried],
-                "costs": costs,
-            },
-        )
+        rows_written = [{"overrides": proposal.overrides, **_numbers(proposal.prediction)} for proposal in tried]
+        _write(to, {"proposals": rows_written, "costs": known.price(best.config)._asdict()})
 
 
 def least_sure(proposal: Proposal, known: Basis) -> tuple[str, float, float]:
@@ -311,7 +300,6 @@ def _cells(prediction: Prediction) -> list[str]:
 
 
 def _longest_wait(prediction: Prediction) -> str:
-    """Return in words which stage waits most."""
     learner, engines = prediction.learner_waits, 1 - prediction.engines_busy
     if max(learner, engines) < WAITS:
         return "nobody for more than a tenth of the time"
@@ -321,10 +309,6 @@ def _longest_wait(prediction: Prediction) -> str:
 
 
 def _numbers(prediction: Prediction) -> dict[str, object]:
-    lags = {
-        "lag_mean": prediction.lag_mean,
-        "lag_p50": prediction.lag_quantile(0.5),
-        "lag_p99": prediction.lag_quantile(0.99),
-    }
     rates = {name: value for name, value in prediction._asdict().items() if name != "lags"}
-    return {**rates, **lags, "lag_max": max(prediction.lags)}
+    lags = {f"lag_p{percent}": prediction.lag_quantile(percent / 100) for percent in (50, 99)}
+    return {**rates, "lag_mean": prediction.lag_mean, **lags, "lag_max": max(prediction.lags)}

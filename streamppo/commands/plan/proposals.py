@@ -101,10 +101,8 @@ def improve(
     """
     config = configfile.change(config, first)
     proposals = [Proposal(first, config, predict(config, basis))]
-    rows: list[tuple[Callable[[Config], Sequence[tuple[str, ...]]], float]] = [
-        (partial(_slots, basis), EQUAL),
-        (_in_flight, EQUAL),
-    ]
+    rows: list[tuple[Callable[[Config], Sequence[tuple[str, ...]]], float]] = [(partial(_slots, basis), EQUAL)]
+    rows.append((_in_flight, EQUAL))
     steps = [
         (lambda _: splits, EQUAL),
         (lambda _: [(f"queue.max_lag={lag}",) for lag in LAGS], EQUAL),

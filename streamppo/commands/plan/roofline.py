@@ -1,7 +1,7 @@
 """Estimates costs of stages on GPUs from the operations and bytes of a model and the rates of a GPU.
 
 No run on more than one GPU has been compared with these estimates (docs/status.md). The share of a data sheet's rate
-that a stage reaches was measured on one H200 with a model of 0.5 billion parameters. Larger models reach larger shares.
+that a stage reaches was measured on one H200 with a model of 0.5 billion parameters.
 """
 
 import math
@@ -56,10 +56,10 @@ def costs(
     engine_gpus, flops = max(1.0, config.rollout.gpus), gpu.tflops * 1e12
     reads = gpu.memory_tb_s * 1e12 * READING_SHARE * engine_gpus
     multiplies = flops * PREFILL_SHARE * engine_gpus
-    weights = model.parameters * model.element
     pushed = model.trained * model.element
+    passes_s = _passes(config, model, prompt_tokens + length) / (flops * training_share(model))
     return StageCosts(
-        step_s=LAUNCH_S + weights / reads,
+        step_s=LAUNCH_S + model.parameters * model.element / reads,
         row_s=2 * model.active / multiplies,
         cached_s=model.cache_per_token / reads,
         prefill_s=LAUNCH_S,
@@ -71,11 +71,7 @@ def costs(
         stored_s=STORED_S + TOKEN_BYTES * length / QUEUE_BYTES_PER_S / config.queue.shards,
         publish_s=PUBLISH_S,
         update_s=_step_s(config, model, gpu) + pushed / (SNAPSHOT_GB_S * 1e9) / config.learner.ranks,
-        token_s=max(
-            _passes(config, model, prompt_tokens + length) / (flops * training_share(model))
-            + _shared_rows_s(config, model, gpu),
-            _gathers_s(config, model, gpu),
-        ),
+        token_s=max(passes_s + _shared_rows_s(config, model, gpu), _gathers_s(config, model, gpu)),
         sync_s=0.0,
         push_s=pushed / (PACKED_GB_S * 1e9) / config.learner.ranks,
     )
@@ -89,7 +85,6 @@ def training_share(model: ModelSizes) -> float:
 
 
 def _passes(config: Config, model: ModelSizes, row: float) -> float:
-    """Return the operations of a token in an update, with scoring, recomputation and attention."""
     forwards = 3 + (config.algorithm.proximal == "recompute") + (config.model.gradient_checkpointing == "full")
     attention = 2 * model.layers * model.hidden * row
     return forwards * (2 * model.active + attention)

@@ -36,7 +36,6 @@ class SharedCores:
         self._shared: list[Work] = []
 
     def after(self, seconds: float, call: Callable[[], None]) -> None:
-        """Call the function `call` after `seconds` of simulated time."""
         heapq.heappush(self._timers, (self.now + seconds, next(self._numbers), call))
 
     def work(self, seconds: float, done: Callable[[], None], *, threads: int = 1, on_core: bool = True) -> Work:

@@ -1,7 +1,6 @@
 """Simulates a run with the queue's real rules. Simulated engines, rewards and learner only take time.
 
-The same workload always gives the same prediction. Segments, restarts, failed samples and environments are not
-simulated.
+Segments, restarts, failed samples and environments are not simulated.
 """
 
 import itertools
@@ -37,16 +36,13 @@ class Prediction(NamedTuple):
 
     @property
     def lag_mean(self) -> float:
-        """The mean lag of a trained token."""
         return sum(lag * count for lag, count in self.lags.items()) / max(1, self.lags.total())
 
     def lag_quantile(self, share: float) -> int:
         """Return the lag that `share` of the trained tokens do not exceed."""
         below = itertools.accumulate(self.lags[lag] for lag in sorted(self.lags))
-        reached = (
-            lag for lag, count in zip(sorted(self.lags), below, strict=True) if count >= share * self.lags.total()
-        )
-        return next(reached, 0)
+        counted, least = zip(sorted(self.lags), below, strict=True), share * self.lags.total()
+        return next((lag for lag, count in counted if count >= least), 0)
 
 
 def skipped(settings: QueueSettings) -> int:
@@ -57,9 +53,6 @@ def skipped(settings: QueueSettings) -> int:
 def simulate(workload: Workload, costs: StageCosts, updates: int = 60, most_s: float = inf) -> Prediction:
     """Simulate the skipped updates and `updates` more, for at most `most_s` simulated seconds."""
     return SimulatedRun(workload, costs).predict(skipped(workload.settings), updates, most_s)
-
-
-# --- the stages -------------------------------------------------------------------------------------------------
 
 
 class SimulatedActor:
@@ -153,7 +146,6 @@ class SimulatedActor:
             self._run.cores.work(len(rows) * self._run.costs.sample_s, lambda: self.engine.add(rows))
 
     def request(self, limit: int) -> tuple[Ticket, ...]:
-        """Return the tickets that the rules issue to this actor."""
         return self._run.queue.rules.issue(self.name, self.engine.version, limit, self._call)
 
 
@@ -269,7 +261,6 @@ class SimulatedLearner:
         self._end()
 
     def _end(self) -> None:
-        """End the update if all ranks and the previous push have ended."""
         if self._done != self.run.workload.ranks or self._pushing:
             return
         self._done, self._pushing = None, True
@@ -316,17 +307,14 @@ class SimulatedRun:
             self.cores.advance()
             if before < skip <= learner.version:
                 begin = self.cores.now, sum(actor.engine.busy_s for actor in self.actors)
-        seconds = learner.ends[-1] - learner.ends[skip]
-        count = learner.version - skip
-        state = self.queue.rules.state
+        seconds, state = learner.ends[-1] - learner.ends[skip], self.queue.rules.state
+        busy_s = sum(actor.engine.busy_s for actor in self.actors) - begin[1]
         lost = sum(state.tokens[ending] for ending in ("too_old", "resampled")) + state.counts["masked_tokens"]
         return Prediction(
-            updates_per_s=count / seconds,
+            updates_per_s=(learner.version - skip) / seconds,
             tokens_per_s=sum(learner.tokens[skip : learner.version]) / seconds,
             learner_waits=sum(learner.waits[skip : learner.version]) / seconds,
-            engines_busy=(sum(actor.engine.busy_s for actor in self.actors) - begin[1])
-            / (self.cores.now - begin[0])
-            / self.workload.actors,
+            engines_busy=busy_s / (self.cores.now - begin[0]) / self.workload.actors,
             tokens_lost=lost / max(1, state.tokens["delivered"]),
             lags=sum(learner.lags[skip : learner.version], Counter()),
         )

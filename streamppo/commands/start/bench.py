@@ -1,8 +1,8 @@
 """`streamppo bench`: runs the repository's quick benchmarks, and compares them with an earlier result.
 
-Every part is a script of benchmarks/ in a separate process. Each of `rounds` rounds runs all parts, so that each number
-has a median and a range. Numbers are costs, so lower is better. Reference work before each part measures the machine's
-speed, and an earlier result is scaled to the present speed.
+Every part is a script of benchmarks/ in a separate process. Each of `rounds` rounds runs all parts. Numbers are costs,
+so lower is better. Reference work before each part measures the machine's speed, and an earlier result is scaled to the
+present speed.
 """
 
 import statistics
@@ -153,6 +153,5 @@ def _print_table(now: BenchResult, then: BenchResult | None) -> None:
 
 def _flat(machine: dict[str, object]) -> dict[str, object]:
     versions = machine.get("versions")
-    return {name: value for name, value in machine.items() if name != "versions"} | (
-        {str(name): version for name, version in versions.items()} if isinstance(versions, dict) else {}
-    )
+    flat = {name: value for name, value in machine.items() if name != "versions"}
+    return flat | ({str(name): version for name, version in versions.items()} if isinstance(versions, dict) else {})

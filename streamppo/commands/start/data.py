@@ -22,7 +22,6 @@ from streamppo.tasks.scorers.answers import extract_boxed, extract_marked
 LETTERS = "ABCDEFGH"
 SPEAKERS = {"Human": "user", "Assistant": "assistant"}
 TURN = re.compile(r"(?:^|\n\n)(Human|Assistant):")
-
 Name = Literal["gsm8k", "math", "hellaswag", "full_hh_rlhf"]
 Rows = Iterator[dict[str, object]]
 
@@ -122,7 +121,6 @@ def _rows(folder: Path, original: str, split: str) -> Iterator[tuple[str, datase
 
 
 def _messages(transcript: str, where: str) -> list[dict[str, str]]:
-    """Return the messages of a transcript that ends with "Assistant:"."""
     _, *pieces = TURN.split(transcript.rstrip())
     turns = list(zip(pieces[::2], pieces[1::2], strict=True))
     if len(turns) < 2 or turns[-1][0] != "Assistant" or turns[-1][1].strip():

@@ -40,9 +40,6 @@ def doctor(runs: Path) -> int:
     return int(any(finding.state == "error" for finding in findings))
 
 
-# --- packages ------------------------------------------------------------------------------------------------
-
-
 def packages() -> Findings:
     """Check Python, and the packages that streamppo and its extras require by its metadata."""
     yield Finding("python", "ok", f"{platform.python_version()}, {platform.platform()}")
@@ -50,10 +47,8 @@ def packages() -> Findings:
     required = [requirement for requirement in requirements if _is_for(requirement, "")]
     yield from _package_lines(required)
     for name in metadata.metadata(PACKAGE).get_all("Provides-Extra") or []:
-        yield _extra(
-            name,
-            [requirement for requirement in requirements if requirement not in required and _is_for(requirement, name)],
-        )
+        others = [requirement for requirement in requirements if requirement not in required]
+        yield _extra(name, [requirement for requirement in others if _is_for(requirement, name)])
 
 
 def _is_for(requirement: Requirement, extra: str) -> bool:
@@ -62,37 +57,28 @@ def _is_for(requirement: Requirement, extra: str) -> bool:
 
 
 def _package_lines(requirements: list[Requirement]) -> Findings:
-    """Yield one finding about all present packages, and one about each missing or unsuitable package."""
     lacking = [requirement for requirement in requirements if _lack(requirement)]
     versions = ", ".join(f"{name} {_version(name)}" for name in ("torch", "ray", "transformers"))
     yield Finding("packages", "ok", f"{len(requirements) - len(lacking)} of {len(requirements)} are there: {versions}")
     for requirement in lacking:
-        yield Finding(
-            requirement.name, "error", f"{_lack(requirement)}: pip install -c constraints.txt '{requirement}'"
-        )
+        remedy = f"pip install -c constraints.txt '{requirement}'"
+        yield Finding(requirement.name, "error", f"{_lack(requirement)}: {remedy}")
 
 
 def _extra(name: str, requirements: list[Requirement]) -> Finding:
     if lacks := [_lack(requirement) for requirement in requirements if _lack(requirement)]:
         return Finding(f"extra {name}", "note", f"{'; '.join(lacks)}: pip install '{PACKAGE}[{name}]'")
-    return Finding(
-        f"extra {name}",
-        "ok",
-        ", ".join(f"{requirement.name} {_version(requirement.name)}" for requirement in requirements),
-    )
+    versions = ", ".join(f"{requirement.name} {_version(requirement.name)}" for requirement in requirements)
+    return Finding(f"extra {name}", "ok", versions)
 
 
 def _lack(requirement: Requirement) -> str:
-    """Return what is wrong with the installed package; "" if it is suitable."""
     version = _version(requirement.name)
     if not version:
         return f"{requirement.name} is not installed"
     # Local builds, such as 2.13.0+cpu, and release candidates are suitable too.
-    return (
-        ""
-        if requirement.specifier.contains(version, prereleases=True)
-        else f"{requirement.name} {version} is not {requirement.specifier}"
-    )
+    is_suitable = requirement.specifier.contains(version, prereleases=True)
+    return "" if is_suitable else f"{requirement.name} {version} is not {requirement.specifier}"
 
 
 def _version(name: str) -> str:
@@ -100,9 +86,6 @@ def _version(name: str) -> str:
         return metadata.version(name)
     except metadata.PackageNotFoundError:
         return ""
-
-
-# --- the machine ---------------------------------------------------------------------------------------------
 
 
 def machine() -> Findings:
@@ -129,15 +112,11 @@ def _enough(subject: str, mib: int, least: int, more: str, remedy: str) -> Findi
 
 
 def _loopback() -> Finding:
-    """Check that a process can listen on 127.0.0.1, over which the processes of a local run communicate."""
     try:
         with socket.create_server(("127.0.0.1", 0)) as server:
             return Finding("ports", "ok", f"a process can listen on 127.0.0.1, as at port {server.getsockname()[1]}")
     except OSError as error:
         return Finding("ports", "error", f"no process can listen on 127.0.0.1, which Ray needs: {first_line(error)}")
-
-
-# --- the folder for runs -------------------------------------------------------------------------------------
 
 
 def places(runs: Path) -> Findings:

@@ -88,7 +88,6 @@ def make(run: Path, at: int, changes: Sequence[str], name: str, runs: Path) -> F
 
 
 def _configuration(past: Past, changes: Sequence[str], name: str) -> Config:
-    """Return the configuration at `past.version` with `changes`, the fork's name and its origin."""
     before = past.history.at(past.version)
     name_change = f"name={json.dumps(name or f'{before.name}-at-{past.version}')}"
     config = configfile.change(inputs.with_clock(before, past.run), [*changes, name_change])
@@ -97,7 +96,6 @@ def _configuration(past: Past, changes: Sequence[str], name: str) -> Config:
 
 
 def _refuse(past: Past, config: Config, runs: Path, name: str) -> None:
-    """Raise `ConfigError` if `resume` could not continue the fork."""
     before = past.history.at(past.version)
     resume_checks.refuse_changed_settings(before, config)
     if queue_settings(config).shape != queue_settings(before).shape:
@@ -114,9 +112,6 @@ def _refuse(past: Past, config: Config, runs: Path, name: str) -> None:
     run_folder.refuse_place(runs)
     if name and (runs / name).exists():
         raise ConfigError(f"{runs / name}: already exists; choose another --name")
-
-
-# --- the files of the fork -----------------------------------------------------------------------------------
 
 
 def _fill(past: Past, config: Config, aside: Path) -> int:
@@ -163,14 +158,12 @@ def _settle(past: Past, config: Config, aside: Path, *, taken_is_error: bool) ->
 
 
 def _configure(past: Past, config: Config, aside: Path) -> None:
-    """Record in the journal that `config` applies from the version on, if it differs from the run's configuration."""
     if diff.differ(past.history.at(past.version), config):
         with closing(Journal(aside / "journal.sqlite")) as journal:
             journal.configure(past.version, encode(config))
 
 
 def _claim(aside: Path, folder: Path) -> bool:
-    """Rename the folder `aside` to `folder`. Returns False if the name is taken. Raises `RunError`."""
     try:
         durable.rename(aside, folder)
     except OSError as error:
@@ -183,11 +176,8 @@ def _claim(aside: Path, folder: Path) -> bool:
 def _with_reward(run: Path, config: Config, aside: Path, folder: Path) -> Config:
     """Copy the source of a script's or notebook's reward into the fork, and let the configuration refer to the copy."""
     source = f"{run / configfile.REWARD}:"
-    rewards = {
-        name: value
-        for name, value in diff.fields(config).items()
-        if isinstance(value, str) and value.startswith(source)
-    }
+    texts = {name: value for name, value in diff.fields(config).items() if isinstance(value, str)}
+    rewards = {name: value for name, value in texts.items() if value.startswith(source)}
     if not rewards:
         return config
     with suppress(FileExistsError), durable.reading(run / configfile.REWARD) as file:

@@ -38,8 +38,7 @@ NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 def init(folder: Path) -> int:
     """Write the project to `folder`, which must be new or empty. The folder's name is the run's name.
 
-    Raises `ConfigError` if the folder has files or a name that no run can have, and `RunError` if a file cannot be
-    written.
+    Raises `ConfigError` for a folder with files or a name that no run can have, and `RunError` if writing fails.
     """
     name = folder.resolve().name
     if not NAME.fullmatch(name):
@@ -61,7 +60,6 @@ def init(folder: Path) -> int:
 
 
 def _fill(folder: Path, name: str) -> None:
-    """Write the files of the project `name` to `folder`."""
     for file in FILES:
         template = (resources.files("streamppo.commands.start") / "project" / file).read_text()
         (folder / file).write_text(template.replace("NAME", name))
@@ -72,7 +70,6 @@ def _fill(folder: Path, name: str) -> None:
 
 
 def _problems() -> list[dict[str, str]]:
-    """Return all problems with their answers, in an order that is always the same."""
     texts = ["".join(letters) for letters in product(LETTERS, repeat=LENGTH)]
     shuffled = (texts[int(n)] for n in np.random.default_rng(0).permutation(len(texts)))
     return [{"prompt": f"{text}>", "answer": "".join(sorted(text))} for text in shuffled]
@@ -94,7 +91,7 @@ OURS = {
 class UserInputs(NamedTuple):
     """A user's model, data and rewards, and the columns of prompt and answer. "" lets `init` choose the column.
 
-    `columns` are further columns for the reward: what it gets as a name is the column of the value.
+    `columns` are further columns of the data, by the name that the reward uses.
     """
 
     model: str
@@ -141,18 +138,14 @@ def write_configuration(file: Path, inputs: UserInputs) -> int:
 def _print_next_steps(file: Path, choices: text.ProjectChoices) -> int:
     model, data, length = choices.policy, choices.rows, choices.sizes.completion
     guess = "" if model.is_known else ", all guessed from its name: it is not on this machine"
-    answer = (
-        f"the answer {data.answer!r} (up to {data.longest_answer} tokens)" if data.answer else "no column is the answer"
-    )
+    prompt = f"the prompt is {data.prompt!r} (up to {data.longest_prompt} tokens)"
+    answer = f"the answer {data.answer!r} (up to {data.longest_answer} tokens)"
     _print_line(f"{file}: written for")
     _print_line(f"  model    {model.path}: {model.parameters:,} parameters, context {model.context:,}{guess}")
-    _print_line(
-        f"  rows     {data.total:,}; the prompt is {data.prompt!r} (up to {data.longest_prompt} tokens), {answer}"
-    )
+    _print_line(f"  rows     {data.total:,}; {prompt}, {answer if data.answer else 'no column is the answer'}")
     if length.left_out:
-        _print_line(
-            f"           {length.left_out:,} prompts are longer than {length.max_prompt_tokens} tokens and are left out"
-        )
+        bound = f"{length.max_prompt_tokens} tokens"
+        _print_line(f"           {length.left_out:,} prompts are longer than {bound} and are left out")
     _print_line(f"  answers  of up to {length.max_tokens} tokens: {length.reason}")
     findings = check_all(configfile.load(file), None)
     notable = [finding for finding in findings if finding.state not in ("ok", "later")]
@@ -160,10 +153,8 @@ def _print_next_steps(file: Path, choices: text.ProjectChoices) -> int:
         print_findings(notable)
     errors = sum(finding.state == "error" for finding in findings)
     _print_line(f"  check    {counted(errors, 'error')}")
-    quoted = shlex.quote(str(file))
-    _print_line(
-        f"begin with: streamppo run {quoted}" if not errors else f"correct them, then: streamppo check {quoted}"
-    )
+    advice = "correct them, then: streamppo check" if errors else "begin with: streamppo run"
+    _print_line(f"{advice} {shlex.quote(str(file))}")
     return 1 if errors else 0
 
 

@@ -90,9 +90,8 @@ async def _try(
         if rows is not None:
             given = list(_completions(rows, task, _source(config), tokenizer))
             return list(await asyncio.gather(*(_score(rewards, *row) for row in given))), rewards.report(), {}
-        async with standalone.engine(
-            config, "reward-test", path, 0, weights.model_weights(path, config.model.dtype)
-        ) as engine:
+        tensors = weights.model_weights(path, config.model.dtype)
+        async with standalone.engine(config, "reward-test", path, 0, tensors) as engine:
             log.info("sampling %d completions of up to %d tokens", count, config.rollout.max_tokens)
             player = build.player(config, engine, path, tokenizer)
             sampled = await _play(config, player, rewards, [task.prompt(n) for n in range(count)])
@@ -103,7 +102,6 @@ async def _try(
 
 
 async def _play(config: Config, player: Player, rewards: Rewards, prompts: Sequence[Prompt]) -> list[TriedCompletion]:
-    """Sample and score a completion of each prompt. Agents are ended afterwards."""
     async with AsyncExitStack() as ending:
         if player.agents is not None:
             ending.push_async_callback(player.agents.close)
@@ -137,7 +135,6 @@ def _answer(prompt: Prompt) -> str:
 
 
 def _source(config: Config) -> Source:
-    """Return the task's only source, or else a source with the default names of columns."""
     sources = list(config.task.sources.values()) if isinstance(config.task, DataTask) else []
     return sources[0] if len(sources) == 1 else Source(data="")
 
@@ -171,17 +168,13 @@ def _completions(
 
 def _prompt_of(row: dataset_files.Row, where: str, default: Prompt, source: Source) -> Prompt:
     """Return the prompt in a row by the settings of `source`, or `default` with the row's columns if it has none."""
-    row_columns = columns.plain_columns(
-        {name: value for name, value in row.items() if name not in COMPLETION_COLUMNS}
-    ).columns
+    of_prompt = {name: value for name, value in row.items() if name not in COMPLETION_COLUMNS}
+    row_columns = columns.plain_columns(of_prompt).columns
     source = data.present_columns(row_columns, source)
     name = next((name for name in (source.prompt, "prompt") if data.has_column(row_columns, name)), None)
     if name is None:
         return structs.replace(default, columns=default.columns | data.reward_columns(row_columns, where, source))
     return data.prompt(row_columns, where, default.source, structs.replace(source, prompt=name))
-
-
-# --- the table -----------------------------------------------------------------------------------------------
 
 
 def _print_table(tried: Sequence[TriedCompletion]) -> None:

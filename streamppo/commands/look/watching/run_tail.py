@@ -25,11 +25,12 @@ AHEAD = 2
 
 
 class CurveSource(Protocol):
-    """A run or a replay whose curves the page shows."""
+    """A run or a replay whose curves the page shows.
 
-    def tag(self) -> str:
-        """Read new content. Returns a tag, which is equal to the previous tag if nothing has changed."""
-        ...
+    `tag` reads new content; the tag is equal to the previous tag if nothing has changed.
+    """
+
+    def tag(self) -> str: ...
 
     def run_view(self) -> RunView:
         """Return the state at the last call of `tag`."""
@@ -66,11 +67,9 @@ class WatchedRun:
         return f"{self._begun}-{len(self.view.lines)}-{self._num_changes}-{self._condition}"
 
     def run_view(self) -> RunView:
-        """Return the state at the last call of `tag`."""
         return RunView(self.view, self._state, self._condition)
 
     def _begin(self) -> None:
-        """Reset the state, because metrics.jsonl has been replaced."""
         config, name = self.config, self.view.name
         self._state = empty_state(config, self._folder) if config else RunState(name, str(self._folder), 0, "", 0)
         self._diagnosis = Diagnosis(config) if config else None
@@ -130,9 +129,7 @@ class WatchedReplay:
         self._view = report.replay_view(path)
 
     def tag(self) -> str:
-        """Return a constant, because a replay does not change."""
         return ""
 
     def run_view(self) -> RunView:
-        """Return the replay."""
         return RunView(self._view, RunState(self._view.name, "", 0, "", 0), "replayed")

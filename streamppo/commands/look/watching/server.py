@@ -53,9 +53,9 @@ ASSETS = {
 
 
 def watch(run: Path, others: Sequence[Path], host: str, port: int | None) -> int:
-    """Serve the page until Ctrl-C. Raises `RunError` if the server cannot listen at `host` and `port`.
+    """Serve the page until Ctrl-C. `others` are folders of runs or files of replays.
 
-    `others` are folders of runs or files of replays. Raises `ConfigError` if `run` is not a folder.
+    Raises `RunError` if the server cannot listen at `host` and `port`, and `ConfigError` if `run` is not a folder.
     """
     if not run.is_dir():
         raise ConfigError(f"{run}: the first RUN must be a run's folder; a replay can only be compared with it")
@@ -94,9 +94,6 @@ def address(listener: socket.socket, host: str, token: str | None) -> str:
     return f"http://{name}:{listener.getsockname()[1]}/" + (f"?token={token}" if token else "")
 
 
-# --- the page --------------------------------------------------------------------------------------------------
-
-
 class Page:
     """The page about the run in `folder`. `others` are the runs and replays that are compared at first."""
 
@@ -117,13 +114,11 @@ class Page:
         self._name = folder.name
 
     def shell(self, _: Request) -> Response:
-        """Return the page without its sections."""
         template = sections.environment().get_template("shell.html")
         text = template.render(name=self._name, others=list(self._paths), chosen=self._compared)
         return Response(text, media_type="text/html", headers={"Content-Security-Policy": POLICY})
 
     def asset(self, request: Request) -> Response:
-        """Return a style sheet or a script."""
         kind, parts = ASSETS[request.url.path]
         return Response("\n".join(part.read_text() for part in parts), media_type=kind)
 
@@ -143,16 +138,12 @@ class Page:
         return JSONResponse(answer)
 
     def batch(self, request: Request) -> Response:
-        """Return the batch of an update, by default the newest."""
-        update = request.path_params.get("update")
-        return JSONResponse(self._archive().batch(update))
+        return JSONResponse(self._archive().batch(request.path_params.get("update")))
 
     def trajectory(self, request: Request) -> Response:
-        """Return one trajectory of a batch."""
         return JSONResponse(self._archive().open(request.path_params["update"], request.path_params["row"]))
 
     async def go_on(self, request: Request) -> Response:
-        """Return continuations of a trajectory from one of its tokens."""
         if self._tries is None:
             raise StreamppoError(UNREADABLE)
         return await self._tries.answer(request)
@@ -163,7 +154,6 @@ class Page:
         return self._trajectories
 
     def _comparison(self, name: str) -> CurveSource:
-        """Return a run or a replay by its name on the page."""
         if name not in self._paths:
             raise StreamppoError(f"{name}: no such run in this folder")
         if name not in self._watched:
@@ -175,7 +165,7 @@ class Page:
 def application(folder: Path, others: list[Path], token: str | None, key: str = "") -> Starlette:
     """Return the application. It answers only requests with the `token` or, without a token, to a loopback name.
 
-    Only requests with the `key` can start a process. If the key is empty, no request can start a process.
+    Only requests with the `key` can start a process; if it is empty, none can.
     """
     page = Page(folder, others, key)
     routes = [
@@ -220,7 +210,6 @@ def _refusal(_: Request, error: Exception) -> Response:
 
 
 def _fault(_: Request, error: Exception) -> Response:
-    """Answer a request that failed by a bug. The terminal shows the traceback."""
     return JSONResponse({"error": f"{type(error).__name__}: {error}"}, status_code=500)
 
 
@@ -232,6 +221,5 @@ def _name(path: Path, taken: set[str]) -> str:
 
 
 def _siblings(folder: Path) -> list[Path]:
-    """Return the other runs in the parent folder of `folder`."""
     folders = (path.parent for path in sorted(folder.parent.glob(f"*/{configfile.CONFIG}")))
     return [path for path in folders if path != folder]

@@ -105,9 +105,8 @@ class TreeRow(TypedDict):
 class OpenedTrajectory(TypedDict):
     """One trajectory with the numbers of its tokens. `left_out` is the number of tokens at its end that are not shown.
 
-    `row_columns` are (name, value) of the data row's columns, and `row_missing` is the reason if there are none. `tree`
-    are the nodes if there are several turns, and `tree_words` counts them. `lost` are the spans [first, end) of turns
-    that no client received.
+    `row_columns` are (name, value) of the data row's columns; without them `row_missing` is the reason. `tree` are the
+    nodes if there are several turns. `lost` are the spans [first, end) of turns that no client received.
     """
 
     update: int
@@ -148,12 +147,11 @@ class Trajectories:
         batches = archive.open(self._folder)
         versions, version = batches.versions(), batches.version_before(update)
         batch, _ = self._batch(version)
+        rewards = [trajectory.reward for trajectory in batch.trajectories]
         return {
             "update": version + 1,
             "updates": [versions[0] + 1, versions[-1] + 1],
-            "rewards": str(
-                plot.histogram([trajectory.reward for trajectory in batch.trajectories], "reward", "trajectories")
-            ),
+            "rewards": str(plot.histogram(rewards, "reward", "trajectories")),
             "parts": _parts(batch.trajectories),
             "rows": [_row(batch, number, self._decode) for number in range(len(batch.trajectories))],
         }
@@ -200,13 +198,11 @@ class Trajectories:
         return batch.trajectories[row]
 
     def _spell(self, tokens: Ints) -> str:
-        """Return the text of tokens, including special tokens."""
         if not (self._model / report.TOKENIZER).is_file():
             return self._decode(tokens)
         return _tokenizer(self._model).decode(tokens.tolist(), skip_special_tokens=False)
 
     def _read(self, version: int) -> tuple[Batch, dict[str, list[Floats]]]:
-        """Return a batch, and for each name of the learner's numbers a column for each trajectory."""
         return archive.open(self._folder).batch_and_record(version)
 
 
@@ -253,11 +249,7 @@ def _parts(trajectories: Sequence[Trajectory]) -> list[RewardPart]:
     ]
 
 
-# --- columns -------------------------------------------------------------------------------------------------
-
-
 def _columns(batch: Batch, trajectory: Trajectory, record: Mapping[str, Floats]) -> list[TokenColumn]:
-    """Return the columns of numbers that are known for a trajectory."""
     mask, versions, logprobs = flags(trajectory.mask), ints(trajectory.versions), floats(trajectory.logprobs)
     columns = [
         _column("lag", "versions between sampling and training", "more", batch.version - versions, mask),
@@ -265,28 +257,24 @@ def _columns(batch: Batch, trajectory: Trajectory, record: Mapping[str, Floats])
         _column("young enough", "1 if max_lag allows training on it", "more", versions >= batch.min_version, mask),
         _column("log-prob", "in nats, under the policy that sampled it; dark: unlikely", "less", logprobs, mask),
     ]
-    for name, (title, text, kind) in RECORD_COLUMNS.items():
-        if name in record:
-            columns.append(_column(title, text, kind, record[name], mask))
+    for name in (name for name in RECORD_COLUMNS if name in record):
+        columns.append(_column(*RECORD_COLUMNS[name], record[name], mask))
     if "proximal_logprobs" in record:
         difference = record["proximal_logprobs"] - logprobs
         columns.append(_column("log-ratio", "in nats, learner's log-prob - log-prob", "both", difference, mask))
-        columns.append(
-            _column("ratio", "learner's probability / probability at sampling", "more", np.exp(difference), mask)
-        )
+        text = "learner's probability / probability at sampling"
+        columns.append(_column("ratio", text, "more", np.exp(difference), mask))
     if trajectory.token_rewards:
-        columns.append(
-            _column("reward", "the token's part of the reward", "both", floats(trajectory.token_rewards), mask)
-        )
+        rewards = floats(trajectory.token_rewards)
+        columns.append(_column("reward", "the token's part of the reward", "both", rewards, mask))
     if trajectory.branches:
-        prompt, width = len(trajectory.prompt_tokens) // 4, len(trajectory.prompt_tokens) // 4 + trajectory.num_tokens
-        piece, _ = branches.seen(trajectory.branches, width)
+        prompt = len(trajectory.prompt_tokens) // 4
+        piece, _ = branches.seen(trajectory.branches, prompt + trajectory.num_tokens)
         text = "the number of its branch, in the order of time; 0 is the prompt's"
         columns.append(_column("branch", text, "more", piece[prompt:], mask))
     if trajectory.candidate_counts:
-        counts = ints(trajectory.candidate_counts)
         text = "the number of tokens within top-p and top-k; 0 is the whole vocabulary"
-        columns.append(_column("candidates", text, "more", counts, mask))
+        columns.append(_column("candidates", text, "more", ints(trajectory.candidate_counts), mask))
     if trajectory.teacher_logprobs:
         teacher = floats(trajectory.teacher_logprobs)
         columns.append(_column("teacher's log-prob", "in nats, under the teacher", "less", teacher, mask))
@@ -295,10 +283,8 @@ def _columns(batch: Batch, trajectory: Trajectory, record: Mapping[str, Floats])
 
 
 def _column(name: str, text: str, kind: str, values: NDArray[np.generic], mask: NDArray[np.bool_]) -> TokenColumn:
-    numbers = np.asarray(values, dtype=np.float64).tolist()
-    known = [
-        value if is_sampled and math.isfinite(value) else None for value, is_sampled in zip(numbers, mask, strict=True)
-    ]
+    numbers = zip(np.asarray(values, dtype=np.float64).tolist(), mask, strict=True)
+    known = [value if is_sampled and math.isfinite(value) else None for value, is_sampled in numbers]
     return {"name": name, "help": text, "kind": kind, "values": known}
 
 

@@ -53,7 +53,6 @@ class Tries:
         self._is_busy = False
 
     async def answer(self, request: Request) -> Response:
-        """Continue a completion. The answer has the sentences and the table of `streamppo try`."""
         key, origin = request.headers.get(KEY, ""), f"{request.url.scheme}://{request.headers.get('host')}"
         is_known = bool(self._key) and secrets.compare_digest(self._key.encode(), key.encode(errors="replace"))
         if not is_known or request.headers.get("origin") != origin:
@@ -79,16 +78,14 @@ class Tries:
 
     async def _run(self, words: list[str]) -> Response:
         command = [sys.executable, "-P", "-c", PROGRAM, *words]
-        process = await asyncio.create_subprocess_exec(
-            *command, stdin=DEVNULL, stdout=PIPE, stderr=PIPE, env=plugins.child_environment()
-        )
+        env = plugins.child_environment()
+        process = await asyncio.create_subprocess_exec(*command, stdin=DEVNULL, stdout=PIPE, stderr=PIPE, env=env)
         try:
             async with asyncio.timeout(LONGEST_S):
                 out, err = await process.communicate()
         except TimeoutError:
-            return _refusal(
-                504, f"it took more than {LONGEST_S:g} s and was ended: request fewer, or use the command line"
-            )
+            advice = "request fewer, or use the command line"
+            return _refusal(504, f"it took more than {LONGEST_S:g} s and was ended: {advice}")
         finally:
             await _end(process)
         if not out:

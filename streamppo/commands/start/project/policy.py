@@ -29,8 +29,7 @@ FLOAT32 = 4
 class PolicyModel(NamedTuple):
     """The model at `path`. `cache` is the bytes of a token in an engine's cache, None if unknown.
 
-    `chat` is True if the tokenizer has a chat template. Without the model, `folder` is None and the other fields are
-    guessed.
+    `chat` is True if the tokenizer has a chat template. If `folder` is None, the other fields are guessed.
     """
 
     path: str
@@ -43,7 +42,6 @@ class PolicyModel(NamedTuple):
 
     @property
     def is_known(self) -> bool:
-        """True if the numbers were read, not guessed."""
         return self.folder is not None or self.path == BUILTIN
 
     def view(self) -> PromptView:
@@ -52,7 +50,6 @@ class PolicyModel(NamedTuple):
             return PromptView(lambda prompt: len(warmup_data.Characters().ids(prompt)))
         if self.folder is None:
             return PromptView(lambda prompt: -(-len(prompt.text) // CHARACTERS), chat=self.chat)
-        # The tokenizer is slow to import, and needed only for a model on this machine.
         from streamppo.tasks.tokenizer import Tokenizer
 
         try:
@@ -101,7 +98,6 @@ def _settings(folder: Path) -> Mapping[str, object]:
 
 
 def _parameters(folder: Path) -> int:
-    """Count the parameters in the model's files by their headers."""
     try:
         files = headers.weight_files(folder)
     except ModelError:

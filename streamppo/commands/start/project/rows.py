@@ -38,10 +38,7 @@ MEASURED = 10_000
 
 
 class PromptView(NamedTuple):
-    """How a model sees a prompt: its number of tokens, and whether its text contains control tokens.
-
-    `chat` is True if the model has a chat template.
-    """
+    """A model's view of a prompt: its tokens, whether its text `spells` control tokens, and a `chat` template."""
 
     measure: Callable[[Prompt], int]
     spells: Callable[[Prompt], bool] = lambda prompt: False
@@ -70,7 +67,6 @@ class DataRows(NamedTuple):
 
     @property
     def longest_prompt(self) -> int:
-        """Tokens of the longest prompt."""
         return max(self.prompts)
 
     @property
@@ -217,7 +213,6 @@ def _is_prompt(value: object) -> bool:
 
 
 def _at(row: Row, name: str) -> object:
-    """Return the value at a dotted name; None if there is none."""
     value: object = row
     for part in [name] if name in row else name.split("."):
         value = cast("Mapping[str, object]", value).get(part) if isinstance(value, Mapping) else None

@@ -61,7 +61,6 @@ class Sizes(NamedTuple):
 
     @property
     def samples(self) -> int:
-        """Number of completions of each prompt."""
         return SAMPLES
 
     @property
@@ -130,7 +129,6 @@ def _preferred_tokens(policy: PolicyModel, rows: DataRows, gpus: int) -> tuple[i
 
 
 def _slots(policy: PolicyModel, length: LengthGuess, memory_mib: int, *, most: int) -> int:
-    """Return the number of completions whose cache takes at most a quarter of the memory."""
     if policy.cache is None:
         return most
     slot = policy.cache * (length.max_prompt_tokens + length.max_tokens)

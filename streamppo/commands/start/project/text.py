@@ -55,14 +55,9 @@ def _table(table: Table) -> str:
 
 def _tables(choices: ProjectChoices) -> Iterator[Table]:
     sizes = choices.sizes
-    yield Table(
-        "",
-        [
-            Line("name", _text(choices.name), f"the run's folder is runs/{choices.name}"),
-            Line("seed", "1", "seed of everything random"),
-            Line("updates", str(sizes.updates), _passes(choices)),
-        ],
-    )
+    name = Line("name", _text(choices.name), f"the run's folder is runs/{choices.name}")
+    updates = Line("updates", str(sizes.updates), _passes(choices))
+    yield Table("", [name, Line("seed", "1", "seed of everything random"), updates])
     yield Table("model", list(_model(choices)))
     yield Table("task", list(_task(choices)))
     yield from _reward(choices.rewards)
@@ -90,9 +85,8 @@ def _task(choices: ProjectChoices) -> Iterator[Line]:
         pairs = ", ".join(f"{_key(name)} = {_text(column)}" for name, column in rows.columns.items())
         yield Line("columns", f"{{ {pairs} }}", "what the reward gets by other names than those of the columns")
     if rows.templated:
-        yield Line(
-            "control_tokens", '"parse"', "prompts spell control tokens: they are written in a chat template already"
-        )
+        comment = "prompts spell control tokens: they are written in a chat template already"
+        yield Line("control_tokens", '"parse"', comment)
     elif choices.policy.chat and not rows.messages:
         yield Line("chat", "true", "a prompt is a user's message in the tokenizer's chat template; false: a plain text")
     yield Line("held_out", f"{choices.sizes.held_out:g}", "share of the rows that are evaluated on, never trained on")
@@ -182,16 +176,10 @@ def _learner(choices: ProjectChoices) -> Iterator[Line]:
 
 def _further_tables(choices: ProjectChoices) -> Iterator[Table]:
     sizes = choices.sizes
-    yield Table(
-        "evaluation",
-        [
-            Line("every", str(sizes.updates // 10), "updates between two evaluations"),
-            Line("prompts", str(sizes.evaluated), "held-out rows of an evaluation"),
-        ],
-    )
-    yield Table(
-        "checkpoint", [Line("every", str(sizes.updates // 4), "updates between two; `streamppo resume` needs them")]
-    )
+    every = Line("every", str(sizes.updates // 10), "updates between two evaluations")
+    yield Table("evaluation", [every, Line("prompts", str(sizes.evaluated), "held-out rows of an evaluation")])
+    every = Line("every", str(sizes.updates // 4), "updates between two; `streamppo resume` needs them")
+    yield Table("checkpoint", [every])
     if sizes.object_store_mib > 256:
         store = Line("object_store_mib", str(sizes.object_store_mib), "room for three versions of the weights")
         yield Table("cluster", [store])
@@ -211,7 +199,6 @@ def _shared(sizes: Sizes) -> str:
 
 
 def _key(name: str) -> str:
-    """Return a key, quoted unless it is a bare key of TOML."""
     return name if re.fullmatch(r"[A-Za-z0-9_-]+", name) else _text(name)
 
 
