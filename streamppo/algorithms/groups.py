@@ -134,10 +134,7 @@ def maxrl(scores_B: Tensor, group_ids_B: Tensor) -> Tensor:
 
 
 def returns_to_go(rewards_BT: Tensor, mask_BT: Tensor, *, gamma: float) -> Tensor:
-    """[B, T], the discounted sum of the rewards at token t and later unmasked tokens.
-
-    returns_t = rewards_t + gamma * returns_{t+1}
-    """
+    """[B, T], the discounted sum of rewards: returns_t = rewards_t + gamma * returns_{t+1}, over unmasked tokens."""
     check_tokens(mask_BT, rewards_BT=rewards_BT)
     rewards_BT = fill(rewards_BT, mask_BT)
     return reverse_scan(rewards_BT, torch.full_like(rewards_BT, gamma), mask_BT)

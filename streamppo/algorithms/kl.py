@@ -41,20 +41,14 @@ def kl(logprobs_BT: Tensor, reference_logprobs_BT: Tensor, mask_BT: Tensor, *, k
 
 
 def policy_weights(logprobs_BT: Tensor, sampled_logprobs_BT: Tensor, mask_BT: Tensor) -> Tensor:
-    """[B, T], detached: weights that turn a mean over sampled tokens into a mean over the current policy's tokens.
-
-    weights = stop(exp(logprobs - sampled_logprobs)) 0 at masked tokens
-    """
+    """[B, T], detached: exp(logprobs - sampled_logprobs), which turn a mean into one over the policy's tokens."""
     check_tokens(mask_BT, logprobs_BT=logprobs_BT, sampled_logprobs_BT=sampled_logprobs_BT)
     log_ratio_BT = fill(logprobs_BT.detach(), mask_BT) - fill(sampled_logprobs_BT.detach(), mask_BT)
     return bounded_exp(log_ratio_BT).masked_fill(~mask_BT, 0.0)
 
 
 def penalty(logprobs_BT: Tensor, reference_logprobs_BT: Tensor, mask_BT: Tensor, *, kind: Estimator) -> Tensor:
-    """[B, T]: `kl`, with k3 at most K3_BOUND, because one token with k3 = exp(12) would dominate a batch's gradient.
-
-    verl has the same bound (https://github.com/volcengine/verl, `low_var_kl`).
-    """
+    """[B, T]: `kl`, with k3 at most K3_BOUND, as verl's `low_var_kl`: one token must not dominate a gradient."""
     value_BT = kl(logprobs_BT, reference_logprobs_BT, mask_BT, kind=kind)
     return value_BT.clamp(max=K3_BOUND) if kind == "k3" else value_BT
 

@@ -36,10 +36,7 @@ def check_sequences(mask_BT: Tensor, **tensors_B: Tensor) -> None:
 
 
 def check_finite(mask: Tensor, **tensors: Tensor) -> None:
-    """Raise ValueError for NaN and infinity at unmasked entries, with the name, the count and the first index.
-
-    A mask of any shape is allowed. Each check synchronises with the device, so call it once per batch.
-    """
+    """Raise ValueError for the first unmasked NaN or infinity. Call it once per batch: it synchronises with the GPU."""
     for name, tensor in tensors.items():
         if tensor.shape != mask.shape:
             raise ValueError(f"{name} has shape {tuple(tensor.shape)} but mask has {tuple(mask.shape)}")

@@ -62,10 +62,7 @@ def sequence_in_band(
 def geometric_in_band(
     proximal_logprobs_BT: Tensor, behavior_logprobs_BT: Tensor, mask_BT: Tensor, *, lo: float, hi: float
 ) -> Tensor:
-    """[B, T] bool: lo <= prod_t(w_bt)^(1 / n_b) <= hi; n_b is the number of unmasked tokens of the response.
-
-    Deviations of opposite signs cancel in the geometric mean; `outlier_free` and `mean_k3` detect them.
-    """
+    """[B, T] bool: lo <= prod_t(w_bt)^(1 / n_b) <= hi; n_b unmasked tokens. Deviations of opposite signs cancel."""
     return in_band(log_weights(proximal_logprobs_BT, behavior_logprobs_BT, mask_BT, level="geometric"), lo, hi)
 
 

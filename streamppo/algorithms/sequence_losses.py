@@ -38,10 +38,7 @@ def gspo(
 
 
 def _token_form(log_ratio_BT: Tensor, mask_BT: Tensor) -> Tensor:
-    """The geometric mean of a response's ratios at each of its tokens, with the gradient of the token's own ratio.
-
-    s_bt = stop(exp(mean_t(log_ratio_bt))) * exp(log_ratio_bt) / stop(exp(log_ratio_bt))
-    """
+    """s_bt = stop(exp(mean_t(log_ratio_bt))) * exp(log_ratio_bt) / stop(exp(log_ratio_bt))"""
     mean_B = sequence_mean(log_ratio_BT.detach(), mask_BT).clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
     return spread(mean_B, mask_BT).exp() * (log_ratio_BT - log_ratio_BT.detach()).exp()
 

@@ -47,10 +47,7 @@ def read_past(run: Path, at: int) -> Past:
 
 
 def newest_whole(past: Past) -> Path | None:
-    """Return the newest complete checkpoint of `past.version` or an earlier version; None if there is none.
-
-    Missing and damaged files are fetched from checkpoint.remote if it is set.
-    """
+    """Return the newest complete checkpoint up to `past.version`, or None. Damaged files are fetched if possible."""
     fetch = remote.fetcher(past.run)
     for path in reversed(manifest.complete(past.run / "checkpoints")):
         if int(path.name) <= past.version:
@@ -88,10 +85,7 @@ def remake(past: Past, begin: Path | None, folder: Path) -> None:
 
 
 def make_checkpoint(past: Past, folder: Path) -> int:
-    """Copy the checkpoint of `past.version` to `folder`, or replay it. Returns the version of the used checkpoint.
-
-    Raises `CheckpointError`, and the errors of `remake`.
-    """
+    """Copy or replay the checkpoint of `past.version` into `folder`; return the used checkpoint's version."""
 
     def use(begin: Path | None) -> int:
         start = manifest.version_of(begin)

@@ -233,10 +233,7 @@ def _deal(
 
 
 class PaddingCosts(NamedTuple):
-    """The costs that decide whether rows of different lengths are padded to one micro-batch.
-
-    `work`: the cost of a line, by its number of tokens. `overhead`: the cost of another micro-batch.
-    """
+    """The cost `work` of a line, by its number of tokens, and of another micro-batch, `overhead`."""
 
     work: Callable[[int], float]
     overhead: float

@@ -125,10 +125,7 @@ def interface_to(host: str, port: int) -> str:
 
 
 def mesh_of(device: str, config: Mesh) -> DeviceMesh:
-    """The mesh of all ranks, [ranks] or [replicas, ranks of a replica]; FSDP2 shards over the last dimension.
-
-    A collective.
-    """
+    """The mesh [ranks] or [replicas, ranks of a replica]; FSDP2 shards over the last dimension. A collective."""
     ranks = dist.get_world_size()
     if config.replicate == 1:
         return init_device_mesh(device, (ranks,))

@@ -126,10 +126,7 @@ class Learner:
             log.info("the critic was trained on %d batches of %s: %s", len(explained), run, shares)
 
     def push(self, token_record: bytes = b"") -> PushedVersion:
-        """Start to publish the current version: every rank copies and pushes its shards during training.
-
-        `token_record` is the encoded `TokenRecord` of the version's batch. Returns the previous push.
-        """
+        """Start to publish the current version, with its batch's encoded `TokenRecord`. Returns the previous push."""
         buckets = self.pusher.buckets(policy.shards(self.policy, self.config.model.dtype))
         wait_for_copy, admitted = self.copies.write(buckets.tensors), self.lag.admitted if self.lag else None
         return self.pusher.push(self.version, buckets, token_record, admitted, wait_for_copy)

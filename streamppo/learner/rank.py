@@ -87,10 +87,7 @@ class Rank:
 
     @ray.method
     def setup(self, address: tuple[str, int], model_path: str, resume_from: str | None, past: bytes) -> int:
-        """Join the group, load the model or a checkpoint, and push its version. Returns that version.
-
-        `past` is the run's encoded `History`.
-        """
+        """Join the group, load a model or checkpoint, push and return its version; `past` is a `History`."""
         from streamppo.learner import device
 
         self._history = decode(past, History)

@@ -117,10 +117,7 @@ class Updater:
         return UpdaterState(self.beta, (self.bad_steps, self.critic_bad_steps), bonus, self.reference_moved)
 
     def restore(self, state: UpdaterState) -> None:
-        """Continue from the `state` of an earlier updater; only an adaptive `beta`, if not 0, and `bonus` are restored.
-
-        The caller loads the weights of a reference that has moved.
-        """
+        """Continue from the `state` of an earlier updater; the caller loads a moved reference's weights."""
         self.bad_steps, self.critic_bad_steps = state.bad_steps
         self.reference_moved = state.reference_moved and self.reference is not None
         if self.config.algorithm.kl.target and state.beta:

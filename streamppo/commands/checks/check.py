@@ -31,10 +31,7 @@ log = logging.getLogger(__name__)
 
 
 def check(config: Config, name: str, gpu_gib: float | None, *, call: bool) -> int:
-    """Print the effective settings of the configuration `name`, then the findings with errors last.
-
-    If `call` is true, scorers are called on a few rows. Returns the exit code, 1 if there is an error.
-    """
+    """Print settings and findings, errors last; with `call`, score a few rows. Returns 1 if there is an error."""
     findings = check_all(config, gpu_gib, call=call)
     errors, absent = _count(findings, "error"), _count(findings, "later") + _count(findings, "not here")
     echo(*configfile.show(config).split("\n"), "")
@@ -44,10 +41,7 @@ def check(config: Config, name: str, gpu_gib: float | None, *, call: bool) -> in
 
 
 def check_all(config: Config, gpu_gib: float | None, *, call: bool = False) -> list[Finding]:
-    """Make the light checks of `config` and, if they find no error, the checks that need torch.
-
-    If `call` is true, scorers are called on a few rows.
-    """
+    """Make the light checks and, without an error, those that need torch; with `call`, score a few rows."""
     with process.naming_prints():
         findings, loaded = check_lightly(config)
         if _count(findings, "error"):
@@ -57,10 +51,7 @@ def check_all(config: Config, gpu_gib: float | None, *, call: bool = False) -> l
 
 
 def check_lightly(config: Config, *, largest_mib: int | None = None) -> tuple[list[Finding], LoadedTask]:
-    """Make the light checks. Returns the findings and the task.
-
-    If the data are larger than `largest_mib`, only their first rows are read.
-    """
+    """Make the light checks; of data above `largest_mib`, only the first rows are read."""
     plugins.export_path()
     limit = None if largest_mib is None or task.mib(config) <= largest_mib else task.ROWS
     loaded = task.load(config, None, limit=limit)

@@ -39,10 +39,7 @@ class LoadedTask(NamedTuple):
 
 
 def load(config: Config, tokenizer: Measure | None, *, limit: int | None = None) -> LoadedTask:
-    """Build the task from the first `limit` rows of its data, by default from all rows.
-
-    Without a `tokenizer`, the findings also report answers that scorers cannot read.
-    """
+    """Build the task from its first `limit` rows (None: all). Without a `tokenizer`, report unreadable answers too."""
     if absent := [place for place in _places(config) if not Path(place).exists()]:
         return LoadedTask(None, [_absent(place) for place in absent])
     builtin = config.model.path == BUILTIN

@@ -55,10 +55,7 @@ def inspect_dead_letters(run: Path, count: int) -> int:
 
 
 def inspect_prompt(run: Path, prompt: int) -> int:
-    """Print how every attempt at a prompt ended, or its current state.
-
-    Raises `JournalError` if the prompt was never issued, or if no record of it was kept.
-    """
+    """Print how every attempt at a prompt ended, or its state. Raises `JournalError` if nothing is recorded of it."""
     with closing(Journal.open_run(run)) as journal:
         attempts, counters = _attempts_in_journal(journal, prompt), journal.counters()
         versions, skipped = journal.versions().values(), _skipped(journal, counters, prompt)

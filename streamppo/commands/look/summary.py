@@ -22,10 +22,7 @@ STATE, GAP, LEAST_STATE = 1, 2, 10
 
 
 def summary(run: Path, *, as_json: bool) -> int:
-    """Print the outcome, the main numbers and the warnings of a run, or all numbers as JSON.
-
-    If the run ended worse than it began, warnings that are over are printed too.
-    """
+    """Print outcome, main numbers and warnings of a run (of a run that got worse, past warnings too), or JSON."""
     shown = _view(run)
     if as_json:
         echo(*json.dumps(current_summary(run), indent=2).split("\n"))
@@ -56,10 +53,7 @@ def current_summary(run: Path) -> dict[str, object]:
 
 
 def list_runs(runs: Path) -> int:
-    """Print a row for each run, with the latest last. A narrow terminal gets fewer columns, but complete names.
-
-    Raises `RunError` if there is no run.
-    """
+    """Print a row for each run, the latest last, in columns that fit the terminal. Raises `RunError` without runs."""
     folders = [path.parent for path in runs.glob(f"*/{configfile.CONFIG}")]
     if not folders:
         raise RunError(f"{runs}: no run found; `--runs` names another folder")

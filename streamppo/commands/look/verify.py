@@ -78,10 +78,7 @@ def verify(run: Path, updates: int, expect: str, *, as_json: bool) -> int:
 
 
 def check(run: Path, updates: int, expect: str = "") -> Verification:
-    """Compare the records of a run, and replay `updates` random updates of it.
-
-    If `expect` is not "", it must be the digest of the run or a link of the chain.
-    """
+    """Compare a run's records, and replay `updates` random updates. `expect` may be its digest or a chain's link."""
     try:
         records = Records(run)
     except StreamppoError as error:

@@ -143,10 +143,7 @@ def costs(runs: Sequence[MeasuredRun]) -> StageCosts:
 
 
 def lengths(folder: Path) -> tuple[float, list[int]]:
-    """Return the mean tokens of a prompt, and the tokens of each completion, in the last archived batches of a run.
-
-    Raises `RunError` if there are no archived batches.
-    """
+    """(mean tokens of a prompt, tokens of each completion) of a run's last archived batches. Raises `RunError`."""
     stored = archive.open(folder)
     prompts, completions = list[int](), list[int]()
     for version in list(stored.versions())[-BATCHES:]:

@@ -111,10 +111,7 @@ def basis(runs: Sequence[MeasuredRun], assumed: Assumed) -> Basis:
 def on_this_machine(
     config: Config, folders: Sequence[Path], assumed: Assumed, run: Path | None, to: Path | None
 ) -> int:
-    """Plan a run of `config` on this machine's cores, or compare the prediction with a finished `run`.
-
-    Raises `RunError` if a measured run was too short.
-    """
+    """Plan a run on this machine, or compare `run` with its prediction. Raises `RunError` for too short a run."""
     if to is not None:
         durable.refuse_output(to, RunError)
     runs = [measured.read(folder) for folder in folders]

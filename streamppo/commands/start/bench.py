@@ -52,9 +52,9 @@ class BenchResult(msgspec.Struct):
 
 
 def bench(parts: Sequence[Part], rounds: int, to: Path | None, earlier: Path | None) -> int:
-    """Measure `parts`, print a table and write the result to `to`. Returns the exit code, 1 if a cost is slower.
+    """Measure `parts`, print a table, write it to `to`.
 
-    Raises `RunError` without the repository, if a part fails, and if the file `earlier` has no result.
+    Returns 1 if a cost is slower than `earlier`. Raises `RunError`.
     """
     if not SCRIPTS.is_dir():
         raise RunError(

@@ -27,9 +27,9 @@ Rows = Iterator[dict[str, object]]
 
 
 def data(name: Name, folder: Path, to: Path, split: str) -> int:
-    """Write one split of a data set to a parquet file, and print the number of rows. Returns the exit code 0.
+    """Write one split of a data set to a parquet file.
 
-    Raises `TaskError` if the files have another layout, or if `to` cannot be written.
+    Raises `TaskError` for another layout, or if `to` is not writable.
     """
     import pyarrow
     import pyarrow.parquet
@@ -107,10 +107,7 @@ LAYOUTS: dict[Name, Callable[[Path, str], Rows]] = {
 
 
 def _rows(folder: Path, original: str, split: str) -> Iterator[tuple[str, dataset_files.Row]]:
-    """Yield the rows of the file `original` in `folder` or a subfolder; without it, those of a copy from the hub.
-
-    Of a copy with several configurations, `main` is read.
-    """
+    """Yield the rows of the file `original` in `folder` or a subfolder, or else of a copy from the hub (its `main`)."""
     if files := sorted(folder.rglob(original)):
         yield from dataset_files.rows(str(files[0]), split)
         return

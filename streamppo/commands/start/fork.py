@@ -136,10 +136,7 @@ def _fill(past: Past, config: Config, aside: Path) -> int:
 
 
 def _settle(past: Past, config: Config, aside: Path, *, taken_is_error: bool) -> Path:
-    """Rename the folder `aside` to the fork's name, with a number if the name is taken, and write the configuration.
-
-    The configuration is written last, because a folder without one is not a run.
-    """
+    """Rename `aside` to the fork's name, with a number if it is taken, and write the configuration last."""
     for number in count(1):
         folder = aside.parent / (config.name if number == 1 else f"{config.name}-{number}")
         forked = _with_reward(past.run, structs.replace(config, name=folder.name), aside, folder)

@@ -238,8 +238,7 @@ def _leak_sentence(transformer: "PreTrainedModel") -> str:
 def leak(transformer: "PreTrainedModel", together: Layout = joined) -> float:
     """Pass two rows in the layout `together` and each alone; return the largest difference between hidden states.
 
-    The difference is relative to the largest hidden state. In hybrid models, the state of convolutions and recurrent
-    layers may carry over from one row to the next.
+    The difference is relative to the largest hidden state. Convolutions and recurrent layers may leak.
     """
     width_B = torch.tensor(PROBED)
     inputs_BL = torch.arange(len(PROBED) * max(PROBED)).view(len(PROBED), -1) % transformer.config.vocab_size
@@ -253,10 +252,7 @@ def leak(transformer: "PreTrainedModel", together: Layout = joined) -> float:
 
 
 def has_full_attention(config: "PretrainedConfig", families: Sequence[str] = FAMILIES) -> bool:
-    """True for a model of `families` without a sliding window, which would count the tokens of other rows.
-
-    Such a model has no state except keys and values, and a mask can hide any of them.
-    """
+    """True if a model's only state is keys and values, without a sliding window: a mask can hide any of them."""
     return config.model_type in families and not getattr(config, "use_sliding_window", False)
 
 

@@ -53,8 +53,7 @@ def kind(config: Model) -> Checkpointing:
 def checkpoint_activations(transformer: "PreTrainedModel", kind: Checkpointing) -> None:
     """Let layers recompute, in the backward pass, the activations that they do not keep.
 
-    Training mode, which turns checkpointing on, is set for the layer itself and not for its submodules, which have
-    dropout.
+    Training mode, which turns checkpointing on, is not set for a layer's submodules, which have dropout.
     """
     if kind == "off":
         return

@@ -53,10 +53,7 @@ class Fetcher:
         return self._under_way.result()
 
     def of_archive(self, run: str) -> Iterator[PaddedBatch]:
-        """Yield the batches of another run, in the order of its updates.
-
-        Raises `JournalError` if the run has no archived batch or its archive is damaged.
-        """
+        """Yield another run's batches, in order. Raises `JournalError` without batches and for damage."""
         versions = ray.get(self._source.archived_versions.remote(run))
         if not versions:
             raise JournalError(f"{run}: no archived batch to train the critic on")

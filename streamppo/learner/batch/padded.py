@@ -216,10 +216,7 @@ def flatten_column(column_BT: Tensor, length_B: Tensor) -> bytes:
 
 
 def row_order(num_rows: int, seed: int, version: int, epoch: int) -> Tensor:
-    """The order of rows in an epoch; it depends only on the arguments.
-
-    The generator's seed is the BLAKE2b hash of "seed version epoch", 8 bytes, big-endian.
-    """
+    """The order of rows in an epoch. The seed is the BLAKE2b hash of "seed version epoch", 8 bytes, big-endian."""
     digest = hashlib.blake2b(f"{seed} {version} {epoch}".encode(), digest_size=8).digest()
     return torch.randperm(num_rows, generator=torch.Generator().manual_seed(int.from_bytes(digest, "big")))
 

@@ -48,10 +48,7 @@ class TrainState(NamedTuple):
 
 
 class Saver:
-    """Writes checkpoints during training, one at a time, so that memory holds at most one copy.
-
-    Its collectives run beside those of updates, so it makes a process group of all ranks for CPU tensors. A collective.
-    """
+    """Writes checkpoints during training, one at a time, with a process group of its own. A collective."""
 
     def __init__(self, config: Checkpoint) -> None:
         group = dist.new_group(backend="gloo")
@@ -185,10 +182,7 @@ def _complete_copies(copies: CheckpointStore) -> list[str]:
 
 
 def reference_has_moved(path: Path) -> bool:
-    """True if the checkpoint at `path` has a reference, or if its manifest is damaged or missing. A collective.
-
-    In the second case, an older checkpoint that has a reference may be loaded instead.
-    """
+    """True if the checkpoint at `path` has a reference, or if its manifest is damaged or missing. A collective."""
     try:
         moved = manifest.read(path).state.reference_moved
     except DamagedFile:

@@ -68,10 +68,7 @@ def load(tensors: dict[str, Any], path: Path, *, alone: bool = False) -> None:
 
 
 def room(path: Path) -> dict[str, torch.Tensor]:
-    """Return an empty, unsharded tensor for each tensor of the checkpoint at `path`, by its flat name.
-
-    Memory is allocated when `load` fills the tensors. Raises `CheckpointError` as `load` does.
-    """
+    """Return an empty, unsharded tensor, without memory yet, for each tensor of a checkpoint, by its flat name."""
     stored = Reader(path).read_metadata().state_dict_metadata
     return {
         name: torch.empty(entry.size, dtype=entry.properties.dtype)
@@ -86,10 +83,7 @@ def _is_no_fallback(record: logging.LogRecord) -> bool:
 
 
 class Reader(FileSystemReader):
-    """torch's reader, restricted: it unpickles only metadata classes.
-
-    `read_metadata` raises `CheckpointError` for other pickles and for metadata that name files elsewhere.
-    """
+    """torch's reader; it unpickles only metadata classes, and accepts only files in the checkpoint's folder."""
 
     refusal: CheckpointError | None = None
     """The reason why the metadata were refused; the oldest supported torch does not pass it on."""
@@ -124,10 +118,7 @@ class Planner(DefaultLoadPlanner):
 
 
 def _refuse_repeats(content: bytes) -> None:
-    """Raise `ValueError` for a pickle that expands to more than `MOST_PARTS` values.
-
-    A nested pair (x, x) takes a few bytes per level, and hashing it as a key takes exponential time.
-    """
+    """Raise `ValueError` for a pickle of more than `MOST_PARTS` values: nested pairs (x, x) take exponential time."""
     stack, memo = list[list[int]](), dict[int, list[int]]()
     for opcode, argument, _ in pickletools.genops(content):
         place = argument if isinstance(argument, int) else len(memo)

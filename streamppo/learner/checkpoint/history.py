@@ -26,10 +26,7 @@ class History(msgspec.Struct, frozen=True):
     digests: dict[int, str] = {}
 
     def at(self, version: int) -> Config:
-        """The configuration of the update that starts at `version`.
-
-        Example: if configurations begin at versions 0 and 50, version 49 has the first, and 50 and 51 have the second.
-        """
+        """The configuration of the update that starts at `version`: the last that begins by then."""
         return self.configs[max((first for first in self.configs if first <= version), default=min(self.configs))]
 
     def refusal(self, version: int, digest: str) -> str:
@@ -46,10 +43,7 @@ class History(msgspec.Struct, frozen=True):
 
 
 def read_history(run: Path, present: Config) -> History:
-    """Read the history of the run in the folder `run`; a new run has only the configuration `present`.
-
-    Raises `JournalError` for a journal that cannot be read.
-    """
+    """Read the history of a run; a new run has only the configuration `present`. Raises `JournalError`."""
     if not (run / "journal.sqlite").is_file():
         return History({0: present})
     journal = Journal.open_run(run)

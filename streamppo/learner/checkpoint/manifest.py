@@ -151,10 +151,7 @@ def is_of(path: Path, past: "History | None") -> bool:
 
 
 def verify_whole(path: Path, past: "History | None" = None, fetch: Fetch | None = None) -> CheckpointState:
-    """Verify all files of the checkpoint at `path`, of every rank, and return its state.
-
-    `fetch` and the errors are as in `verify`.
-    """
+    """Verify all ranks' files of a checkpoint, and return its state; arguments and errors are as in `verify`."""
     _fetch_manifest(path, fetch)
     state = read(path, past).state
     for rank in range(state.ranks):

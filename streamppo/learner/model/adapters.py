@@ -30,10 +30,7 @@ REFUSED = dict.fromkeys(("falcon_h1", "falcon_mamba", "mamba", "mamba2", "nemotr
 
 
 def add(lm: Any, lora: Lora, dtype: str) -> None:
-    """Add float32 adapters to `lm`, which leave its outputs unchanged, and freeze its weights in `dtype`.
-
-    Raises `ModelError` if no target exists, and for a target that is not a linear layer.
-    """
+    """Add float32 adapters to `lm`, and freeze its weights in `dtype`. Raises `ModelError` for unusable targets."""
     from peft import inject_adapter_in_model
 
     name = f"model.lora.targets ({', '.join(lora.targets)})"
@@ -77,10 +74,7 @@ def published_name(name: str) -> str:
 
 
 def adapter_parameters(lm: nn.Module) -> dict[str, nn.Parameter]:
-    """The pushed parameters by their names in a version: the adapters' parameters or, without adapters, all parameters.
-
-    Without adapters, parameters that transformers freezes, such as a router's bias, are pushed too.
-    """
+    """The pushed parameters by their names in a version: the adapters' or, without adapters, all parameters."""
     return {name: parameter for name, parameter, is_pushed in _version_parameters(lm) if is_pushed}
 
 

@@ -125,10 +125,7 @@ def _tokenizer(start: str) -> "PreTrainedTokenizerBase | None":
 
 
 def rehearse(path: str) -> tuple[str, ...]:
-    """Try an export of the model at `path` without its weights; return sentences about what would differ.
-
-    Raises `ModelError` for a configuration that cannot be saved.
-    """
+    """Try an export of the model at `path` without its weights; return what would differ. Raises `ModelError`."""
     from transformers import AutoConfig
 
     generation_settings, settings_of = generation.read_settings(path), settings(path)

@@ -192,10 +192,7 @@ def _on_cpu(path: str | Path, critic: str, lora: Lora | None, plan: weight_files
 
 @torch.no_grad()
 def _read_rows(policy: Policy, plan: weight_files.LoadPlan, path: str | Path) -> None:
-    """Read this rank's shards from the files; a value head that is in no file starts at 0. A collective.
-
-    Raises `ModelError` on all ranks if a weight is not finite.
-    """
+    """Read this rank's shards; a value head in no file starts at 0. Raises `ModelError` on all ranks for NaN."""
     for name, parameter in policy.named_parameters():
         shard = local(parameter)
         if shard.numel():
@@ -216,10 +213,7 @@ def _shard_slices(parameter: Tensor) -> list[slice]:
 
 
 def _send_buffers(policy: Policy, cpu_policy: Policy | None, device: str) -> None:
-    """Broadcast the buffers of `cpu_policy`, which only rank 0 has, to every rank's `device`.
-
-    Models compute buffers, such as the frequencies of rotary embeddings, when they are made, and do not save them.
-    """
+    """Broadcast buffers, such as rotary frequencies, which no file has, from rank 0's `cpu_policy` to every rank."""
     modules = {} if cpu_policy is None else dict(cpu_policy.named_modules())
     for module_name, module in policy.named_modules():
         for name, buffer in module.named_buffers(recurse=False):

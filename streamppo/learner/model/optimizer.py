@@ -51,10 +51,7 @@ def configure(optimizer: torch.optim.Optimizer, config: Config) -> None:
 
 
 def follow_schedule(optimizer: torch.optim.Optimizer, config: Config, version: int) -> None:
-    """Set the learning rates of the update after `version`; the critic's schedule begins at version 0.
-
-    The policy's schedule begins at version `critic.warmup_updates`; before that version its rate is 0.
-    """
+    """Set the learning rates of the update after `version`; before `critic.warmup_updates` the policy's is 0."""
     learner, frozen_until = config.learner, config.algorithm.critic.warmup_updates
     trained, updates = version - frozen_until, config.updates - frozen_until
     policy = 0.0 if trained < 0 else lr_share(learner, trained, updates)

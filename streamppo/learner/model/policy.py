@@ -260,10 +260,7 @@ def empty_output(rows: PaddedBatch) -> PolicyOutput:
 
 
 def release(policy: Policy) -> None:
-    """Free FSDP's state of forward passes: the record of each pass, and the gathered weights.
-
-    No backward pass is possible afterwards.
-    """
+    """Free FSDP's records of passes and gathered weights; no backward pass is possible afterwards."""
     if not isinstance(policy, FSDPModule):
         return
     sharded: Any = policy

@@ -62,10 +62,7 @@ class ParameterSource(NamedTuple):
 
 
 class LoadPlan(NamedTuple):
-    """The sources of a causal LM's parameters in `files`, by parameter name.
-
-    `first_layers`, on rank 0, is the model with only its first layers; it is None on other ranks.
-    """
+    """The sources of a causal LM's parameters in `files`; only rank 0 has `first_layers`, a model of a few layers."""
 
     files: TensorFiles
     sources: Mapping[str, ParameterSource]
@@ -158,10 +155,7 @@ def _has(files: TensorFiles, source: ParameterSource) -> bool:
 
 
 def _of_first_layers(config: Any, model: Any) -> Any:
-    """The configuration of a model of only the first layers, as many as contain every layer type.
-
-    Returns None if a later layer has buffers: buffers are in no file, so they would be missing.
-    """
+    """The configuration of only the first layers, with every layer type; None if a later layer has buffers."""
     text: Any = config.get_text_config()
     types = getattr(text, "layer_types", None) or []
     count = max(FIRST, *(1 + types.index(kind) for kind in types)) if types else FIRST

@@ -246,10 +246,7 @@ def _candidates(batch: PaddedBatch) -> dict[str, float]:
 
 
 def distances(batch: PaddedBatch, targets: Targets, learner: PolicyOutput, passed_B: Tensor) -> dict[str, float]:
-    """The KL to the reference per response, the KL to the teacher per token, and the NLL of right answers.
-
-    `learner` is as in `batch_metrics`.
-    """
+    """KL to the reference per response, KL to the teacher per token, NLL of right answers; see `batch_metrics`."""
     metrics: dict[str, float] = {}
     mask_BT = batch.mask_BT & passed_B[:, None]
 

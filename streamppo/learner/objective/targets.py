@@ -30,10 +30,7 @@ class Frozen(NamedTuple):
 
 
 def teacher_logprobs_from_batch(batch: PaddedBatch) -> Tensor:
-    """[B, T] log-probs from a teacher's server, which come with the trajectories.
-
-    Raises `ValueError` if a trajectory has no such log-probs.
-    """
+    """[B, T] log-probs of a teacher's server, from the trajectories. Raises `ValueError` if one has none."""
     logprobs_BT = batch.teacher_logprobs_BT
     lacking_BT = batch.mask_BT if logprobs_BT is None else batch.mask_BT & logprobs_BT.isnan()
     if logprobs_BT is None or lacking_BT.any():
@@ -112,10 +109,7 @@ def compute_targets(
 def per_token_record(
     objective: Objective, config: Config, batch: PaddedBatch, targets: Targets, scored_B: Tensor
 ) -> TokenRecord:
-    """The numbers per token for the archive that the pass before the first step computes.
-
-    Log-probs of rows outside of `scored_B` are NaN.
-    """
+    """The archive's numbers per token, from the pass before the first step; NaN for rows outside of `scored_B`."""
     scored, is_kept = targets.scored, config.archive.numbers
     has_logprobs = is_kept and objective.scores_policy
     logprobs_BT = scored.logprobs_BT.masked_fill(~to_device(scored_B, batch.mask_BT.device)[:, None], torch.nan)

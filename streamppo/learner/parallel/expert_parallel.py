@@ -48,10 +48,7 @@ class Round(NamedTuple):
 def dispatch_to_experts(
     compute: Compute, group: dist.ProcessGroup, experts: int, hidden_ND: Tensor, index_Nk: Tensor, weights_Nk: Tensor
 ) -> Tensor:
-    """Compute each token by its experts; every rank of `group` has `experts` consecutive experts. A collective.
-
-    All ranks make the same number of passes, as FSDP2 requires.
-    """
+    """Compute each token by its experts; every rank of `group` has `experts` consecutive experts. A collective."""
     rounds = _rounds(group, experts, index_Nk)
     if len(rounds) == 1:
         output_MD = _exchange(compute, group, hidden_ND, weights_Nk, rounds[0])

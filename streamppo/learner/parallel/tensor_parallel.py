@@ -100,10 +100,7 @@ def cut_parameters(transformer: Any, layer: nn.Module) -> tuple[int, int]:
 
 
 def cut_weights(transformer: Any, cut: TensorParallelSpec) -> None:
-    """Split the weights of `transformer`, which is on the meta device; let its layers compute with their parts.
-
-    Raises `ModelError` for a model that cannot be split.
-    """
+    """Split the weights of `transformer`, on the meta device, between ranks. Raises `ModelError` if it cannot."""
     modules = dict(transformer.named_modules())
     if cut.expert is not None and (refused := refusal(transformer.config, cut.expert[PART].size())):
         raise ModelError(refused)

@@ -25,10 +25,7 @@ AHEAD = 2
 
 
 class CurveSource(Protocol):
-    """A run or a replay whose curves the page shows.
-
-    `tag` reads new content; the tag is equal to the previous tag if nothing has changed.
-    """
+    """A run or a replay whose curves the page shows; `tag` reads new content, and changes if anything has."""
 
     def tag(self) -> str: ...
 
