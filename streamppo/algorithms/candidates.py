@@ -1,7 +1,4 @@
-"""The candidate tokens left by top-p and top-k sampling; log-probs are of the distribution over the candidates.
-
-N tokens, V vocabulary, M candidates of all tokens together.
-"""
+"""The tokens left by top-p and top-k sampling. N tokens, V vocabulary, M candidates of all tokens together."""
 
 from typing import NamedTuple
 

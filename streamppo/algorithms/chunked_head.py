@@ -30,7 +30,6 @@ class Products(NamedTuple):
 
 
 PLAIN = Products(torch.matmul, parts=1)
-"""The products have the dtype of the factors."""
 WIDE = Products(partial(torch.mm, out_dtype=torch.float32), parts=2)
 """GPU tensor cores multiply 16-bit factors, and sum and return the products in float32; not available on a CPU."""
 
@@ -43,7 +42,6 @@ class LogitShape(NamedTuple):
 
 
 IDENTITY = LogitShape()
-"""Logits equal the products (with bias)."""
 PIECE = 3 * 2**26
 """The number of logits that `FusedHead` holds at one time; with their gradients they take 1.5 GiB."""
 

@@ -19,7 +19,6 @@ from streamppo.algorithms.scan import running_sum
 Level = Literal["token", "sequence", "geometric"]
 Mode = Literal["truncate", "mask", "off"]
 NOTHING: Mapping[str, Tensor] = MappingProxyType({})
-"""The value of `Correction.dropped` without rules."""
 
 
 class Correction(NamedTuple):
@@ -152,9 +151,6 @@ def second_moment_mask(
     keep_BT = torch.zeros_like(mask_BT).masked_scatter(mask_BT, kept_M)
     weights_BT = bounded_exp(log_w_BT).masked_fill(~keep_BT, 0.0)
     return Correction(weights_BT, keep_BT, {"second_moment": mask_BT & ~keep_BT})
-
-
-# --- proximal log-probs --------------------------------------------------------------------------------------
 
 
 def current_as_proximal(behavior_logprobs_BT: Tensor, logprobs_BT: Tensor, lag_BT: Tensor, mask_BT: Tensor) -> Tensor:

@@ -288,14 +288,10 @@ def try_custom_loss(function: CustomLoss) -> None:
     if not loss_BT.isfinite().all():
         raise ValueError("the loss is not finite on log-probs between -1.5 and 0")
     check_repeatable(loss_BT, again_BT, "the losses change")
-    gradient_BT = _gradient(loss_BT, logprobs_BT)
+    gradient_BT = None
+    if loss_BT.requires_grad:
+        (gradient_BT,) = torch.autograd.grad(loss_BT.sum(), logprobs_BT, allow_unused=True)
     if gradient_BT is None or not gradient_BT.count_nonzero():
         raise ValueError("no gradient reaches logprobs_BT: the policy would never move")
     if not gradient_BT.isfinite().all():
         raise ValueError("the gradient is not finite on log-probs between -1.5 and 0")
-
-
-def _gradient(loss_BT: Tensor, logprobs_BT: Tensor) -> Tensor | None:
-    if not loss_BT.requires_grad:
-        return None
-    return torch.autograd.grad(loss_BT.sum(), logprobs_BT, allow_unused=True)[0]

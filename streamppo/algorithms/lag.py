@@ -26,7 +26,6 @@ from streamppo.algorithms.diagnostics import LAG_BUCKETS, LAST_LAG_OF_BUCKET
 LEAST = 0.01
 """A range of lags, such as a bucket, counts if it has at least this share of a batch's tokens."""
 LEAST_RATE = 1 / 16
-"""The smallest `lr_share`."""
 FIRST_LAG_OF_BUCKET = (0, *(last + 1 for last in LAST_LAG_OF_BUCKET))
 
 

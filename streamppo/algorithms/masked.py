@@ -14,9 +14,6 @@ ABOVE_ZERO = 1e-3
 """A log-probability up to this much above 0 counts as a rounding error."""
 
 
-# --- checks --------------------------------------------------------------------------------------------------
-
-
 def check_tokens(mask_BT: Tensor, **tensors_BT: Tensor) -> None:
     """Raise ValueError if the mask is not bool [B, T] or, with its name, if a tensor has another shape."""
     if mask_BT.dtype != torch.bool:
@@ -64,9 +61,6 @@ def refuse(name: str, tensor: Tensor, bad: Tensor, why: str) -> None:
     raise ValueError(
         f"{name}{list(index)} = {float(tensor[index])} is {why} ({int(bad.sum())} of {bad.numel()} entries)"
     )
-
-
-# --- sums, and ratios ----------------------------------------------------------------------------------------
 
 
 def at_least_float32(x: Tensor) -> Tensor:

@@ -91,9 +91,6 @@ def mean_k3(proximal_logprobs_BT: Tensor, behavior_logprobs_BT: Tensor, mask_BT:
     return ~(spread(k3_B, mask_BT) > at_most)
 
 
-# --- filters -------------------------------------------------------------------------------------------------
-
-
 def truncated_tokens(truncated_B: Tensor, mask_BT: Tensor) -> Tensor:
     """[B, T] bool, True at the unmasked tokens of truncated completions, because their reward is noise.
 

@@ -65,7 +65,6 @@ class Answer(NamedTuple):
 
 
 PARAMETERS = ("version", "metrics", "batch", "model")
-"""The parameters that a user's test may have."""
 Metrics: TypeAlias = Mapping[str, float]
 
 

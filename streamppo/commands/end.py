@@ -1,8 +1,4 @@
-"""Ends a process that has called user code. Threads, processes and exit hooks of that code may never end.
-
-Threads in the user's code have `GRACE_S` seconds together. Threads of libraries, executors, processes of
-multiprocessing and exit hooks have `HOOKS_S` seconds.
-"""
+"""Ends a process that has called user code: its threads have `GRACE_S` seconds, everything else `HOOKS_S`."""
 
 import multiprocessing
 import os

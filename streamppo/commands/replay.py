@@ -40,7 +40,6 @@ from streamppo.types import UpdateReport, decode, encode
 SHOWN = ("policy_loss", "entropy", "proximal_kl", "behavior_kl", "ess", "grad_norm")
 """The metrics in the printed table. The report has all metrics."""
 SHOWN_VERSIONS = 20
-"""Maximum versions in the printed table."""
 HORIZONS = {"entropy": 64, "proximal_kl": 8, "behavior_kl": 4, "ess": 4, "grad_norm": 2}
 """For each metric, the last update at which a replay with changes predicts a fork (benchmarks/learning/what_if.py)."""
 T = TypeVar("T")

@@ -68,9 +68,11 @@ def remake(past: Past, begin: Path | None, folder: Path) -> None:
     start = manifest.version_of(begin)
     missing = next((version for version in range(start, past.version) if version not in past.archived), None)
     if missing is not None:
+        checkpoints = ", ".join(str(int(path.name)) for path in manifest.complete(past.run / "checkpoints"))
         raise JournalError(
             f"{past.run}: version {past.version} cannot be replayed: the batch of version {missing} was not kept. "
-            f"Choose the version of a checkpoint ({_checkpoints(past.run)}), or one after it whose batches are kept"
+            f"Choose the version of a checkpoint ({checkpoints or 'there is none'}), or one after it whose batches are "
+            "kept"
         )
     log.info("version %d is replayed from version %d: %d updates", past.version, start, past.version - start)
     configs = {version: _without_copies(config) for version, config in past.history.configs.items()}
@@ -115,7 +117,3 @@ def _copy_checkpoint(source: Path, target: Path) -> None:
 def _without_copies(config: Config) -> Config:
     cluster = structs.replace(config.cluster, own_disks=False)
     return structs.replace(config, cluster=cluster, checkpoint=structs.replace(config.checkpoint, remote=""))
-
-
-def _checkpoints(run: Path) -> str:
-    return ", ".join(str(int(path.name)) for path in manifest.complete(run / "checkpoints")) or "there is none"

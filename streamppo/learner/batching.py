@@ -32,9 +32,6 @@ COMPARING = (choices.Grpo, choices.DrGrpo, choices.Rloo, choices.MaxRl)
 """Estimators that give advantage 0 to a group of equal rewards."""
 
 
-# --- active rows --------------------------------------------------------------------------------------------
-
-
 class ActiveRows(NamedTuple):
     """[B] on the CPU: `trained_B` are passed in the steps, `scored_B` before the first step.
 
@@ -68,7 +65,7 @@ def active_rows(config: Config, batch: PaddedBatch) -> ActiveRows:
     algorithm = config.algorithm if only_truncated else structs.replace(config.algorithm, filters=())
     trained_B = trained_tokens(algorithm, batch).any(-1).cpu()
     every_B = torch.ones_like(trained_B)
-    if _needs_whole_batch(config):
+    if is_lowered_by_ess(config) or isinstance(config.queue.max_lag, AdaptiveLag):
         return ActiveRows(every_B, every_B, ~every_B)
     idle_B = ~every_B
     if _has_only_advantage_gradients(config):
@@ -77,10 +74,6 @@ def active_rows(config: Config, batch: PaddedBatch) -> ActiveRows:
     if not gradient_B.any():
         return ActiveRows(every_B, every_B, ~every_B)
     return ActiveRows(gradient_B, every_B if _scores_all(config.algorithm) else gradient_B, idle_B)
-
-
-def _needs_whole_batch(config: Config) -> bool:
-    return is_lowered_by_ess(config) or isinstance(config.queue.max_lag, AdaptiveLag)
 
 
 def _scores_all(config: choices.Algorithm) -> bool:
@@ -106,9 +99,6 @@ def _has_only_advantage_gradients(config: Config) -> bool:
 
 def _filters_only_truncated(config: choices.Algorithm) -> bool:
     return all(rule == TRUNCATED for rule in build_correction.metrics(config.correction, config.filters))
-
-
-# --- division -------------------------------------------------------------------------------------------------
 
 
 class PassCosts(NamedTuple):
@@ -179,9 +169,6 @@ class Division(NamedTuple):
 
 STAND_IN = torch.tensor([0])
 """For an empty micro-batch this row is passed and its result ignored, because every pass is a collective."""
-
-
-# --- micro-batches -----------------------------------------------------------------------------------------------
 
 
 def micro_batches(

@@ -20,7 +20,6 @@ from streamppo.errors import RunError, UpdateError
 DETERMINISTIC = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "FLASH_ATTENTION_DETERMINISTIC": "1"}
 """Environment variables that make cuBLAS and flash-attn deterministic, set before their first use."""
 INEXACT = re.compile(r"^(\S+) does not have a deterministic implementation")
-"""Matches torch's message for an operation without a deterministic form."""
 LOAD = timedelta(hours=2)
 """Timeout of a collective while models load: rank 0 may need over 10 minutes to read a 70B model for all ranks."""
 LOOPBACK = ("127.0.0.1", "::1")

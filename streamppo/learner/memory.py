@@ -1,7 +1,4 @@
-"""The memory of a rank, computed from the model's configuration before anything is loaded.
-
-The numbers are estimates: allocators round up, and the 1 to 3 GiB of CUDA and NCCL are not counted.
-"""
+"""The memory of a rank, estimated from the model's configuration; 1 to 3 GiB of CUDA and NCCL are not counted."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple

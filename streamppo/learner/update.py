@@ -147,7 +147,7 @@ class Updater:
         frozen = targets.policy_waits or batch.version < self.config.algorithm.critic.warmup_updates
         for epoch in objective.epochs if epochs is None else epochs:
             for rows in self.division.minibatches(len(batch.reward_B), batch.version, epoch):
-                if _has_ended(epoch, minibatches):
+                if epoch.part != "critic" and any(minibatch.stopped_early for minibatch in minibatches):
                     break
                 shares: list[MicroBatchLoss] = []
                 counts = self._counts(batch, rows)
@@ -185,8 +185,6 @@ class Updater:
         batch = batch._replace(lag_BT=batch.lag_BT + 1)
         targets = self.update(batch, self.objective.critic_epochs()).targets
         return explained_variance(targets.scored.values_BT, targets.estimate.returns, batch.mask_BT)
-
-    # --- before the first step -----------------------------------------------------------------------------------
 
     def prepare(
         self, objective: Objective, batch: PaddedBatch, active: ActiveRows
@@ -251,8 +249,6 @@ class Updater:
         divergences = off_policy(scored.logprobs_BT, batch.behavior_logprobs_BT, batch.mask_BT, batch.lag_BT)
         lower_policy(self.optimizer, math.sqrt(divergences.overall.ess_sequence))
         return divergences
-
-    # --- a step --------------------------------------------------------------------------------------------------
 
     def _counts(self, batch: PaddedBatch, rows: Tensor) -> Denominators:
         prompt_B = batch.prompt_B[rows] if self.config.algorithm.aggregation == "prompt-mean" else None
@@ -349,10 +345,6 @@ class Updater:
             self.critic_bad_steps = in_a_row
         else:
             self.bad_steps = in_a_row
-
-
-def _has_ended(epoch: Epoch, minibatches: Sequence[Minibatch]) -> bool:
-    return epoch.part != "critic" and any(minibatch.stopped_early for minibatch in minibatches)
 
 
 @phase("forward")

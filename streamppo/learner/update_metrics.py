@@ -1,7 +1,4 @@
-"""The metrics of an update, computed from its result, and a rank's speed: tokens per second, FLOPs, peak memory.
-
-B trajectories, T completion tokens (padded).
-"""
+"""The metrics of an update, and a rank's speed. B trajectories, T completion tokens (padded)."""
 
 import time
 from collections.abc import Mapping
@@ -54,9 +51,6 @@ def update_metrics(updater: Updater, updated: UpdateResult) -> dict[str, float]:
         metrics["outcomes_explained"] = targets.explained
     now, rate = time.perf_counter(), updater.optimizer.param_groups[0]["lr"]
     return metrics | {"lr": rate, "score_s": updated.scored - updated.start, "train_s": now - updated.scored}
-
-
-# --- speed ---------------------------------------------------------------------------------------------------
 
 
 class ModelSize(NamedTuple):

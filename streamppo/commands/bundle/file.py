@@ -39,11 +39,9 @@ from streamppo.weights.models.settings import REFUSALS
 FILE = re.compile(r"[A-Za-z0-9_.-]+\.(json|txt|model|tiktoken)")
 """Allowed names of the files of a model and tokenizer: no code, no pickles."""
 NAME = re.compile(rf"(batch|policy|optimizer|reference|model)\.[A-Za-z0-9_.]+|files\.{FILE.pattern}|rng")
-"""Allowed names of tensors in a bundle."""
 MOST_ENTRIES = 2**26
 """Maximum entries of the padded batch: the number of rows times the tokens of the longest row."""
 MOST_STEPS = 10_000
-"""Maximum optimizer steps of one update."""
 UNUSED_REWARD = FunctionScorer(function="streamppo.tasks.library.arithmetic:score")
 """Replaces a run's scorers, because the batch contains the rewards."""
 

@@ -17,7 +17,6 @@ from streamppo.errors import ConfigError, Diverged
 from streamppo.types import ints
 
 SHOWN = ("policy_loss", "value_loss", "entropy", "proximal_kl", "behavior_kl", "ess", "grad_norm", "lr")
-"""The metrics that are printed. --json has all metrics."""
 HIDDEN = ("row", "pass", "token", "version", "clipped", "dropped")
 """Columns that only --json has. A row's table also has `pass`, `clipped` and `dropped`, unless all are 0 or ""."""
 

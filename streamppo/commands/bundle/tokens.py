@@ -1,7 +1,4 @@
-"""Columns with the numbers of every token of an update, such as log-probs, advantage, and the rule that excluded it.
-
-B trajectories, b rows of a pass, T completion tokens (padded).
-"""
+"""Columns with numbers of every token of an update. B trajectories, b rows of a pass, T completion tokens (padded)."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import suppress

@@ -1,7 +1,4 @@
-"""Replays the update of a bundle in this process with the learner's code, without Ray, an engine or a run.
-
-file --> temporary folder with the model --> Learner.build --> forward, backward, step --> digest
-"""
+"""Replays the update of a bundle in this process with the learner's code, without Ray, an engine or a run."""
 
 import pdb
 import re

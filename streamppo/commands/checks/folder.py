@@ -19,32 +19,12 @@ EAGER = ("bloom", "gpt_neo", "mpt", "openai-gpt")
 CAP = "attn_logit_softcapping"
 """The field of config.json with the bound (soft cap) of attention logits."""
 NEUTRAL: Mapping[str, object] = {
-    "temperature": 1.0,
-    "top_p": 1.0,
-    "top_k": 0,
-    "min_p": 0.0,
-    "typical_p": 1.0,
-    "epsilon_cutoff": 0.0,
-    "eta_cutoff": 0.0,
-    "top_h": None,
-    "repetition_penalty": 1.0,
-    "presence_penalty": 0.0,
-    "frequency_penalty": 0.0,
-    "encoder_repetition_penalty": 1.0,
-    "no_repeat_ngram_size": 0,
-    "exponential_decay_length_penalty": None,
-    "min_length": 0,
-    "min_new_tokens": 0,
-    "num_beams": 1,
-    "penalty_alpha": 0.0,
-    "guidance_scale": 1.0,
-    "bad_words_ids": [],
-    "sequence_bias": {},
-    "suppress_tokens": [],
-    "begin_suppress_tokens": [],
-    "forced_bos_token_id": None,
-    "forced_eos_token_id": None,
-    "stop_strings": [],
+    **dict.fromkeys(("temperature", "top_p", "typical_p", "repetition_penalty", "guidance_scale", "num_beams"), 1),
+    **dict.fromkeys(("top_k", "min_p", "epsilon_cutoff", "eta_cutoff", "presence_penalty", "frequency_penalty"), 0),
+    **dict.fromkeys(("no_repeat_ngram_size", "min_length", "min_new_tokens", "penalty_alpha"), 0),
+    **dict.fromkeys(("top_h", "forced_bos_token_id", "forced_eos_token_id", "exponential_decay_length_penalty"), None),
+    **{"bad_words_ids": [], "suppress_tokens": [], "begin_suppress_tokens": [], "stop_strings": []},
+    **{"encoder_repetition_penalty": 1, "sequence_bias": {}},
 }
 """Sampling settings of transformers, each with the value that has no effect."""
 NO_VALUES: tuple[object, ...] = (None, [], {}, "")

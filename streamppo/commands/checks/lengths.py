@@ -16,7 +16,7 @@ from streamppo.commands.checks.folder import find
 from streamppo.commands.checks.task import ROWS
 from streamppo.commands.start.project import policy, sizes
 from streamppo.config.model import BUILTIN
-from streamppo.config.reward import FunctionScorer, Scorer
+from streamppo.config.reward import FunctionScorer
 from streamppo.config.sections import Config
 from streamppo.errors import ModelError
 from streamppo.rollout import positions
@@ -58,7 +58,8 @@ def answers(config: Config, task: Task, tokenizer: Tokenizer | None) -> Findings
         yield Finding("answers", "note", f"{text}before it answers: completions are cut off")
     # A long answer is no error: it may be a solution of which the scorer reads only the end.
     is_answer = bool(lengths) and max(lengths) <= FEW_TOKENS
-    is_answer &= not any(_reads_solutions(scorer) for scorer in config.reward.scorers.values())
+    functions = [scorer for scorer in config.reward.scorers.values() if isinstance(scorer, FunctionScorer)]
+    is_answer &= not any(scorer.function.startswith(SOLUTION_SCORERS) for scorer in functions)
     if is_answer and min(lengths) - 1 > bound:
         text = (
             f"rollout.max_tokens ({bound}) has room for no answer: the shortest of the first {len(lengths)} rows has "
@@ -71,10 +72,6 @@ def answers(config: Config, task: Task, tokenizer: Tokenizer | None) -> Findings
         text = f"{len(longer)} of the first {len(lengths)} rows have an answer that is longer than rollout.max_tokens "
         text += f"({bound}), up to {max(longer)} tokens with its end: such a completion is cut off"
         yield Finding("answers", "note", text)
-
-
-def _reads_solutions(scorer: Scorer) -> bool:
-    return isinstance(scorer, FunctionScorer) and scorer.function.startswith(SOLUTION_SCORERS)
 
 
 def _numeric(config: Config, prompts: Sequence[Prompt]) -> Findings:

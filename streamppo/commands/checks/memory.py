@@ -68,7 +68,10 @@ def memory(config: Config, hf_config: PretrainedConfig, gpu: Gpu) -> Findings:
     yield from _machine(config, model, longest)
     yield from _candidates(config, model)
     yield from _queue(config, model)
-    yield from _object_store(config, model)
+    needed, size = estimate.object_store(model), config.cluster.object_store_mib * 2**20
+    if config.cluster.address == LOCAL and needed > size:
+        text = f"weights spill to disk: cluster.object_store_mib = {-(-needed // 2**20)} would hold them"
+        yield Finding("object store", "note", text)
 
 
 def _host(config: Config, model: ranks.ModelSizes, longest: int) -> Findings:
@@ -186,14 +189,6 @@ def _fits(subject: str, size: int, gpu: Gpu) -> Findings:
     verb = "the GPU has" if gpu.is_known else "an assumed GPU (see --gpu-gib) has"
     text = f"about {_gib(size)} are too much for one GPU: {verb} {gpu.gib:.0f} GiB"
     yield Finding(subject, "error" if gpu.is_known else "not here", text)
-
-
-def _object_store(config: Config, model: ranks.ModelSizes) -> Findings:
-    needed, size = estimate.object_store(model), config.cluster.object_store_mib * 2**20
-    if config.cluster.address == LOCAL and needed > size:
-        mib = -(-needed // 2**20)
-        text = f"weights spill to disk: cluster.object_store_mib = {mib} would hold them"
-        yield Finding("object store", "note", text)
 
 
 def _gib(size: int) -> str:

@@ -1,7 +1,4 @@
-"""Estimates the memory of an engine, the object store and a machine. learner/memory.py estimates the memory of a rank.
-
-The estimates leave out 1 to 3 GiB for CUDA and for SGLang's graphs.
-"""
+"""Estimates the memory of an engine, the object store and a machine, without 1 to 3 GiB of CUDA and SGLang's graphs."""
 
 import math
 from typing import NamedTuple

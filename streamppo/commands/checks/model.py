@@ -1,6 +1,7 @@
 """Checks models with transformers: settings, tokenizer, ends of completions, files, export. Loads no weights."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
+from itertools import islice
 from pathlib import Path
 from typing import NamedTuple
 
@@ -93,7 +94,11 @@ def ends(config: Config, hf_config: PretrainedConfig, tokenizer: Tokenizer) -> F
         text = "only its length ends a completion: name tokens or strings in rollout.stop"
         yield Finding("stop", "note", text)
     yield from _open_turn(ending, tokenizer)
-    yield from _unknown_tokens(ending.strings)
+    # These strings look like names of tokens.
+    named = (string for string in ending.strings if string.startswith("<|") and string.endswith("|>"))
+    for string in islice(named, SHOWN):
+        text = f"rollout.stop has {string!r}, which is no token of the tokenizer: a completion ends with this text"
+        yield Finding("stop", "note", text)
     if unknown := tokenizer.unknown(hf_config.get_text_config().vocab_size):
         text = f"{len(unknown):,} rows of the model's vocabulary are not tokens of the tokenizer: never sampled"
         yield Finding("vocabulary", "ok", text)
@@ -112,13 +117,6 @@ def _open_turn(ending: stop.Stop, tokenizer: Tokenizer) -> Findings:
         text = f"the chat template writes no token after an assistant's turn, and {name!r}, the first token of the "
         text += f"next turn, is not a stop: the policy writes the next message too; rollout.stop = [{name!r}] prevents "
         yield Finding("stop", "note", f"{text}that")
-
-
-def _unknown_tokens(strings: Sequence[str]) -> Findings:
-    """Note strings that look like names of tokens but are not tokens of this tokenizer."""
-    for string in [string for string in strings if string.startswith("<|") and string.endswith("|>")][:SHOWN]:
-        text = f"rollout.stop has {string!r}, which is no token of the tokenizer: a completion ends with this text"
-        yield Finding("stop", "note", text)
 
 
 def longest_rows(config: Config, hf_config: PretrainedConfig) -> Findings:

@@ -1,7 +1,4 @@
-"""Notes about settings that work but are probably not intended: conflicts, and numbers far outside the usual range.
-
-The usual ranges cover the shipped configurations, the documentation and published runs.
-"""
+"""Notes about settings that work but are probably not intended: conflicts, and numbers far outside the usual range."""
 
 from collections.abc import Callable, Iterator
 from operator import attrgetter
@@ -9,7 +6,7 @@ from typing import NamedTuple
 
 from streamppo import process
 from streamppo.commands.checks.finding import Finding, Findings
-from streamppo.config.algorithm import Algorithm, DrGrpo, Gae, ReinforcePlusPlus, ReinforcePlusPlusBaseline, VTrace
+from streamppo.config.algorithm import Algorithm, DrGrpo, ReinforcePlusPlus, ReinforcePlusPlusBaseline
 from streamppo.config.correction import NoCorrection, Reject, Topr, Truncate
 from streamppo.config.policy_loss import (
     Cispo,
@@ -175,9 +172,6 @@ def _note(text: str) -> Finding:
     return Finding("settings", "note", text)
 
 
-# --- usual ranges ----------------------------------------------------------------------------------------------
-
-
 class Range(NamedTuple):
     """A setting, the bounds beyond which it is noted, the usual range in words, and a function that gets its value."""
 
@@ -188,19 +182,9 @@ class Range(NamedTuple):
     value: Callable[[Config], float | None]
 
 
-def _lam(config: Config) -> float | None:
-    advantage = config.algorithm.advantage
-    return advantage.lam if isinstance(advantage, Gae | VTrace) else None
-
-
 def _upper_clip(config: Config) -> float | None:
     loss = config.algorithm.policy_loss
     return loss.range[1] if isinstance(loss, Clip) else None
-
-
-def _cap(config: Config) -> float | None:
-    correction = config.algorithm.correction
-    return correction.cap if isinstance(correction, Truncate) else None
 
 
 ANY = float("inf")
@@ -220,7 +204,13 @@ RANGES = (
     Range("algorithm.critic.coefficient", 0.0, 10.0, "from 0.1 to 1", attrgetter("algorithm.critic.coefficient")),
     Range("algorithm.positive_nll", 0.0, 2.0, "about 0.1", attrgetter("algorithm.positive_nll")),
     Range("algorithm.target_kl", 0.0, 1.0, "from 0.01 to 0.1", attrgetter("algorithm.target_kl")),
-    Range("algorithm.advantage.lam", 0.5, 1.0, "from 0.9 to 1", _lam),
+    Range(
+        "algorithm.advantage.lam",
+        0.5,
+        1.0,
+        "from 0.9 to 1",
+        lambda config: getattr(config.algorithm.advantage, "lam", None),
+    ),
     Range(
         "algorithm.advantage.gamma",
         0.9,
@@ -229,7 +219,13 @@ RANGES = (
         lambda config: getattr(config.algorithm.advantage, "gamma", None),
     ),
     Range("algorithm.policy_loss.range", 0.001, 2.0, "from 0.1 to 0.4", _upper_clip),
-    Range("algorithm.correction.cap", 0.0, 50.0, "from 1 to 10", _cap),
+    Range(
+        "algorithm.correction.cap",
+        0.0,
+        50.0,
+        "from 1 to 10",
+        lambda config: getattr(config.algorithm.correction, "cap", None),
+    ),
 )
 
 

@@ -208,7 +208,11 @@ def _verdict(name: str, scored: Sequence[_GoldScore] | TaskError, texts: Sequenc
     is_answered = any(text.completion for text in texts)
     rows = "rows with their own answer as the completion" if is_answered else "rows without a text or number as answer"
     if not totals:
-        advice = _chat_advice(failures[0], texts) or "; if it runs only on another machine, check with --no-score"
+        advice = "; if it runs only on another machine, check with --no-score"
+        if "'list'" in failures[0] and any(text.messages for text in texts):
+            advice = (
+                ": in a chat, prompts and completions are lists of messages, and a text is completions[0][0]['content']"
+            )
         return Finding(subject, "error", f"all {len(scored)} {rows} failed: {failures[0]}{advice}")
     spread = f"{min(totals):g} to {max(totals):g}" if min(totals) < max(totals) else f"{totals[0]:g}"
     text = f"{len(totals)} {rows} score {spread}" + ("" if is_answered else " with an empty completion")
@@ -217,9 +221,3 @@ def _verdict(name: str, scored: Sequence[_GoldScore] | TaskError, texts: Sequenc
     if max(totals) <= 0 and is_answered:
         return Finding(subject, "note", f"{text}, as wrong answers do: does the reward expect another form?")
     return Finding(subject, "ok", text)
-
-
-def _chat_advice(failure: str, texts: Sequence[ScoredText]) -> str:
-    if "'list'" not in failure or not any(text.messages for text in texts):
-        return ""
-    return ": in a chat, prompts and completions are lists of messages, and a text is completions[0][0]['content']"

@@ -1,7 +1,4 @@
-"""Checks conversations: control tokens in rows, and a turn of the environment or a run of the agent.
-
-Instead of the policy, an engine answers every turn with the row's answer.
-"""
+"""Checks conversations. Instead of the policy, an engine answers every turn with the row's answer."""
 
 import asyncio
 from collections.abc import Iterator, Mapping, Sequence

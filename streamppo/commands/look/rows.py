@@ -1,7 +1,4 @@
-"""Finds the row of data of a trajectory: the columns that scorers get, with the answer first.
-
-A trajectory stores only the number of its prompt, so the task is built again. Its data may have changed.
-"""
+"""Finds a trajectory's row of data, with the answer first. The task is built again, and its data may have changed."""
 
 from functools import cached_property
 from pathlib import Path

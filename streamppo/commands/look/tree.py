@@ -26,7 +26,6 @@ from streamppo.types.turns import TurnPlace
 
 Kind: TypeAlias = Literal["prompt", "turn", "message", "again"]
 Spell: TypeAlias = Callable[[Ints], str]
-"""A function that returns the text of tokens, including special ones."""
 NO_BRANCH = -2
 UNKNOWN = -1
 """The number of reused tokens if the column `turns` is missing."""
@@ -128,7 +127,7 @@ def nodes(batch: Batch, trajectory: Trajectory, spell: Spell) -> list[TreeNode]:
                     reused=turn.reused,
                     delivered=bool(turn.delivered),
                     too_old=int((versions[sampled] < batch.min_version).sum()) if turn.delivered else 0,
-                    calls=_calls(node.text),
+                    calls=tuple(f"{call.name}({call.arguments})" for call in reply.read(node.text).calls),
                 )
             elif begin < prompt:
                 node = node._replace(kind="prompt")
@@ -190,10 +189,6 @@ def _rewards(trajectory: Trajectory) -> Floats:
 def count_versions(versions: Ints) -> tuple[tuple[int, int], ...]:
     """Return (tokens, version) for consecutive tokens of one version. Example: [3, 3, 4] -> ((2, 3), (1, 4))."""
     return tuple((len(list(run)), version) for version, run in groupby(versions.tolist()))
-
-
-def _calls(text: str) -> tuple[str, ...]:
-    return tuple(f"{call.name}({call.arguments})" for call in reply.read(text).calls)
 
 
 def _count(count: int, noun: str) -> str:

@@ -54,7 +54,6 @@ NEAR = 1e-5
 MEASURED = ("_s", "_ms", "_mib")
 """Endings of the names of metrics that measure time or memory. A replay does not reproduce these metrics."""
 MACHINE_METRICS = ("learner_tflops", "mfu")
-"""Further metrics that a replay does not reproduce."""
 FILES = (configfile.CONFIG, inputs.INPUTS, METRICS, record.SUMMARY)
 """Files that the digest of a run covers in addition to the chain."""
 

@@ -197,14 +197,17 @@ class _Continuations:
         repetition = played.pop().episode if proves else None
         rewards = [play.result.reward for play in played if play.result.reward is not None]
         mean = estimate(rewards)
-        context = next((self._context(play.episode) for play in played if play.episode), None)
+        value, episode = None, next((play.episode for play in played if play.episode), None)
+        if episode and subject.path and self._config.algorithm.has_critic:
+            context = np.concatenate([episode.prompt_tokens, episode.tokens[: question.at]])
+            value = critic_value(self._config, self._model, subject.path, policy, context)
         differs = _first_difference(source, repetition) if source and repetition else None
         return VersionTrial(
             version=policy.version,
             begin=subject.begin,
             mean=mean["mean"],
             error=mean["error"],
-            value=self._value(subject, context),
+            value=value,
             continuations=tuple(play.result for play in played),
             is_same=(repetition is not None and differs is None) if proves else None,
             differs=differs,
@@ -212,14 +215,6 @@ class _Continuations:
 
     def _spell(self, tokens: Ints) -> str:
         return self._tokenizer.spell(tokens.tolist())
-
-    def _context(self, episode: Episode) -> Ints:
-        return np.concatenate([episode.prompt_tokens, episode.tokens[: self._question.at]])
-
-    def _value(self, subject: VersionWeights, context: Ints | None) -> float | None:
-        if context is None or subject.path is None or not self._config.algorithm.has_critic:
-            return None
-        return critic_value(self._config, self._model, subject.path, subject.policy, context)
 
     async def _play(self, engine: Engine, prompt: Prompt, sampling: Sampling) -> SampledContinuation:
         at, source = self._question.at, self._source

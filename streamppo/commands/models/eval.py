@@ -42,9 +42,7 @@ from streamppo.tasks.tokenizer import Tokenizer
 from streamppo.types import Prompt
 
 PROGRESS_S = 10.0
-"""Seconds between two log lines."""
 REASONS = 3
-"""Maximum number of different failures that are shown."""
 
 log = logging.getLogger(__name__)
 

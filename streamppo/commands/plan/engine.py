@@ -1,7 +1,4 @@
-"""Simulates an engine, which decodes its rows in steps, and swaps versions and fills free rows between steps.
-
-Consecutive steps without a change are one piece of work. A new row or version ends this work after the current step.
-"""
+"""Simulates an engine. Steps without a change are one piece of work, which a new row or version ends."""
 
 import bisect
 import heapq

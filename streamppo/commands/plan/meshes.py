@@ -27,8 +27,9 @@ def choose(config: Config, model: "PretrainedConfig", fits: Callable[[Config], b
     divide experts, then rows, then layers are tried, and the result is the first mesh that fits.
     """
     plain = [mesh for mesh in _plain(config) if _holds(config, mesh, model, fits)]
-    divided = () if plain else (mesh for mesh in _divided(config) if _holds(config, mesh, model, fits))
-    return plain or list(islice(divided, 1))
+    candidates = product(("expert", "context", "tensor"), PARTS)
+    meshes = (structs.replace(config.learner.mesh, **{field: parts}) for field, parts in candidates)
+    return plain or list(islice((mesh for mesh in meshes if _holds(config, mesh, model, fits)), 1))
 
 
 def override(mesh: Mesh) -> str:
@@ -42,11 +43,6 @@ def _plain(config: Config) -> Iterator[Mesh]:
     ranks = config.learner.ranks
     if ranks > NODE and ranks % NODE == 0:
         yield structs.replace(config.learner.mesh, replicate=ranks // NODE)
-
-
-def _divided(config: Config) -> Iterator[Mesh]:
-    for field, parts in product(("expert", "context", "tensor"), PARTS):
-        yield structs.replace(config.learner.mesh, **{field: parts})
 
 
 def _holds(config: Config, mesh: Mesh, model: "PretrainedConfig", fits: Callable[[Config], bool]) -> bool:

@@ -1,7 +1,4 @@
-"""`streamppo plan`: predicts the throughput of a run before its start, and proposes faster settings.
-
-On this machine the costs come from `--measured` runs. For GPUs the costs are estimated from data sheets (roofline.py).
-"""
+"""`streamppo plan`: predicts the throughput of a run by measured runs or, for GPUs, data sheets; proposes settings."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -43,7 +40,6 @@ DOUBT = {"measured": 0.15, "estimated": 0.5}
 SPREAD, DRAWS = 0.8, 999
 """The standard deviation of the logarithm of assumed completion lengths, and the number of these lengths."""
 COMPARED = 60
-"""Number of simulated updates for a comparison with a run."""
 ROOM = 0.92
 """Share of a GPU's memory that a plan may use."""
 COLUMNS = ("predicted", "realised", "ratio")
@@ -217,16 +213,13 @@ def _splits(gpus: int, evaluators: int, model: memory.ModelSizes, gpu: GpuType) 
     weights = model.parameters * model.element
     wide = next((width for width in (1, 2, 4, 8) if 2 * weights / width <= ROOM * gpu.gib * GIB), 8)
     gpus -= wide * evaluators
-    counts = [ranks for ranks in range(1, gpus) if (gpus - ranks) % wide == 0 and _is_round(ranks)]
+    # The ranks fill whole nodes, or their number divides a node's GPUs.
+    is_round = (ranks for ranks in range(1, gpus) if ranks % roofline.NODE == 0 or roofline.NODE % ranks == 0)
+    counts = [ranks for ranks in is_round if (gpus - ranks) % wide == 0]
     return [
         ("learner.gpus=1", f"learner.ranks={ranks}", f"rollout.gpus={wide}", f"rollout.actors={(gpus - ranks) // wide}")
         for ranks in counts
     ]
-
-
-def _is_round(ranks: int) -> bool:
-    """True if the ranks fill whole nodes, or if their number divides a node's GPUs."""
-    return ranks % roofline.NODE == 0 or roofline.NODE % ranks == 0
 
 
 def _report(tried: Sequence[Proposal], known: Basis, to: Path | None) -> None:

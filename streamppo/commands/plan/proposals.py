@@ -27,7 +27,6 @@ MORE_IN_FLIGHT = (1.0, 1.5, 2.0, 4.0)
 TRAJECTORIES, FEWEST, MOST = 8_192, 10, 30
 """Number of simulated trajectories of a proposal, and the bounds on its updates."""
 MOST_S = 4 * 3600.0
-"""Maximum simulated seconds of a proposal."""
 
 
 class Lengths(NamedTuple):

@@ -32,7 +32,6 @@ GPUS = {
 NETWORK_GB_S = 50.0
 """GB/s from a GPU to another node, which is 400 Gbit/s."""
 NODE = 8
-"""GPUs of a node."""
 TRAINING_SHARE = {0.5e9: 0.14, 8e9: 0.35}
 """Share of the TFLOP/s that an update reaches, by parameters. The first share is measured, the second is typical."""
 PREFILL_SHARE, READING_SHARE = 0.4, 0.6

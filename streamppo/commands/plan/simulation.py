@@ -1,7 +1,4 @@
-"""Simulates a run with the queue's real rules. Simulated engines, rewards and learner only take time.
-
-Segments, restarts, failed samples and environments are not simulated.
-"""
+"""Simulates a run with the queue's real rules, without segments, restarts, failed samples and environments."""
 
 import itertools
 from collections import Counter, deque

@@ -31,9 +31,7 @@ PARTS: tuple[Part, ...] = (
 MARGIN = 1.1
 """Two medians count as equal if their ratio is below this number."""
 REFERENCE = 1_000_000
-"""Number of additions in the reference work."""
 QUOTED = 2000
-"""Maximum characters of a failed part's output in the error."""
 
 
 class BenchFile(msgspec.Struct):

@@ -26,7 +26,6 @@ from streamppo.telemetry import host_memory
 
 PACKAGE = "streamppo"
 SHARED = Path("/dev/shm")
-"""The folder of Ray's object store."""
 OPEN_FILES = 4096
 SHARED_MIB, FREE_MIB, MEMORY_MIB = 512, 1024, 4096
 """Shared memory, disk and memory that a small run needs."""

@@ -141,7 +141,9 @@ def _settle(past: Past, config: Config, aside: Path, *, taken_is_error: bool) ->
         folder = aside.parent / (config.name if number == 1 else f"{config.name}-{number}")
         forked = _with_reward(past.run, structs.replace(config, name=folder.name), aside, folder)
         configfile.save(forked, aside)
-        _configure(past, forked, aside)
+        if diff.differ(past.history.at(past.version), forked):
+            with closing(Journal(aside / "journal.sqlite")) as journal:
+                journal.configure(past.version, encode(forked))
         if not _claim(aside, folder):
             if taken_is_error:
                 raise ConfigError(f"{folder}: already exists; choose another --name")
@@ -152,12 +154,6 @@ def _settle(past: Past, config: Config, aside: Path, *, taken_is_error: bool) ->
             consent.give(folder, consented)
         return folder
     raise AssertionError("numbers do not end")
-
-
-def _configure(past: Past, config: Config, aside: Path) -> None:
-    if diff.differ(past.history.at(past.version), config):
-        with closing(Journal(aside / "journal.sqlite")) as journal:
-            journal.configure(past.version, encode(config))
 
 
 def _claim(aside: Path, folder: Path) -> bool:

@@ -1,7 +1,4 @@
-"""`streamppo init`: writes a project that learns to sort letters, or a configuration for a user's model and data.
-
-project/     templates of the project, in which NAME is replaced, and the writer of a configuration
-"""
+"""`streamppo init`: writes a project that learns to sort letters, or a configuration for a user's model and data."""
 
 import json
 import re

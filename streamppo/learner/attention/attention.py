@@ -38,7 +38,6 @@ PROBED = (5, 7)
 LEAK = 1e-3
 """A difference between two passes of up to this share of the largest hidden state counts as float32 rounding."""
 NAMES = {"sdpa": "SDPA", "eager": "eager attention", varlen.NAME: varlen.KERNEL}
-"""The name of an implementation in messages, by transformers' name for it."""
 
 
 class ContextPass(NamedTuple):

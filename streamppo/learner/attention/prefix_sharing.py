@@ -44,13 +44,9 @@ def can_share(transformers: "Sequence[PreTrainedModel]") -> bool:
     All ranks call this. Rank 0 passes unsharded `transformers` on the CPU with plain torch attention; the other ranks
     pass an empty sequence.
     """
-    return from_first_rank(all(_can_share(transformer) for transformer in transformers))
-
-
-def _can_share(transformer: "PreTrainedModel") -> bool:
-    return (
-        has_full_attention(transformer.config) and leak(transformer, partial(_probe, dtype=transformer.dtype)) <= LEAK
-    )
+    probes = ((transformer, partial(_probe, dtype=transformer.dtype)) for transformer in transformers)
+    shares = (has_full_attention(model.config) and leak(model, probe) <= LEAK for model, probe in probes)
+    return from_first_rank(all(shares))
 
 
 def lay_out(inputs_BL: Tensor, start_B: Tensor, width_B: Tensor, hidden: int, device: torch.device = CPU) -> RowLayout:

@@ -13,7 +13,7 @@ P tokens that are keys of several rows, H heads of width D.
 Attention is causal and aligned at the end of each row, so it equals attention over unshared rows.
 """
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -142,12 +142,7 @@ def _(tensors: list[Tensor], tokens: Tensor, *_: Tensor) -> list[Tensor]:
     return [tensor.new_empty(*tensor.shape[:-2], len(tokens), tensor.shape[-1]) for tensor in tensors]
 
 
-def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
-    ctx.save_for_backward(*inputs[2:])
-
-
-def _backward(ctx: Any, gradients: list[Tensor]) -> tuple[object, ...]:
-    return _add_gradients(gradients, *ctx.saved_tensors), None, None, None, None
-
-
-_repeat.register_autograd(_backward, setup_context=_save_for_backward)
+_repeat.register_autograd(
+    lambda ctx, gradients: (_add_gradients(gradients, *ctx.saved_tensors), None, None, None, None),
+    setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs[2:]),
+)

@@ -52,15 +52,12 @@ def attend(
     if hasattr(module, "q_norm"):
         query_GWHD, key_GWKD = module.q_norm(query_GWHD), module.k_norm(key_GWKD)
     cosine, sine = (embedding[:, None, :, : module.head_dim // 2] for embedding in position_embeddings)
-    turn_G1WC, bias = torch.complex(cosine, sine), _bias(attention_mask, width)
+    if attention_mask is None:
+        attention_mask = torch.ones(1, 1, width, width, dtype=torch.bool).tril_()
+    turn_G1WC = torch.complex(cosine, sine)
+    bias = torch.zeros(attention_mask.shape).masked_fill_(~attention_mask, -torch.inf)
     seen_GWHD: Any = _Attention.apply(query_GWHD, key_GWKD, value_GWKD, turn_G1WC, bias)
     return module.o_proj(seen_GWHD.reshape(rows, width, -1)), None
-
-
-def _bias(mask: Tensor | None, width: int) -> Tensor:
-    if mask is None:
-        mask = torch.ones(1, 1, width, width, dtype=torch.bool).tril_()
-    return torch.zeros(mask.shape).masked_fill_(~mask, -torch.inf)
 
 
 class _Attention(torch.autograd.Function):

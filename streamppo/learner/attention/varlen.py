@@ -1,7 +1,4 @@
-"""Torch's flash attention for rows end to end, under the name "varlen"; a GPU needs no further package for it.
-
-N tokens of all queries, K of all keys, end to end; H heads of width D.
-"""
+"""Torch's flash attention for rows end to end, "varlen". N tokens of all queries, K of all keys; H heads of width D."""
 
 import inspect
 from collections.abc import Callable
@@ -23,7 +20,6 @@ CAP = "attn_logit_softcapping"
 BOUNDS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
 """transformers' names of the arguments with the bounds and greatest lengths of rows."""
 WIDEST = 256
-"""The widest head that the kernels can compute."""
 WIDTHS = ("head_dim", "qk_head_dim", "v_head_dim", "global_head_dim")
 """transformers' fields that may hold the width of a head."""
 SINKS = ("gpt_oss", "deepseek_v4", "flint", "granite_swa", "granitemoe_swa", "hy_v4", "mimo_v2_flash")

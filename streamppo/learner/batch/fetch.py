@@ -25,7 +25,6 @@ RETRY_S = 0.5
 """Seconds between retries to fetch a batch whose owner has died."""
 
 RankRows: TypeAlias = Callable[[PaddedBatch], list[int]]
-"""Maps a batch without tokens to the rows whose tokens this rank reads."""
 
 
 class FetchedBatch(NamedTuple):

@@ -59,7 +59,10 @@ def routes_of_rows(trajectories: Sequence[Trajectory]) -> RowRoutes | None:
     known_M = np.concatenate([known for _, known in parts])
     numbers_ME, count_B = _concatenate([numbers for numbers, _ in parts]), torch.tensor(counts)
     tensors = torch.from_numpy(numbers_ME), torch.from_numpy(known_M), count_B.cumsum(0) - count_B, count_B
-    return RowRoutes(*tensors, _largest(numbers_ME, known_M))
+    largest = int(numbers_ME.max(initial=0))
+    if largest == routes.UNKNOWN:
+        largest = int(numbers_ME[known_M].max(initial=0))
+    return RowRoutes(*tensors, largest)
 
 
 def _concatenate(rows: Sequence[Numbers]) -> Numbers:
@@ -73,8 +76,3 @@ def _concatenate(rows: Sequence[Numbers]) -> Numbers:
             for numbers in rows
         ]
     )
-
-
-def _largest(numbers_ME: Numbers, known_M: np.ndarray) -> int:
-    largest = int(numbers_ME.max(initial=0))
-    return int(numbers_ME[known_M].max(initial=0)) if largest == routes.UNKNOWN else largest

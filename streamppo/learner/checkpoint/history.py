@@ -1,7 +1,7 @@
-"""The history of a run, read from its journal, for loading a version or redoing an update. Needs no torch.
+"""The history of a run, read from its journal. Needs no torch.
 
-configs    the configuration of every update: a redone update uses its original configuration
-digests    hashes of every version's weights: a checkpoint with another hash belongs to another run, whatever its name
+configs the configuration of every update, with which a redone update is made digests hashes of every version's weights:
+a checkpoint with another hash belongs to another run
 """
 
 from collections.abc import Mapping

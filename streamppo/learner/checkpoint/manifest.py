@@ -31,7 +31,6 @@ MANIFEST = "manifest.json"
 Fetch: TypeAlias = Callable[[str, str, Path], None]
 """(version, file name, folder) -> None: fetches the file from the run's address into the folder."""
 Name: TypeAlias = Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z0-9_.]*[A-Za-z0-9_]$")]
-"""The name of a file in the checkpoint's folder, without a path."""
 
 log = logging.getLogger(__name__)
 

@@ -24,7 +24,6 @@ NAME = "default"
 EXPERTS = ("gate_proj", "up_proj", "down_proj", "w1", "w2", "w3")
 """The names of an expert's layers in model files."""
 ROUTERS = ("gate", "router")
-"""The names of the modules that choose a token's experts."""
 REFUSED = dict.fromkeys(("falcon_h1", "falcon_mamba", "mamba", "mamba2", "nemotron_h"), ("out_proj", "conv1d"))
 """The modules, by model_type, for which peft refuses adapters, because their kernels read the weights themselves."""
 

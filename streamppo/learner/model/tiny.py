@@ -26,7 +26,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase, Qwen2Config, Qwen2ForCausalLM
 
 IGNORED = -100
-"""The label that cross_entropy ignores."""
 INIT_STD = 0.09
 """The std of initial weights, near that of trained weights of this width; with 0.02 addition is learned much later."""
 QK_BIAS_STD = 1.0

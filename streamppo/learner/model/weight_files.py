@@ -10,6 +10,7 @@ import hashlib
 import logging
 import math
 from collections.abc import Mapping
+from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
@@ -31,7 +32,6 @@ LARGE = 1 << 26
 SAMPLED = 256
 """The most tensors that are hashed to compare the models of all ranks."""
 FIRST = 2
-"""The least number of layers that are compared."""
 
 
 class TensorFiles:
@@ -95,12 +95,16 @@ def plan(path: str, critic: str, *, adapted: bool) -> LoadPlan | None:
         model = hf_files.read(path, "eager", weights=False)
     sources = {name: _source(model, name, parameter) for name, parameter in model.named_parameters()}
     config = _of_first_layers(settings(path), model)
-    available = {name: parameter for name, parameter in sources.items() if parameter and _has(files, parameter)}
+    stored = files.names.keys()
+    available = {name: source for name, source in sources.items() if source and stored >= set(chain(*source.rows))}
     is_readable = config is not None and len(available) == len(sources)
     first_layers: Any = None
     if dist.get_rank() == 0 and is_readable:
         first_layers = _load_first_layers(config, files, available)
-        is_readable = _is_read_alike(first_layers, files, available)
+        is_readable = all(
+            torch.equal(available[name].read(files, 0, len(parameter)), parameter)
+            for name, parameter in first_layers.named_parameters()
+        )
     if not from_first_rank(is_readable):
         if dist.get_rank() == 0:
             log.info("rank 0 reads the whole model %r into its memory: its files store layers in another form", path)
@@ -150,10 +154,6 @@ def _source(model: Any, name: str, parameter: Tensor) -> ParameterSource | None:
     return ParameterSource(tuple(tuple(names[row::rows]) for row in range(rows)), is_one=False)
 
 
-def _has(files: TensorFiles, source: ParameterSource) -> bool:
-    return all(name in files.names for row in source.rows for name in row)
-
-
 def _of_first_layers(config: Any, model: Any) -> Any:
     """The configuration of only the first layers, with every layer type; None if a later layer has buffers."""
     text: Any = config.get_text_config()
@@ -176,11 +176,3 @@ def _load_first_layers(config: Any, files: TensorFiles, sources: Mapping[str, Pa
     tensors = {name: files.tensor(name)[:] for row in rows for name in row}
     options = {"dtype": torch.float32, "attn_implementation": "eager"}
     return type(model).from_pretrained(None, config=config, state_dict=tensors, **options)
-
-
-def _is_read_alike(first_layers: Any, files: TensorFiles, sources: Mapping[str, ParameterSource]) -> bool:
-    """True if the weights of `first_layers`, which transformers loaded, equal what this module reads."""
-    return all(
-        torch.equal(sources[name].read(files, 0, len(parameter)), parameter)
-        for name, parameter in first_layers.named_parameters()
-    )

@@ -1,7 +1,4 @@
-"""Builds the configured exploration: a selection of a batch's tokens, and a change of their loss.
-
-B trajectories of a batch, T completion tokens (padded).
-"""
+"""Builds the configured exploration of tokens. B trajectories of a batch, T completion tokens (padded)."""
 
 from collections.abc import Callable
 from functools import partial

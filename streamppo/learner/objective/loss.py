@@ -1,7 +1,4 @@
-"""The loss of a micro-batch, as a share of its minibatch's loss: the shares of any split add up to the same loss.
-
-B trajectories of the batch, b rows of a micro-batch, T completion tokens (padded).
-"""
+"""The loss of a micro-batch. B trajectories of the batch, b rows of a micro-batch, T completion tokens (padded)."""
 
 from collections.abc import Mapping
 from functools import reduce
@@ -27,7 +24,6 @@ from streamppo.learner.objective.targets import Targets
 from streamppo.process import phase
 
 NO_COUNTS = Denominators(tokens=1.0, sequences=1.0)
-"""The counts for losses that are not averaged."""
 
 
 class MicroBatchLoss(NamedTuple):

@@ -1,7 +1,4 @@
-"""The metrics of one update, from the results of every micro-batch and minibatch, as means over all ranks.
-
-B trajectories, b rows of a micro-batch, T completion tokens (padded).
-"""
+"""The metrics of one update. B trajectories, b rows of a micro-batch, T completion tokens (padded)."""
 
 import math
 from collections.abc import Iterable, Mapping, Sequence

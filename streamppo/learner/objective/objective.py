@@ -1,7 +1,4 @@
-"""Builds an update's functions from the configuration. Only this folder asks which kind of loss or rule is configured.
-
-B trajectories, T completion tokens (padded).
-"""
+"""Builds an update's functions from the configuration. B trajectories, T completion tokens (padded)."""
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -165,9 +162,6 @@ def _whiten(
     return estimate._replace(advantages=white)
 
 
-# --- advantages ----------------------------------------------------------------------------------------------
-
-
 def _advantages(choice: choices.Advantage) -> Advantages:
     match choice:
         case choices.Gae():
@@ -175,7 +169,9 @@ def _advantages(choice: choices.Advantage) -> Advantages:
         case choices.VTrace():
             return partial(_vtrace, choice)
         case choices.SequenceLevel():
-            return _sequence_level
+            return lambda batch, proximal, rewards_BT: advantages.sequence_level(
+                _scores(batch, rewards_BT), proximal.values_BT[:, 0], batch.mask_BT
+            )
         case choices.Grpo(unbiased=unbiased):
             return partial(_group_advantages, partial(groups.grpo, unbiased=unbiased))
         case choices.DrGrpo(baseline_shift=shift):
@@ -193,10 +189,14 @@ def _advantages(choice: choices.Advantage) -> Advantages:
                 groups.reinforce_plus_plus_baseline(_scores(batch, rewards_BT), batch.prompt_B, batch.mask_BT)
             )
         case choices.Gdpo(weights=weights, unbiased=unbiased):
-            return partial(_gdpo, partial(groups.gdpo, weights=weights, unbiased=unbiased))
+            gdpo = partial(groups.gdpo, weights=weights, unbiased=unbiased)
+            return lambda batch, *_: _no_critic(spread(gdpo(batch.components_B, batch.prompt_B), batch.mask_BT))
         case choices.CustomAdvantage(function=name):
             field, attempt = "algorithm.advantage.function", custom_functions.try_custom_advantage
-            return partial(_custom_advantage, plugins.load_and_try(name, field, attempt))
+            custom = partial(custom_functions.custom_advantage, function=plugins.load_and_try(name, field, attempt))
+            return lambda batch, _, rewards_BT: _no_critic(
+                custom(rewards_BT, batch.prompt_B, batch.mask_BT, batch.lag_BT, batch.truncated_B)
+            )
 
 
 def _gae(choice: choices.Gae, batch: PaddedBatch, proximal: PolicyOutput, rewards_BT: Tensor) -> AdvantageEstimate:
@@ -235,30 +235,10 @@ def _bootstrap(choice: choices.Bootstrapped, batch: PaddedBatch, proximal: Polic
     return proximal.bootstrap_B * (batch.cut_B | (batch.truncated_B & choice.bootstrap_truncated))
 
 
-def _sequence_level(batch: PaddedBatch, proximal: PolicyOutput, rewards_BT: Tensor) -> AdvantageEstimate:
-    return advantages.sequence_level(_scores(batch, rewards_BT), proximal.values_BT[:, 0], batch.mask_BT)
-
-
 def _group_advantages(
     compare: Callable[[Tensor, Tensor], Tensor], batch: PaddedBatch, proximal: PolicyOutput, rewards_BT: Tensor
 ) -> AdvantageEstimate:
     return _no_critic(spread(compare(_scores(batch, rewards_BT), batch.prompt_B), batch.mask_BT))
-
-
-def _gdpo(
-    compare: Callable[[Mapping[str, Tensor], Tensor], Tensor],
-    batch: PaddedBatch,
-    proximal: PolicyOutput,
-    rewards_BT: Tensor,
-) -> AdvantageEstimate:
-    return _no_critic(spread(compare(batch.components_B, batch.prompt_B), batch.mask_BT))
-
-
-def _custom_advantage(
-    function: custom_functions.CustomAdvantage, batch: PaddedBatch, proximal: PolicyOutput, rewards_BT: Tensor
-) -> AdvantageEstimate:
-    columns = rewards_BT, batch.prompt_B, batch.mask_BT, batch.lag_BT, batch.truncated_B
-    return _no_critic(custom_functions.custom_advantage(*columns, function=function))
 
 
 def _no_critic(advantages_BT: Tensor) -> AdvantageEstimate:
@@ -267,9 +247,6 @@ def _no_critic(advantages_BT: Tensor) -> AdvantageEstimate:
 
 def _scores(batch: PaddedBatch, rewards_BT: Tensor) -> Tensor:
     return rewards_BT.masked_fill(~batch.mask_BT, 0.0).sum(-1)
-
-
-# --- tokens and losses ---------------------------------------------------------------------------------------
 
 
 def trained_tokens(config: choices.Algorithm, batch: PaddedBatch) -> Tensor:

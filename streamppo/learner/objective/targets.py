@@ -1,7 +1,4 @@
-"""The constants of the update on one batch: advantages, returns, corrections, masks.
-
-B trajectories of the batch, T completion tokens (padded).
-"""
+"""The constants of the update on one batch. B trajectories of the batch, T completion tokens (padded)."""
 
 import math
 from typing import NamedTuple

@@ -33,7 +33,6 @@ NAME = "slices"
 PREFIX = "sliced_"
 """The prefix of the name under which transformers knows a wrapped attention that is not flash-attn."""
 _wrapped: dict[str, object] = {}
-"""The attention functions that `_attend` calls, by the name of their wrapper."""
 
 
 class Slices(NamedTuple):

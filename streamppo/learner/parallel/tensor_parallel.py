@@ -96,9 +96,6 @@ def cut_parameters(transformer: Any, layer: nn.Module) -> tuple[int, int]:
     return counts[0], counts[1]
 
 
-# --- cutting ---------------------------------------------------------------------------------------------------
-
-
 def cut_weights(transformer: Any, cut: TensorParallelSpec) -> None:
     """Split the weights of `transformer`, on the meta device, between ranks. Raises `ModelError` if it cannot."""
     modules = dict(transformer.named_modules())
@@ -209,9 +206,6 @@ def _pattern(name: str) -> str:
     return re.sub(r"\.\d+\.", ".*.", name)
 
 
-# --- computing -------------------------------------------------------------------------------------------------
-
-
 def _with_parts(module: nn.Module, forward: Callable[..., Tensor], *arguments: Tensor) -> Tensor:
     with _parts(module):
         return forward(*arguments)
@@ -286,9 +280,6 @@ def _reduce_slices(whole: Tensor, group: dist.ProcessGroup) -> Tensor:
     scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
     scatter(received, sent, group=group)
     return received[0]
-
-
-# --- a rank's part ---------------------------------------------------------------------------------------------
 
 
 def copies(mesh: DeviceMesh) -> int:

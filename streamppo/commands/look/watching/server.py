@@ -35,7 +35,6 @@ from streamppo.telemetry.watch.sections import FOLDER
 PORT = 8484
 """The preferred port. If the port is taken, any free port is used."""
 ENDING_S = 1
-"""Seconds after Ctrl-C in which open requests may end."""
 ANYWHERE = ("0.0.0.0", "::")
 """Hosts that mean all addresses of this machine."""
 LOOPBACK = ("127.0.0.1", "localhost", "::1", "[::1]")
@@ -106,8 +105,8 @@ class Page:
         for path in others:
             self._paths[_name(path, {folder.name, *self._paths})] = path
         self._compared = list(self._paths)
-        for path in _siblings(folder):
-            if path not in others:
+        for path in (config.parent for config in sorted(folder.parent.glob(f"*/{configfile.CONFIG}"))):
+            if path not in (folder, *others):
                 self._paths[_name(path, set(self._paths))] = path
         self._watched: dict[str, CurveSource] = {}
         self._lock = Lock()
@@ -218,8 +217,3 @@ def _name(path: Path, taken: set[str]) -> str:
     short = path.name if path.is_dir() else f"{path.parent.parent.name} {path.stem}"
     longer = f"{path.parent.name}/{short}"
     return next(name for name in (short, longer, f"{path}") if name not in taken or name == f"{path}")
-
-
-def _siblings(folder: Path) -> list[Path]:
-    folders = (path.parent for path in sorted(folder.parent.glob(f"*/{configfile.CONFIG}")))
-    return [path for path in folders if path != folder]

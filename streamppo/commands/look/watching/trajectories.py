@@ -1,7 +1,4 @@
-"""Reads batches in a run's archive for the page: a list of trajectories, and one trajectory with numbers of its tokens.
-
-The page shows columns of the archive, and differences and ratios of two columns. Missing columns are left out.
-"""
+"""Reads batches in a run's archive for the page: a list of trajectories, and one with the numbers of its tokens."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -26,7 +23,6 @@ from streamppo.terminal import bounded
 from streamppo.types import Batch, Floats, Identity, Ints, Trajectory, branches, flags, floats, ints
 
 KEPT = 4
-"""Number of batches that are kept in memory."""
 SHOWN_TOKENS = 4000
 """Maximum tokens of one completion that are shown."""
 SHOWN_NODES, NODE_TEXT = 500, 2000
@@ -136,7 +132,7 @@ class Trajectories:
         self._folder = folder
         self._model = Path(model_path(config, folder))
         self._rows = RunRows(config, folder)
-        self._batch = lru_cache(maxsize=KEPT)(self._read)
+        self._batch = lru_cache(maxsize=KEPT)(lambda version: archive.open(folder).batch_and_record(version))
 
     @cached_property
     def _decode(self) -> Decode:
@@ -201,9 +197,6 @@ class Trajectories:
         if not (self._model / report.TOKENIZER).is_file():
             return self._decode(tokens)
         return _tokenizer(self._model).decode(tokens.tolist(), skip_special_tokens=False)
-
-    def _read(self, version: int) -> tuple[Batch, dict[str, list[Floats]]]:
-        return archive.open(self._folder).batch_and_record(version)
 
 
 def _title(trajectory: Trajectory) -> str:

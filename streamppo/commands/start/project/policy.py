@@ -71,7 +71,8 @@ def read(path: str) -> PolicyModel:
     if folder is None and folders.looks_like_path(path):
         raise ConfigError(f"--model: {finding.text}")
     if folder is None:
-        return PolicyModel(path, None, "", _size_by_name(path), UNKNOWN_CONTEXT, None, chat=_is_chat_by_name(path))
+        is_chat = re.search(r"instruct|chat|(?<![a-z])it(?![a-z])", path.lower()) is not None
+        return PolicyModel(path, None, "", _size_by_name(path), UNKNOWN_CONTEXT, None, chat=is_chat)
     settings = _settings(Path(folder))
     return PolicyModel(
         path,
@@ -153,7 +154,3 @@ def _size_by_name(path: str) -> int:
     units = {"b": 10**9, "m": 10**6}
     sizes = re.findall(r"(?<![\w.])(\d+(?:\.\d+)?)([bm])(?![a-z0-9])", path.lower())
     return int(float(sizes[-1][0]) * units[sizes[-1][1]]) if sizes else UNKNOWN_PARAMETERS
-
-
-def _is_chat_by_name(path: str) -> bool:
-    return bool(re.search(r"instruct|chat|(?<![a-z])it(?![a-z])", path.lower()))

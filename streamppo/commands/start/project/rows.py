@@ -30,7 +30,6 @@ NONE: Mapping[str, str] = MappingProxyType({})
 EXAMINED = 64
 """Number of rows by which the columns are chosen."""
 QUOTED = 60
-"""Maximum characters of a value in an error."""
 LONG = 0.99
 """The share of answers that are not taken as unusually long."""
 MEASURED = 10_000

@@ -23,7 +23,6 @@ SMALL_TOKENS = 64
 CPU_TOKENS = 2048
 """Tokens of a pass of a large model on a CPU, which computes larger passes no faster, and needs memory for them."""
 VERSIONS = 3
-"""Number of versions of the weights in Ray's object store."""
 MIB = 2**20
 
 
