@@ -1,4 +1,4 @@
-"""The policy's loss, one number per token, from an advantage and ratio = current / proximal.
+"""The policy's loss, one number per token, from an advantage and the current and proximal policies.
 
 B sequences, T response tokens (padded). Every function returns a `TokenLoss`, zero at masked tokens. The learner
 multiplies `loss` by a `Correction`'s weights and passes it to `aggregate`. No gradient flows into advantages and
@@ -6,7 +6,10 @@ proximal log-probs. `logprobs_BT` are of the current policy. In the formulas, at
 
     r = exp(clamp(logprobs - proximal_logprobs, -20, 20))
     A = advantages
+    p, q = exp(proximal_logprobs), exp(logprobs)
     stop(x) = x, without its gradient
+
+DPPO and IPO bound p and q instead of r. A token that they drop has loss 0 and still counts in the denominator.
 """
 
 from typing import NamedTuple
@@ -15,6 +18,9 @@ import torch
 from torch import Tensor
 
 from streamppo.algorithms.masked import bounded_exp, check_tokens, fill
+
+REST_FLOOR = 1e-8
+"""The lower bound of 1 - p and 1 - q under a logarithm, because a token's probability may be 1."""
 
 
 class TokenLoss(NamedTuple):
@@ -158,6 +164,68 @@ def sapo(
     passed_BT = (4 * gate_BT * (1 - gate_BT)).detach()
     loss_BT = (-advantages_BT * gate_BT * 4 / tau_BT).masked_fill(~mask_BT, 0.0)
     return TokenLoss(loss_BT, mask_BT & (passed_BT < 0.5), ratio_BT.detach())
+
+
+def dppo_tv(
+    logprobs_BT: Tensor, proximal_logprobs_BT: Tensor, advantages_BT: Tensor, mask_BT: Tensor, *, delta: float = 0.15
+) -> TokenLoss:
+    """DPPO by total variation: a token whose PROBABILITY moved by more than delta in A's direction is dropped.
+
+        loss = 0 if (q - p) * sign(A) > delta else -A * r
+
+    https://arxiv.org/abs/2602.04879, whose p is the behavior policy's (`corrections.behavior_as_proximal`). Ratio
+    clipping bounds rare tokens tightly and likely tokens loosely; DPPO does the reverse. delta = 1 gives
+    `importance_weighted`.
+    """
+    if delta < 0:
+        raise ValueError(f"delta must not be negative, got {delta}")
+    log_ratio_BT, advantages_BT = token_log_ratio(logprobs_BT, proximal_logprobs_BT, advantages_BT, mask_BT)
+    shift_BT = fill(logprobs_BT.detach(), mask_BT).exp() - fill(proximal_logprobs_BT.detach(), mask_BT).exp()
+    return _drop_tokens(log_ratio_BT, advantages_BT, mask_BT, shift_BT * advantages_BT.sign() > delta)
+
+
+def dppo_kl(
+    logprobs_BT: Tensor, proximal_logprobs_BT: Tensor, advantages_BT: Tensor, mask_BT: Tensor, *, delta: float = 0.05
+) -> TokenLoss:
+    """DPPO by KL: a token whose binary KL(p || q) exceeds delta, by a move in A's direction, is dropped.
+
+        KL   = p * log(p / q) + (1 - p) * log((1 - p) / (1 - q))
+        loss = 0 if KL > delta and (q - p) * A > 0 else -A * r
+
+    https://arxiv.org/abs/2602.04879. Unlike `dppo_tv`, it bounds moves near 0 and 1 more tightly than moves near 1/2.
+    An infinite delta gives `importance_weighted`.
+    """
+    if delta < 0:
+        raise ValueError(f"delta must not be negative, got {delta}")
+    log_ratio_BT, advantages_BT = token_log_ratio(logprobs_BT, proximal_logprobs_BT, advantages_BT, mask_BT)
+    log_q_BT, log_p_BT = fill(logprobs_BT.detach(), mask_BT), fill(proximal_logprobs_BT.detach(), mask_BT)
+    rest_q_BT, rest_p_BT = ((-x_BT.expm1()).clamp(min=REST_FLOOR) for x_BT in (log_q_BT, log_p_BT))
+    kl_BT = log_p_BT.exp() * (log_p_BT - log_q_BT) + rest_p_BT * (rest_p_BT / rest_q_BT).log()
+    outwards_BT = (log_q_BT - log_p_BT) * advantages_BT > 0
+    return _drop_tokens(log_ratio_BT, advantages_BT, mask_BT, (kl_BT > delta) & outwards_BT)
+
+
+def ipo(
+    logprobs_BT: Tensor, proximal_logprobs_BT: Tensor, advantages_BT: Tensor, mask_BT: Tensor, *, eps: float = 0.3
+) -> TokenLoss:
+    """IPO (INTELLECT Policy Optimization): a token whose probability moved by more than eps is dropped.
+
+        loss = 0 if abs(q - p) > eps else -A * r
+
+    In prime-rl (https://docs.primeintellect.ai/prime-rl/ipo) p is of the behavior policy. Unlike `dppo_tv`, IPO drops
+    moves in both directions. eps = 1 gives `importance_weighted`. A preference loss is also called IPO.
+    """
+    if eps < 0:
+        raise ValueError(f"eps must not be negative, got {eps}")
+    log_ratio_BT, advantages_BT = token_log_ratio(logprobs_BT, proximal_logprobs_BT, advantages_BT, mask_BT)
+    shift_BT = fill(logprobs_BT.detach(), mask_BT).exp() - fill(proximal_logprobs_BT.detach(), mask_BT).exp()
+    return _drop_tokens(log_ratio_BT, advantages_BT, mask_BT, shift_BT.abs() > eps)
+
+
+def _drop_tokens(log_ratio_BT: Tensor, advantages_BT: Tensor, mask_BT: Tensor, dropped_BT: Tensor) -> TokenLoss:
+    ratio_BT = bounded_exp(log_ratio_BT)
+    loss_BT = (-advantages_BT * ratio_BT).masked_fill(~mask_BT | dropped_BT, 0.0)
+    return TokenLoss(loss_BT, mask_BT & dropped_BT, ratio_BT.detach())
 
 
 def positive_nll(logprobs_BT: Tensor, right_BT: Tensor, count: float) -> Tensor:

@@ -102,23 +102,19 @@ def places(config: Config) -> Findings:
     if limit is not None and limit < cpus:
         yield Finding("CPUs", "error", f"cluster.cpus ({limit}) is less than the {cpus:g} that the run requests")
     processes = config.learner.ranks + config.engines
-    mib, store_mib = host_memory.total_mib(), config.cluster.object_store_mib
+    mib, store = host_memory.total_mib(), config.cluster.object_store_mib
     if PROCESS_MIB * processes > mib:
         evaluators = f", evaluation.actors ({config.evaluation.actors})" if config.evaluation.actors else ""
         text = f"learner.ranks ({config.learner.ranks}) and rollout.actors ({config.rollout.actors}){evaluators} are "
         text += f"{processes} processes of at least {PROCESS_MIB} MiB each, and this machine has {mib} MiB "
         yield Finding("processes", "error", f"{text}and {process.cores()} cores")
-    if store_mib > mib:
-        text = f"cluster.object_store_mib ({store_mib}) is more than the memory of this machine, {mib} MiB"
+    if store > mib:
+        text = f"cluster.object_store_mib ({store}) is more than the memory of this machine, {mib} MiB"
         yield Finding("object store", "not here", text)
     most, _ = resource.getrlimit(resource.RLIMIT_FSIZE)
-    if most != resource.RLIM_INFINITY and most < store_mib * 2**20:
-        text = f"no file may be larger than {most // 2**10} KiB here, and Ray's object store is a file of "
-        yield Finding(
-            "file size",
-            "not here",
-            f"{text}{store_mib} MiB: ulimit -f unlimited, or a smaller cluster.object_store_mib",
-        )
+    if most != resource.RLIM_INFINITY and most < store * 2**20:
+        text = f"no file may be larger than {most // 2**10} KiB here, and Ray's object store is a file of {store} MiB"
+        yield Finding("file size", "not here", f"{text}: ulimit -f unlimited, or a smaller cluster.object_store_mib")
     yield from _sockets()
 
 

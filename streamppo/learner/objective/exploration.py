@@ -1,8 +1,7 @@
-"""Builds the configured exploration of tokens. B trajectories of a batch, T completion tokens (padded)."""
+"""The configured exploration of tokens. B trajectories of a batch, T completion tokens (padded)."""
 
-from collections.abc import Callable
 from functools import partial
-from typing import NamedTuple, TypeAlias
+from typing import NamedTuple
 
 from torch import Tensor
 
@@ -11,54 +10,37 @@ from streamppo.config import regularisation as choices
 from streamppo.learner.batch.padded import PaddedBatch, row_order
 from streamppo.learner.model.policy import PolicyOutput
 
-Choose: TypeAlias = Callable[[PaddedBatch, PolicyOutput, Tensor, Tensor], Tensor]
-"""(batch, proximal scores, advantages_BT, trained_BT) -> [B, T] bool."""
-Treat: TypeAlias = Callable[[Tensor, Tensor, Tensor], Tensor]
-"""(loss_BT, log(current / proximal)_BT, chosen_BT) -> losses [B, T]."""
-
 
 class Exploration(NamedTuple):
-    """`choose` selects tokens, once per batch; `treat` changes the policy loss of the selected tokens."""
+    """The exploration `choice` of a run with `seed`."""
 
-    choose: Choose
-    treat: Treat
+    choice: choices.TopEntropy | choices.ClipCov | choices.KlCov
+    seed: int
+
+    def choose(self, batch: PaddedBatch, proximal: PolicyOutput, advantages_BT: Tensor, trained_BT: Tensor) -> Tensor:
+        """Select tokens of a batch, [B, T] bool, by the proximal policy's scores."""
+        if isinstance(self.choice, choices.TopEntropy):
+            return exploration.high_entropy_mask(proximal.entropy_BT, trained_BT, share=self.choice.share)
+        covariance_BT = exploration.covariance(proximal.logprobs_BT, advantages_BT, trained_BT)
+        if isinstance(self.choice, choices.KlCov):
+            return exploration.kl_cov(covariance_BT, trained_BT, share=self.choice.share)
+        # Epochs are numbered from 0, so -1 makes the draw independent of every epoch's row order.
+        order = partial(row_order, seed=self.seed, version=batch.version, epoch=-1)
+        return exploration.clip_cov(
+            covariance_BT, trained_BT, share=self.choice.share, band=self.choice.band, order=order
+        )
+
+    def treat(self, loss_BT: Tensor, log_ratio_BT: Tensor, chosen_BT: Tensor) -> Tensor:
+        """Return the policy losses [B, T] with a change at the chosen tokens, by log(current / proximal)."""
+        match self.choice:
+            case choices.TopEntropy():
+                return exploration.keep_tokens(loss_BT, chosen_BT)
+            case choices.ClipCov():
+                return exploration.drop_tokens(loss_BT, chosen_BT)
+            case choices.KlCov(coefficient=coefficient):
+                return exploration.penalise_tokens(loss_BT, log_ratio_BT, chosen_BT, coefficient=coefficient)
 
 
 def build(choice: choices.Exploration, seed: int) -> Exploration | None:
-    """Build the functions of `choice`; None without exploration. `seed` is the run's seed."""
-    match choice:
-        case choices.NoExploration():
-            return None
-        case choices.TopEntropy():
-            return Exploration(partial(_top_entropy, choice), exploration.keep_tokens)
-        case choices.ClipCov():
-            return Exploration(partial(_clip_cov, choice, seed), exploration.drop_tokens)
-        case choices.KlCov(coefficient=coefficient):
-            return Exploration(partial(_kl_cov, choice), partial(exploration.penalise_tokens, coefficient=coefficient))
-
-
-def _top_entropy(
-    choice: choices.TopEntropy, batch: PaddedBatch, proximal: PolicyOutput, advantages_BT: Tensor, trained_BT: Tensor
-) -> Tensor:
-    return exploration.high_entropy_mask(proximal.entropy_BT, trained_BT, share=choice.share)
-
-
-def _clip_cov(
-    choice: choices.ClipCov,
-    seed: int,
-    batch: PaddedBatch,
-    proximal: PolicyOutput,
-    advantages_BT: Tensor,
-    trained_BT: Tensor,
-) -> Tensor:
-    covariance_BT = exploration.covariance(proximal.logprobs_BT, advantages_BT, trained_BT)
-    # Epochs are numbered from 0, so -1 makes the draw independent of every epoch's row order.
-    order = partial(row_order, seed=seed, version=batch.version, epoch=-1)
-    return exploration.clip_cov(covariance_BT, trained_BT, share=choice.share, band=choice.band, order=order)
-
-
-def _kl_cov(
-    choice: choices.KlCov, batch: PaddedBatch, proximal: PolicyOutput, advantages_BT: Tensor, trained_BT: Tensor
-) -> Tensor:
-    covariance_BT = exploration.covariance(proximal.logprobs_BT, advantages_BT, trained_BT)
-    return exploration.kl_cov(covariance_BT, trained_BT, share=choice.share)
+    """Return the exploration of a run with `seed`; None without exploration."""
+    return None if isinstance(choice, choices.NoExploration) else Exploration(choice, seed)

@@ -13,7 +13,6 @@ from streamppo.algorithms import (
     custom_functions,
     groups,
     policy_losses,
-    probability_losses,
     rejections,
     sequence_losses,
     vtrace,
@@ -281,11 +280,11 @@ def _ratio_loss(choice: losses.RatioLoss) -> RatioLoss:
         case losses.ImportanceWeighted():
             return policy_losses.importance_weighted
         case losses.DppoTv(delta=delta):
-            return partial(probability_losses.dppo_tv, delta=delta)
+            return partial(policy_losses.dppo_tv, delta=delta)
         case losses.DppoKl(delta=delta):
-            return partial(probability_losses.dppo_kl, delta=delta)
+            return partial(policy_losses.dppo_kl, delta=delta)
         case losses.Ipo(eps=eps):
-            return partial(probability_losses.ipo, eps=eps)
+            return partial(policy_losses.ipo, eps=eps)
         case losses.Sapo(tau=(positive, negative)):
             return partial(policy_losses.sapo, tau_positive=positive, tau_negative=negative)
 

@@ -18,7 +18,7 @@ from padded_rows import (
 )
 from torch import Tensor
 
-from streamppo.algorithms import policy_losses, probability_losses, sequence_losses
+from streamppo.algorithms import policy_losses, sequence_losses
 from streamppo.algorithms.policy_losses import TokenLoss
 
 Row = list[float]
@@ -126,9 +126,9 @@ LOSSES: dict[str, tuple[Fast, Slow]] = {
     "sequence": (partial(sequence_losses.sequence_clipped, clip_low=0.2, clip_high=0.3), slow_sequence),
     "reinforce": (policy_losses.reinforce, slow_reinforce),
     "importance_weighted": (policy_losses.importance_weighted, slow_weighted),
-    "dppo_tv": (partial(probability_losses.dppo_tv, delta=0.05), slow_dppo),
-    "dppo_kl": (partial(probability_losses.dppo_kl, delta=0.005), slow_dppo_kl),
-    "ipo": (partial(probability_losses.ipo, eps=0.05), slow_ipo),
+    "dppo_tv": (partial(policy_losses.dppo_tv, delta=0.05), slow_dppo),
+    "dppo_kl": (partial(policy_losses.dppo_kl, delta=0.005), slow_dppo_kl),
+    "ipo": (partial(policy_losses.ipo, eps=0.05), slow_ipo),
     "gmpo": (partial(sequence_losses.gmpo, log_low=0.1, log_high=0.2), slow_gmpo),
     "vespo": (partial(sequence_losses.vespo, positive=(2.0, 3.0), negative=(1.5, 0.5)), slow_vespo),
     "sapo": (partial(policy_losses.sapo, tau_positive=1.5, tau_negative=2.5), slow_sapo),
@@ -241,9 +241,9 @@ def test_wide_bounds_turn_clipped_and_dppo_into_the_plain_surrogate() -> None:
     args = (padded.tensor(near(rows, 7)), padded.tensor(rows), padded.tensor(random_rows(mask, 6)), padded.mask)
     plain = policy_losses.importance_weighted(*args).loss
     assert torch.equal(policy_losses.clipped(*args, clip_low=1e9, clip_high=1e9).loss, plain)
-    assert torch.equal(probability_losses.dppo_tv(*args, delta=1.0).loss, plain)
-    assert torch.equal(probability_losses.dppo_kl(*args, delta=1e9).loss, plain)
-    assert torch.equal(probability_losses.ipo(*args, eps=1.0).loss, plain)
+    assert torch.equal(policy_losses.dppo_tv(*args, delta=1.0).loss, plain)
+    assert torch.equal(policy_losses.dppo_kl(*args, delta=1e9).loss, plain)
+    assert torch.equal(policy_losses.ipo(*args, eps=1.0).loss, plain)
 
 
 def paper_gmpo(logprobs_T: Tensor, proximal_T: Tensor, advantage: float) -> Tensor:
@@ -322,16 +322,16 @@ def test_dppo_drops_outward_moves_alone_and_ipo_both() -> None:
     moved = torch.tensor([[0.9, 0.9, 0.1, 0.1, 0.90, 0.02]], dtype=torch.float64)
     advantages = torch.tensor([[1.0, -1.0, 1.0, -1.0, -1.0, 1.0]], dtype=torch.float64)
     args = (moved.log(), probability.log(), advantages, torch.ones(1, 6).bool())
-    assert probability_losses.ipo(*args, eps=0.3).clipped.tolist() == [[True, True, True, True, False, False]]
+    assert policy_losses.ipo(*args, eps=0.3).clipped.tolist() == [[True, True, True, True, False, False]]
     # KL(0.99 || 0.9) is 0.071, though the probability moved by 0.09 only; KL(0.01 || 0.02) is 0.003.
-    assert probability_losses.dppo_kl(*args).clipped.tolist() == [[True, False, False, True, True, False]]
-    assert probability_losses.dppo_tv(*args).clipped.tolist() == [[True, False, False, True, False, False]]
+    assert policy_losses.dppo_kl(*args).clipped.tolist() == [[True, False, False, True, True, False]]
+    assert policy_losses.dppo_tv(*args).clipped.tolist() == [[True, False, False, True, False, False]]
 
 
 def test_a_token_that_had_all_of_the_probability_has_a_finite_kl() -> None:
     logprobs = torch.tensor([[0.0, -1e-9, 0.0, -40.0]])
     proximal = torch.tensor([[0.0, 0.0, -40.0, 0.0]])
-    got = probability_losses.dppo_kl(logprobs, proximal, torch.tensor([[1.0, -1.0, 1.0, -1.0]]), proximal < 1)
+    got = policy_losses.dppo_kl(logprobs, proximal, torch.tensor([[1.0, -1.0, 1.0, -1.0]]), proximal < 1)
     assert got.clipped.tolist() == [[False, False, True, True]]
     assert got.loss.isfinite().all()
 
@@ -363,11 +363,11 @@ def test_bad_knobs_are_refused() -> None:
         policy_losses.clipped(*args, clip_low=-0.1)
     with pytest.raises(ValueError, match="temperatures"):
         policy_losses.sapo(*args, tau_positive=0.0)
-    for dppo in (probability_losses.dppo_tv, probability_losses.dppo_kl):
+    for dppo in (policy_losses.dppo_tv, policy_losses.dppo_kl):
         with pytest.raises(ValueError, match="delta"):
             dppo(*args, delta=-0.1)
     with pytest.raises(ValueError, match="eps"):
-        probability_losses.ipo(*args, eps=-0.1)
+        policy_losses.ipo(*args, eps=-0.1)
     with pytest.raises(ValueError, match="bounds of the log-ratio"):
         sequence_losses.gmpo(*args, log_low=-0.1)
     with pytest.raises(ValueError, match="k and lambda"):
