@@ -14,7 +14,7 @@ from streamppo.config.correction import (
     SecondMoment,
     Topr,
     Truncate,
-    repeated_filters,
+    repeated,
 )
 from streamppo.config.policy_loss import Clip, CustomLoss, PolicyLoss, Reinforce, SequenceClip
 from streamppo.config.regularisation import EntropyControl, Exploration, Kl, NoExploration
@@ -288,7 +288,7 @@ class Algorithm(Section, frozen=True):
         return custom or isinstance(self.advantage, GROUP_BASED)
 
     def contradictions(self) -> Iterator[str]:
-        yield from repeated_filters(self.filters)
+        yield from repeated(self.filters, "filters")
         yield from self._group_mistakes()
         yield from self._advantage_mistakes()
         yield from self._proximal_mistakes()

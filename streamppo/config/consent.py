@@ -36,7 +36,7 @@ BUILT_IN = frozenset(
         *("scorers.format_reward:Overlong", "scorers.format_reward:Pattern", "scorers.format_reward:think_answer"),
     )
 )
-"""Names in streamppo that run only streamppo's code. Its other names (`Local`, `plugins:load`) may run other code."""
+"""Names in streamppo that run only streamppo's code. Other names (`Local`, `plugins:load`) may run other code."""
 MOST_LINES, MOST_CODE = 2**20, 2**26
 """Maximum bytes of RUN/consent, and of a code file in the run's folder."""
 CODE = ("environment.name", "environment.agent", "environment.sandbox.name", "rollout.limit", "task.environment")
@@ -53,7 +53,6 @@ def code(config: Config) -> set[str]:
 
 
 def _file_names(tree: Tree, path: str) -> Iterator[str]:
-    """Yield the code and addresses in `tree`, the table at the dotted `path` of the configuration."""
     for urls, key_env in (("url", "key_env"), ("urls", "api_key_env")):
         if tree.get(urls) and tree.get(key_env):
             addresses = tree[urls] if isinstance(tree[urls], tuple) else [tree[urls]]

@@ -17,11 +17,7 @@ from streamppo.config.sections import Config
 
 
 class Mistake(NamedTuple):
-    """A mistake: `text` is a sentence about the field or section with the dotted name `name`.
-
-    `at` is the dotted name under which the file sets the field or section. `broad` is true if the sentence is about
-    several fields below `at`.
-    """
+    """A mistake in the field or table `name`, which the file sets at `at`. `broad`: it is about several fields."""
 
     name: str
     text: str
@@ -46,8 +42,6 @@ def convert(tree: Tree) -> tuple[Config | None, list[Mistake]]:
 
 
 class _Reader:
-    """Converts plain values to the types of their fields and collects the mistakes."""
-
     def __init__(self) -> None:
         self.mistakes: list[Mistake] = []
 
@@ -129,7 +123,7 @@ class _Reader:
         return self._type_mistake(node, value, name)
 
     def _kind(self, structs: Sequence[inspect.StructType], value: object, name: str, default: object) -> object:
-        """Read a table with a `kind`. If `kind` is missing, it is that of the field's default."""
+        """Read a table with a `kind`. A missing `kind` is the kind of the field's default."""
         if structs[0].tag is None or not isinstance(value, dict):
             return self._struct(structs[0], value, name)
         tags = {str(struct.tag): struct for struct in structs}
@@ -167,7 +161,6 @@ def _items(value: object) -> Sequence[object] | None:
 
 
 def _scalar(node: inspect.Type, value: object) -> object:
-    """Return `value` as type `node`, or `INVALID`. An integer is valid as a float; infinity and nan are invalid."""
     match node, value:
         case (inspect.BoolType(), bool()) | (inspect.StrType(), str()):
             return value

@@ -58,7 +58,7 @@ class Reject(Kind, frozen=True, tag="reject"):
     """Rules, each kind at most once. A token is dropped if any rule drops it or its response."""
 
     def contradictions(self) -> Iterator[str]:
-        yield from _repeated(self.reject, "reject")
+        yield from repeated(self.reject, "reject")
         if not self.reject:
             yield "reject has no rule: choose kind = 'off' for a weight of 1 everywhere"
 
@@ -72,7 +72,7 @@ class Weighted(Kind, frozen=True):
     """Rules besides the weight, each kind at most once. A token is dropped if any rule drops it or its response."""
 
     def contradictions(self) -> Iterator[str]:
-        yield from _repeated(self.reject, "reject")
+        yield from repeated(self.reject, "reject")
 
 
 class Truncate(Weighted, frozen=True, tag="truncate"):
@@ -169,12 +169,8 @@ class Curriculum(Section, frozen=True):
             yield f"floor ({self.floor:g}) must be at most repeat ({self.repeat:g})"
 
 
-def repeated_filters(filters: Sequence[Filter]) -> Iterator[str]:
-    """Yield a sentence for every kind of filter that is given more than once."""
-    yield from _repeated(filters, "filters")
-
-
-def _repeated(kinds: Sequence[Kind], field: str) -> Iterator[str]:
+def repeated(kinds: Sequence[Kind], field: str) -> Iterator[str]:
+    """Yield a sentence for every kind that occurs more than once among `kinds`, the value of `field`."""
     tags = [str(kind.__struct_config__.tag) for kind in kinds]
     for tag in dict.fromkeys(tags):
         if tags.count(tag) > 1:

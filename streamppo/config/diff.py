@@ -51,7 +51,7 @@ LEARNING = (
     "queue.max_lag",
     "queue.too_old",
 )
-"""Fields inside sections of `NOT_LEARNING` that do affect these weights."""
+"""Fields inside sections of `NOT_LEARNING` that affect the weights that an update makes from a given batch."""
 
 
 def fixed_values(config: Config) -> dict[str, object]:
@@ -90,7 +90,7 @@ def learning(config: Config) -> dict[str, object]:
 
 
 def differ(before: Config, after: Config) -> bool:
-    """Return True if any value differs except the run's name, its origin, and the folders of its files."""
+    """Return True if any value differs. The run's name, its origin, and the folders of its files do not count."""
     was, becomes = _without_folders(before), _without_folders(after)
     return any(was.get(name) != becomes.get(name) for name in was | becomes if not _is_below(name, ("name", "origin")))
 
@@ -118,10 +118,7 @@ def moved_paths(before: Config, after: Config) -> dict[str, str]:
 
 
 def as_present(recorded: Config, present: Config) -> Config:
-    """Return `recorded` with the paths, addresses and transport of `present`, which do not affect the weights.
-
-    Returns `present` if the two configurations do not `differ`.
-    """
+    """Return `recorded` with the paths, addresses and transport of `present`, which do not affect the weights."""
     if not differ(recorded, present):
         return present
     places = [f"{name}={msgspec.json.encode(place).decode()}" for name, place in moved_paths(recorded, present).items()]

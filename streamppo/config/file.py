@@ -3,14 +3,17 @@
     text --tomllib--> tree --overrides--> tree --expand--> tree of one shape --convert--> Config
                                                                              `--explain--> ConfigError, a line a mistake
 
-A run stores its configuration in its folder in the same format.
+A run stores its configuration in its folder in the same format. A relative path in a file is resolved in the file's
+folder, or the folder of a link's target, or else in the current folder; a path in an override, in the current folder. A
+run stores absolute paths, so it can be resumed from any folder. Paths below the parent folder of the run are stored
+relative to the run, so the parent folder can be moved with all its files.
 """
 
 import os
 import re
 import shlex
 import tomllib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import cast
 
@@ -19,7 +22,6 @@ import tomli_w
 
 from streamppo import durable
 from streamppo.config import overrides as dotted
-from streamppo.config import paths
 from streamppo.config.convert import Mistake, convert
 from streamppo.config.overrides import Tree
 from streamppo.config.sections import Config
@@ -27,18 +29,26 @@ from streamppo.config.short_forms import as_kinds, expand, with_kinds
 from streamppo.errors import CheckpointError, ConfigError, RunError
 
 CONFIG = "config.toml"
-"""The name of a run's configuration in its folder."""
 REWARD = "reward.py"
 """The file in a run's folder with the source of a reward that a script or notebook defined."""
 WEIGHTS = (".safetensors", ".bin")
+PATHS: Mapping[str, tuple[str, ...]] = {
+    "model": ("path",),
+    "task": ("data", "evaluation", "environment"),
+    "reward": ("function", "path", "sandbox", "environment"),
+    "environment": ("name", "agent", "command", "files", "environment"),
+    "algorithm": ("function", "model", "pretrain"),
+    "rollout": ("folder", "limit"),
+}
+"""The fields that may contain a path, at any depth, by section."""
 SHOWN = 5
 """Maximum number of runs that an error about a folder of runs names."""
 
 
 def load(path: Path, overrides: Sequence[str] = ()) -> Config:
-    """Read the configuration in `path`, apply `overrides` ("learner.lr=3e-4"), and check it.
+    """Read the configuration in `path`, apply `overrides` ("learner.lr=3e-4"), and check the result.
 
-    Relative paths in the file are resolved as paths.py describes. If `name` is missing, it is the file's name. Raises
+    A missing `name` becomes the file's name. Raises
     `ConfigError` with the file and line, or the override, of every mistake.
     """
     try:
@@ -60,7 +70,7 @@ def load(path: Path, overrides: Sequence[str] = ()) -> Config:
     except (tomllib.TOMLDecodeError, RecursionError) as error:
         raise ConfigError(f"{path}: not TOML: {error}") from error
     for folder in (path.parent, path.resolve().parent):
-        paths.make_absolute(tree, folder)
+        _make_absolute(tree, folder)
     tree.setdefault("name", path.stem)
     return _resolve(tree, overrides, path, text)
 
@@ -74,7 +84,7 @@ def save(config: Config, run: Path) -> None:
     """Write `config` as the configuration of the run in the folder `run`. Raises `RunError`."""
     with durable.naming(run / CONFIG, RunError):
         tree = _plain(config)
-        paths.make_relative(tree, run)
+        _make_relative(tree, run)
         durable.write(run / CONFIG, tomli_w.dumps(tree).encode())
 
 
@@ -92,8 +102,8 @@ def _hint(folder: Path) -> str:
 def existing(run: Path) -> Path:
     """Return the absolute path of a run's folder.
 
-    Raises `CheckpointError` if the folder has no run, if it has a visible pipe or device (reading one may never end),
-    or if it has a sparse file (reading one may exhaust the memory).
+    Raises `CheckpointError` if the folder has no run, or has a visible pipe or device, whose reading may never end,
+    or a sparse file, whose reading may exhaust the memory.
     """
     run = run.resolve()
     if not (run / CONFIG).is_file():
@@ -133,7 +143,7 @@ def _resolve(tree: Tree, overrides: Sequence[str], path: Path, text: str) -> Con
     """Return the configuration of `tree` with `overrides`. Errors name lines of `path`, whose content is `text`."""
     tree, parsed = with_kinds(tree), dotted.parse(overrides, as_kinds)
     sentences = dotted.apply(tree, parsed)
-    paths.make_absolute(tree, Path())
+    _make_absolute(tree, Path())
     expanded = expand(tree)
     config, mistakes = convert(tree)
     names = [override.name for override in parsed]
@@ -143,16 +153,62 @@ def _resolve(tree: Tree, overrides: Sequence[str], path: Path, text: str) -> Con
     return config
 
 
+# --- paths --------------------------------------------------------------------------------------------------
+
+
+def _make_absolute(tree: Tree, folder: Path) -> None:
+    """Make every relative path in `tree` that exists in `folder` absolute, in place."""
+    absolute = folder.absolute()
+
+    def change(path: str) -> str:
+        candidate = os.path.normpath(absolute / path)
+        return candidate if os.path.exists(candidate) else path
+
+    _change(tree, change)
+
+
+def _make_relative(tree: Tree, run: Path) -> None:
+    """Make the paths in `tree` to files in the run's folder or its parent relative to the run's folder, in place."""
+    absolute = run.absolute()
+
+    def change(path: str) -> str:
+        return os.path.relpath(path, absolute) if Path(path).is_relative_to(absolute.parent) else path
+
+    _change(tree, change)
+
+
+def _change(tree: Tree, change: Callable[[str], str]) -> None:
+    for section, names in PATHS.items():
+        table = tree.get(section)
+        if isinstance(table, dict):
+            _walk(cast(Tree, table), names, change)
+
+
+def _walk(table: Tree, names: tuple[str, ...], change: Callable[[str], str]) -> None:
+    for name, value in table.items():
+        if isinstance(value, dict):
+            _walk(cast(Tree, value), names, change)
+        elif isinstance(value, list) and name in names:
+            table[name] = [_changed(item, change) for item in cast("list[object]", value)]
+        # The name of a verifiers environment without ".toml" is an id, even if a folder of this name exists.
+        elif name in names and not (name == "environment" and not str(cast(object, value)).endswith(".toml")):
+            table[name] = _changed(cast(object, value), change)
+
+
+def _changed(value: object, change: Callable[[str], str]) -> object:
+    if not isinstance(value, str) or not value or "\0" in value:
+        return value
+    path, colon, attribute = value.partition(".py:")
+    return change(path + ".py") + ":" + attribute if colon else change(value)
+
+
 # --- location of a mistake -----------------------------------------------------------------------------------
 
 
 def explain(
     mistakes: Sequence[Mistake], path: Path, text: str, overridden: Sequence[str], short: Mapping[str, str]
 ) -> list[str]:
-    """Return a line for each mistake, in the order of the lines of `path`, whose content is `text`.
-
-    `overridden` are the names of overrides, and `short` comes from `expand`.
-    """
+    """Return a line for each mistake, ordered by line of `path` with content `text`. `short` comes from `expand`."""
     written = [_as_written(mistake, short) for mistake in mistakes]
     lines = [(_find_line(mistake.at, text) or 0, mistake) for mistake in written]
     ordered = sorted(lines, key=lambda pair: pair[0])

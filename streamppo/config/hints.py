@@ -130,10 +130,7 @@ class Field(NamedTuple):
 
 
 def unknown(name: str, value: object, known: Iterable[str]) -> Iterator[tuple[str, str]]:
-    """Yield (dotted name, sentence) for the unknown `name` in a table with the fields `known`.
-
-    If `name` is a table with a field that is known elsewhere, yield a pair for each of its fields.
-    """
+    """Yield (dotted name, sentence) for the unknown `name`, or for each field in it; `known` are the known names."""
     key, names = name.rpartition(".")[2], sorted(known)
     hint = nearest(key, names, TYPO) or _alias(name)
     if not hint and isinstance(value, dict):

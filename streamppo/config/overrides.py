@@ -7,7 +7,6 @@ from typing import NamedTuple, TypeAlias, cast
 from streamppo.errors import ConfigError
 
 Tree: TypeAlias = dict[str, object]
-"""A parsed table of a TOML file."""
 
 
 class Override(NamedTuple):

@@ -5,7 +5,7 @@ Other packages call the methods of an engine's configuration, and do not test th
 
 import re
 from collections.abc import Callable, Iterator
-from typing import Annotated, Literal, Self, TypeAlias
+from typing import Annotated, ClassVar, Literal, Self, TypeAlias
 
 from msgspec import Meta, field, structs
 
@@ -30,10 +30,12 @@ class EngineKind(Kind, frozen=True):
 class EmbeddedEngine(EngineKind, frozen=True, tag="embedded"):
     """streamppo's engine in torch, on any device. The engine is fastest for the models in `FAMILIES`."""
 
-    @property
-    def spare_weights(self) -> int:
-        """Number of copies of the weights in addition to the copy used for decoding."""
-        return 1
+    spare_weights: ClassVar[int] = 1
+    """Number of copies of the weights in addition to the copy used for decoding."""
+    start_s: ClassVar[float] = 0.0
+    """Added to time limits while the engine starts: 0 s, because it starts at once."""
+    routes: ClassVar[bool] = False
+    """False, because the engine runs no mixture of experts."""
 
     def shares_weights(self, *, adapted: bool) -> bool:
         """False, because each actor holds its copy of the weights."""
@@ -42,16 +44,6 @@ class EmbeddedEngine(EngineKind, frozen=True, tag="embedded"):
     def at(self, place: int) -> Self:
         """Return the configuration of actor number `place`: all actors have the same."""
         return self
-
-    @property
-    def start_s(self) -> float:
-        """Added to time limits while the engine starts: 0 s, because it starts at once."""
-        return 0.0
-
-    @property
-    def routes(self) -> bool:
-        """False, because the engine runs no mixture of experts."""
-        return False
 
     def refuses_learner(self, *, compiled: bool, segments: bool) -> Iterator[str]:
         """Refuse no learner."""
@@ -118,15 +110,12 @@ class SGLangEngine(EngineKind, frozen=True, tag="sglang"):
     """Use SGLang's experts for each token in the learner (R3)."""
     start_s: Seconds = 900.0
     """Time limit for the engine's start."""
+    spare_weights: ClassVar[int] = 0
+    """0, because SGLang loads weights in place."""
 
     def at(self, place: int) -> Self:
         """Return the configuration of actor number `place`, whose `urls` has only this actor's server."""
         return structs.replace(self, urls=self.urls[place : place + 1])
-
-    @property
-    def spare_weights(self) -> int:
-        """0, because SGLang loads weights in place."""
-        return 0
 
     def shares_weights(self, *, adapted: bool) -> bool:
         """True if all engines of a machine load from the same shared memory, which excludes urls and adapters."""

@@ -63,7 +63,7 @@ SOURCE = ShortForm("task", "sources", "data", ["kind", *_names(DataTask)], _name
 
 
 class ExpandedTree(NamedTuple):
-    """The mistakes, and the dotted name of each expanded table with the name of the table that had its fields."""
+    """The mistakes, and for each expanded table (dotted name) the table that had its fields in the file."""
 
     mistakes: list[Mistake]
     short: dict[str, str]
@@ -116,10 +116,7 @@ def with_kinds(tree: Tree) -> Tree:
 
 
 def as_kinds(overrides: Sequence[Override]) -> list[Override]:
-    """Let each override whose value is a kind set the field `kind`. A table of the same kind then keeps its fields.
-
-    Example: algorithm.advantage=grpo -> algorithm.advantage.kind=grpo
-    """
+    """Let each override whose value is a kind set `kind`: algorithm.advantage=grpo sets algorithm.advantage.kind."""
     return [_as_kind(override) for override in overrides]
 
 
@@ -159,7 +156,6 @@ def _is_choice(nodes: Sequence[inspect.Type], value: str) -> bool:
 
 
 def _field_types(nodes: Sequence[inspect.Type], name: str) -> Iterator[inspect.Type]:
-    """Yield the possible types of the field `name` in a table of one of the types `nodes`."""
     for node in _alternatives(nodes):
         if isinstance(node, inspect.StructType):
             yield from (field.type for field in node.fields if field.encode_name == name)
