@@ -10,10 +10,10 @@ Pure: no disk, no clock. An attempt has one of four ends:
 Example: two samples of a prompt have the rewards 1 and 0.5, and a third sample fails. The mean reward is 0.75. If the
 third counted as 0, the mean would be 0.5, and the advantage of each trained sample would be 0.25 larger.
 
-The length test compares the lengths of failed and trained completions. If they differ, the training set is biased. The
-test is the rank test of van Elteren (1960). It compares only attempts of the same window of `WINDOW` versions, so that
-a drift over the run does not look like a difference. In each window, only the first failed and the first trained
-attempt of each prompt are compared. A window has n failed and m trained prompts, and N = n + m.
+The length test compares the lengths of failed and trained completions. If the lengths differ, the training set is
+biased. The test is the rank test of van Elteren (1960). Only attempts of the same window of `WINDOW` versions are
+compared, so that a drift over the run does not look like a difference. In each window, only the first failed and the
+first trained attempt of each prompt are compared. A window has n failed and m trained prompts, and N = n + m.
 
     q = P(failed is longer) + P(equal) / 2      U = q n m
     z = sum (U - n m / 2) / (N + 1)  /  sqrt(sum n m (N + 1 - ties) / 12 / (N + 1)^2)
@@ -115,8 +115,8 @@ def table(
 ) -> AttemptTable:
     """Make the table. The trained attempts among `attempts` come from `read` of the run's `batches`.
 
-    `compared` is true if the algorithm compares the samples of a prompt. The length test is made only if
-    `whole_completions` is true; it is false for a run with segments.
+    `compared` is true if the algorithm compares the samples of a prompt. `whole_completions` is
+    false for a run with segments, for which the length test is not made.
     """
     scale = batches / max(read, 1)
     rows = [_row("all", "", attempts, scale), *_reasons(attempts, scale)]
@@ -220,10 +220,7 @@ def _row(by: str, name: str, attempts: Sequence[Attempt], scale: float) -> Attem
 def _rows(
     by: str, attempts: Iterable[Attempt], scale: float, key: Callable[[Attempt], tuple[int, str] | None]
 ) -> Iterable[AttemptRow]:
-    """Group attempts by the name that `key` returns, and return a row for each name; no rows for a single name.
-
-    The rows are ordered by the number that `key` returns with the name. If `key` returns None, the attempt is left out.
-    """
+    """Return a row for each name that `key` returns, ordered by its number; no rows for a single name."""
     by_name: dict[str, list[Attempt]] = defaultdict(list)
     places: dict[str, int] = {}
     for attempt in attempts:
@@ -236,10 +233,7 @@ def _rows(
 
 
 def _reasons(attempts: Sequence[Attempt], scale: float) -> Iterable[AttemptRow]:
-    """Yield a row for each reason, the most frequent first, and one row for the remaining reasons.
-
-    In these rows, `as_zero` is the mean reward over the trained attempts and this row's attempts, each with 0.
-    """
+    """Yield a row for each frequent reason. `as_zero` is the mean over the trained attempts and those of the reason."""
     trained = [attempt for attempt in attempts if attempt.end == "trained"]
     counted = Counter(attempt.reason for attempt in attempts if attempt.end != "trained").most_common()
     chosen = [(reason, {reason}) for reason, _ in counted[:MOST_NAMES]]

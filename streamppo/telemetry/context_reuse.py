@@ -16,7 +16,7 @@ from streamppo.types import EngineReport
 
 
 class ReuseNumbers(TypedDict):
-    """The numbers above, of one or several rollout actors. A number without tokens to compute it from is absent."""
+    """`prefix_reused` and so on of one or several rollout actors. A number that no token contributes to is absent."""
 
     prefix_reused: NotRequired[float]
     context_reused: NotRequired[float]

@@ -1,4 +1,4 @@
-"""Applies the rules to a run's lines, either as they are written or all at once after the run.
+"""Applies the rules to a run's lines: to each line when it is written, or to all lines after the run.
 
 The rules are checked every `WINDOW` updates, and once more at the end with the summary. Early rules are also checked
 after the first `EARLY` updates. A finding begins when its rule fires, and ends at the first later check at which the
@@ -18,10 +18,7 @@ from streamppo.telemetry.summary import Summary
 
 
 class Sign(NamedTuple):
-    """A rule that fired: its newest numbers, its advice, and the first and last version at which it fired.
-
-    `holds` is true if the rule fired at the newest check.
-    """
+    """A rule that fired at the versions `first` to `last`. `holds` is true if the rule fired at the newest check."""
 
     name: str
     numbers: str
@@ -98,10 +95,7 @@ class Diagnosis:
 
 
 def diagnose_lines(config: Config, lines: Iterable[Line], summary: Summary | None) -> list[Sign]:
-    """Return all findings about a run from its lines in the order of writing.
-
-    Causes come before consequences. Findings that no longer hold are included.
-    """
+    """Return all findings, ended ones too, about the `lines` of a run in the order of writing. Causes come first."""
     diagnosis = Diagnosis(config)
     for line in lines:
         diagnosis.add(line)

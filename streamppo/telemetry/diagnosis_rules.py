@@ -23,7 +23,7 @@ WAITS, WAITS_CPU, IDLE, IDLE_CPU = 0.8, 0.95, 0.5, 0.75
 LEAST_AHEAD = 2
 """Engines sample during updates only if their weights may be at least this number of versions old."""
 FALLEN = 0.1
-"""The reward has fallen if it is lower by more than this share of reward.correct_at."""
+"""The reward has fallen if its mean is lower by more than this share of reward.correct_at."""
 TRUNCATED, EQUAL, FAILED, EMPTY = 0.2, 0.8, 0.05, 0.5
 NEARLY_ALL = 0.9
 CUT, EXPLAINED = 0.3, 0.1
@@ -31,10 +31,7 @@ REUSED = 0.5
 
 
 class SignRule(NamedTuple):
-    """A rule: its name, its condition in words, advice, and the function that checks it.
-
-    An `early` rule is also checked after the first `EARLY` updates, before the first window is complete.
-    """
+    """A rule. `fires` is its condition in words. An `early` rule is also checked after the first `EARLY` updates."""
 
     name: str
     fires: str
@@ -83,7 +80,7 @@ def _gradient_spikes(run: Evidence) -> str | None:
     if bad:
         return f"{bad:g} optimizer steps were left out: their gradient was not finite"
     high = [norm for norm in norms if norm > SPIKE * median(norms) > 0]
-    # A gradient is a heavy-tailed sum, and it is clipped, so a single large norm is not a fault. If nearly all groups
+    # A gradient is a heavy-tailed sum, and is clipped, so a single large norm is not a fault. If nearly all groups
     # are correct, most gradients are almost 0, and the gradients of the rare wrong answers are large in comparison.
     are_frequent = len(high) >= SPIKES and run.correct_share < SOLVED
     if are_frequent or (high and _reward_falls_after_largest(run, "grad_norm")):
@@ -225,7 +222,7 @@ def _nothing_to_learn(run: Evidence) -> str | None:
 
 def _starved(run: Evidence) -> str | None:
     share = run.share("wait_s", "update_s")
-    # Engines without GPUs use the learner's cores. The learner waits while they sample, and more actors would not
+    # Engines without GPUs use the learner's cores: the learner waits while engines sample, and more actors would not
     # shorten the wait.
     most = WAITS if run.config.rollout.gpus else WAITS_CPU
     return f"the learner waits {share:.0%} of its time" if share > most else None

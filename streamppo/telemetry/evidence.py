@@ -10,7 +10,6 @@ from streamppo.telemetry.metrics_file import EngineLine, EvaluationLine
 from streamppo.telemetry.summary import Summary
 
 WINDOW = 20
-"""Number of updates in a window."""
 SOLVED = 0.8
 """A task is nearly solved at this share of reward.correct_at, or at this held-out accuracy."""
 RISEN, RISE_WINDOWS = 0.01, 3
@@ -35,11 +34,10 @@ class Evidence(NamedTuple):
     engines: Sequence[EngineLine] = ()
 
     def series(self, name: str) -> list[float]:
-        """Return the values of a metric in the recent updates that have it."""
         return [update[name] for update in self.recent if name in update]
 
     def mean(self, name: str) -> float | None:
-        """Return the mean of a metric over the recent updates; None if no update has it."""
+        """Return the mean of a metric over the recent updates; None if no recent update has the metric."""
         return fmean(values) if (values := self.series(name)) else None
 
     def failures_by_length(self) -> str | None:
@@ -71,10 +69,7 @@ class Evidence(NamedTuple):
 
     @property
     def wrong_left(self) -> float:
-        """(1 - correct share) / (1 - correct share of the first window), at most 1; 0 for a nearly solved task.
-
-        Example: if the share of correct answers rises from 20% to 60%, half of the wrong answers remain: 0.5.
-        """
+        """(1 - correct share) / (1 - correct share of the first window), at most 1; 0 for a nearly solved task."""
         if self.correct_share >= SOLVED:
             return 0.0
         first = self._share(self.windows[0].get("reward")) if self.windows else 0.0

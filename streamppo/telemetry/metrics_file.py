@@ -22,7 +22,7 @@ FINISHED = "finished"
 Number: TypeAlias = Annotated[float, msgspec.Meta(ge=-1e15, le=1e15)]
 """The type of the required numbers of a line: finite, and small enough to be rounded."""
 Digits: TypeAlias = Annotated[str, msgspec.Meta(pattern=r"^-?[0-9]{1,18}$")]
-"""The type of a lag or an age in versions. It is a string, because JSON allows only strings as names."""
+"""A lag or an age in versions, as a string, because JSON allows only strings as names."""
 
 
 class PartLine(TypedDict):
@@ -66,10 +66,7 @@ class RedoneLine(TypedDict):
 
 
 class EvaluationLine(TypedDict):
-    """All actors answered an evaluation. `versions` are the oldest and the newest version that sampled an answer.
-
-    `accuracy` is None if no prompt has a score.
-    """
+    """An evaluation ended. `versions`: the oldest and the newest that answered. Without scores `accuracy` is None."""
 
     evaluation: int
     wall_s: Number
@@ -88,10 +85,7 @@ class PhasesLine(TypedDict):
 
 
 class QueueLine(TypedDict):
-    """Trajectories that are ready in the queue (`queue`), and that are being sampled (`in_flight`).
-
-    `skipped_prompts` counts the prompts that `algorithm.curriculum` has skipped so far.
-    """
+    """Trajectories that are ready (`queue`) and being sampled, and the prompts skipped by `algorithm.curriculum`."""
 
     queue: int
     wall_s: Number
@@ -109,11 +103,7 @@ class SampleLine(TypedDict):
 
 
 class EngineLine(TypedDict):
-    """Counters of a rollout actor since its start, and its newest completion.
-
-    `prefix_reused` is absent before the actor's first prompt. `context_reused`, `kv_age` and `kv_ages` are absent while
-    there are no tokens to compute them from. `agents` (requests by outcome) is absent while there are no requests.
-    """
+    """Counters of a rollout actor since its start, and its newest completion. Numbers without data are absent."""
 
     engine: str
     wall_s: Number
@@ -157,7 +147,6 @@ Line: TypeAlias = (
     | EndLine
 )
 KINDS: dict[str, type[Line]] = {next(iter(kind.__annotations__)): kind for kind in get_args(Line)}
-"""The type of a line for each kind."""
 
 
 class Content(NamedTuple):
@@ -207,11 +196,7 @@ class Tail:
 
 
 class LineReader:
-    """Reads and parses each new line of the run in `folder` once.
-
-    `content` has all lines so far, and keeps them if the file is deleted. If the file was replaced, the next read
-    empties `content` first.
-    """
+    """Reads and parses each new line of the run in `folder` once. `content` has all lines of the present file."""
 
     def __init__(self, folder: Path) -> None:
         self.content = Content([], [])
@@ -236,7 +221,7 @@ class LineReader:
 
 
 def read(folder: Path) -> list[Line]:
-    """Return the valid lines of the run in `folder`; none if it has no metrics.jsonl."""
+    """Return the valid lines of the run in `folder`; none if there is no metrics.jsonl."""
     return content(folder).lines
 
 
@@ -258,7 +243,7 @@ def recorded_versions(lines: Iterable[Line]) -> set[int]:
 
 
 def drop_truncated_line(folder: Path) -> None:
-    """Remove a truncated last line. Otherwise the next line would be appended to it."""
+    """Remove a truncated last line, to which the next line would be appended."""
     path = folder / METRICS
     if path.exists():
         os.truncate(path, durable.read(path).rfind(b"\n") + 1)
@@ -277,7 +262,7 @@ def drop_after(folder: Path, version: int) -> None:
 
 
 def parse(text: bytes) -> Line | None:
-    """Parse one line; None if it is damaged."""
+    """Parse one line; None for a damaged line."""
     try:
         content: object = json.loads(text)
     # Thousands of nested brackets raise RecursionError.

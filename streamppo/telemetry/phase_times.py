@@ -24,8 +24,8 @@ class PerUpdate(NamedTuple):
 def per_update(lines: Sequence[Line]) -> dict[str, dict[str, PerUpdate]]:
     """Return the time per update of each process, for each phase and for `ELSEWHERE`.
 
-    A process's interval is from its first line to its newest line; if it has only one line, from its start to that
-    line. A process without an update in its interval is left out.
+    The interval of a process is from its first line to its newest line or, if there is only one line, from its start to
+    this line. A process without an update in its interval is left out.
     """
     timed = [line for line in lines if "phases" in line]
     made_at = [line["wall_s"] for line in lines if "update" in line]

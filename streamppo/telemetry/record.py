@@ -41,10 +41,7 @@ log = logging.getLogger(__name__)
 
 
 def read_summary(folder: Path) -> Summary | None:
-    """Read summary.json of the run in `folder`; None if the file does not exist: the run continues, or was killed.
-
-    Raises `RunError` for a file that is no summary of streamppo.
-    """
+    """Read summary.json; None if there is none, because the run continues or was killed. Raises `RunError`."""
     path = folder / SUMMARY
     try:
         return msgspec.json.decode(durable.read(path), type=Summary) if path.exists() else None
@@ -107,10 +104,7 @@ class RunRecord:
 
     @property
     def complete_to(self) -> float:
-        """The newest version from which a resume can continue without a gap in the lines of updates.
-
-        It is infinite if metrics.jsonl is missing or damaged: a resume does not repeat updates for lost lines.
-        """
+        """The newest version to which every update has a line; infinite if metrics.jsonl is missing or damaged."""
         return math.inf if self._lost else self.version
 
     def begin(self, version: int) -> None:
@@ -119,11 +113,7 @@ class RunRecord:
         self._lost = False
 
     def drop_unpublished(self, newest: int) -> None:
-        """Remove the lines of updates that made versions above `newest`, the newest version in the journal.
-
-        The driver was killed before these versions were published. The updates are repeated, perhaps with another
-        configuration.
-        """
+        """Remove the lines of updates above version `newest`: they were not published, and are repeated."""
         if self.version > newest:
             with durable.naming(self.folder / metrics_file.METRICS, RunError):
                 # If `drop_after` raises a disk error, the run's last line is still written to the open file.
@@ -219,7 +209,7 @@ class RunRecord:
         self._show_event(kind, value, content or {}, written=True)
 
     def _show_event(self, kind: str, value: int | str, content: Mapping[str, object], *, written: bool) -> None:
-        """Show an event. If `written`, append it to metrics.jsonl and send it to the trackers."""
+        """Show an event. With `written`, append the event to metrics.jsonl and send it to the trackers."""
         line = cast(Line, {kind: value, "wall_s": self.wall_s, **content})
         self.display.line(line)
         if not written:
@@ -255,10 +245,7 @@ class RunRecord:
         *,
         attempts: AttemptTable | None = None,
     ) -> Summary:
-        """Write summary.json and return its content. `outcome` is `FINISHED` or the reason for an early end.
-
-        Raises `RunError` if the file cannot be written. After a failed run this error is only logged.
-        """
+        """Write summary.json and return its content. Raises `RunError`; after a failed run the error is only logged."""
         self.display.line({"end": outcome, "wall_s": self.wall_s})
         self.display.close()
         path = self.folder / SUMMARY
@@ -293,7 +280,7 @@ class RunRecord:
 
     @contextmanager
     def _after(self, outcome: str) -> Generator[None]:
-        """Raise a disk error of the block, or only log it if the run has failed: the run's error is more important."""
+        """Raise a disk error of the block. After a failed run only log it: the run's error is more important."""
         try:
             yield
         except RunError as error:

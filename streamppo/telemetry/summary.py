@@ -30,10 +30,7 @@ class StartAndEnd(TypedDict):
 
 
 class LagSummary(TypedDict):
-    """Lags of tokens in versions: the number of tokens by lag, and the mean, 99th percentile and maximum.
-
-    Without tokens these three numbers are None.
-    """
+    """Tokens by lag in versions, and mean, 99th percentile and maximum of the lag, which are None without tokens."""
 
     mean: float | None
     p99: int | None
@@ -102,10 +99,7 @@ class EngineTotals(ReuseNumbers):
 
 
 class Summary(LineTotals, QueueTotals):
-    """The content of summary.json. `outcome` is "finished" or the reason for an early end.
-
-    `attempts` is absent if the journal or the archive could not be read.
-    """
+    """The content of summary.json. `attempts` is absent if the journal or the archive could not be read."""
 
     outcome: str
     engines: EngineTotals | None

@@ -47,7 +47,7 @@ def engine_intervals(lines: Sequence[Line]) -> Iterator[EngineInterval]:
 
 
 def engine_interval(before: EngineLine | None, line: EngineLine) -> EngineInterval:
-    """Return the interval up to `line`. Without a line `before` of the same engine, it begins with the engine."""
+    """Return the interval from `before` to `line`; without a `before` of the same engine, from its start."""
     if before is not None and before["tokens"] <= line["tokens"]:
         return EngineInterval(before, line)
     began_s = max(0.0, line["wall_s"] - line["busy_s"] - line["idle_s"])
@@ -60,7 +60,7 @@ def requested_s(line: UpdateLine) -> float:
 
 
 def describe_event(line: Line) -> tuple[str, str] | None:
-    """Return the kind and the text of an event without duration; None for lines that are no such event."""
+    """Return the kind and the text of an event without duration; None for other lines."""
     if "evaluation" in line:
         accuracy = "no score" if line["accuracy"] is None else f"accuracy {line['accuracy']:.3f}"
         return "evaluation", f"{line['evaluation']}: {accuracy}"

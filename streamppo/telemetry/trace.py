@@ -19,7 +19,6 @@ LANES = ("driver", "learner", "push", "evaluation")
 INSIDE = ("wait_s", "score_s", "train_s")
 """The parts of an update, in their order."""
 SHOWN = ("reward", "lag_mean", "lag_max", "ess", "entropy", "tokens_trained", "grad_norm")
-"""The metrics shown with an update."""
 
 
 def events(lines: Sequence[Line], name: str) -> list[Event]:

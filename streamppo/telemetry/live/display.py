@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import Protocol
+from typing import TypeAlias
 
 from rich.console import Console
 from rich.text import Text
@@ -25,7 +25,6 @@ from streamppo.telemetry.live.view import final_rows, view
 from streamppo.telemetry.metrics_file import Line
 
 EVERY_S = 10.0
-"""Seconds between two log lines about updates."""
 DRAW_S, CLOCK_S = 0.5, 1.0
 """Minimum seconds between two drawings: `DRAW_S` if the state has changed, else `CLOCK_S`, for the clock."""
 REPORTS_S = 2.0
@@ -39,33 +38,8 @@ GIB = 2**30
 log = logging.getLogger(__name__)
 
 
-class Display(Protocol):
-    """The methods that `RunRecord` calls to show a run to the user."""
-
-    reports_s: float
-    """Seconds between two reports of queue and engines."""
-
-    def line(self, line: Line) -> None:
-        """Show an event of the run, given as a line of metrics.jsonl."""
-
-    def update(self, text: str, *, is_last: bool) -> None:
-        """Show an update, given as a readable line."""
-
-    def tick(self, doing: str, wall_s: float) -> None:
-        """Show that the run has lasted `wall_s` seconds, and that the driver waits for `doing`."""
-
-    def say(self, text: str) -> None:
-        """Announce at once, from a signal handler, that the run stops."""
-
-    def close(self) -> None:
-        """Stop drawing. Later log lines still appear."""
-
-
-def display(config: Config, folder: Path, diagnosis: Diagnosis | None = None) -> Display:
-    """Return the live view if standard output is a terminal that can show it, otherwise `PlainLines`.
-
-    The view shows no warning about a finding of `diagnosis` that has ended.
-    """
+def display(config: Config, folder: Path, diagnosis: Diagnosis | None = None) -> "Display":
+    """Return the live view if standard output is a terminal that can show the view, otherwise `PlainLines`."""
     utf8 = (sys.stdout.encoding or "").lower().replace("-", "") == "utf8"
     if sys.stdout.isatty() and utf8 and os.environ.get("TERM") != "dumb":
         return LiveView(empty_state(config, folder, diagnosis))
@@ -83,32 +57,35 @@ class PlainLines:
     """Logs an update if it is the last, or if `EVERY_S` seconds have passed since the previous line."""
 
     reports_s = EVERY_S
+    """Seconds between two reports of queue and engines."""
 
     def __init__(self) -> None:
         self._logged_at = time.monotonic()
 
     def line(self, line: Line) -> None:
-        """Do nothing: important events are logged elsewhere."""
+        """Do nothing with an event of the run: important events are logged elsewhere."""
 
     def update(self, text: str, *, is_last: bool) -> None:
+        """Show an update, given as a readable line."""
         if is_last or time.monotonic() - self._logged_at > EVERY_S:
             self._logged_at = time.monotonic()
             log.info(text)
 
     def tick(self, doing: str, wall_s: float) -> None:
-        """Do nothing."""
+        """Do nothing while the driver waits for `doing`, `wall_s` seconds after the start of the run."""
 
     def say(self, text: str) -> None:
-        """Write to the descriptor of standard output: the signal may have interrupted a write to `sys.stdout`."""
+        """Announce at once, from a signal handler, that the run stops."""
+        # The signal may have interrupted a write to `sys.stdout`.
         with suppress(OSError):
             os.write(STDOUT, text.encode())
 
     def close(self) -> None:
-        """Do nothing."""
+        """Stop drawing. Later log lines still appear."""
 
 
 class LiveView:
-    """Draws the view at the bottom of the terminal. If the terminal closes, it logs plain lines."""
+    """Draws the view at the bottom of the terminal. After the terminal has closed, logs plain lines."""
 
     reports_s = REPORTS_S
 
@@ -123,7 +100,7 @@ class LiveView:
         logging.getLogger("streamppo").addHandler(self._warnings)
 
     def line(self, line: Line) -> None:
-        """Add the line to the state. A later tick shows it."""
+        """Add the line to the state, which a later tick shows."""
         self._state.add(line)
         self._changed = True
 
@@ -178,6 +155,9 @@ class LiveView:
             log.exception("the live view has failed; the run continues with plain lines")
 
 
+Display: TypeAlias = PlainLines | LiveView
+
+
 class _Warnings(logging.Handler):
     """Stores the first line of the driver's newest warning."""
 
@@ -190,10 +170,7 @@ class _Warnings(logging.Handler):
 
 
 def memory_in_use() -> tuple[float, float] | None:
-    """Return the used memory (without caches that can be dropped) and the total memory in GiB; None if unreadable.
-
-    A container's memory limit counts as the total.
-    """
+    """Return (used memory without caches, total memory or the container's limit) in GiB; None if unreadable."""
     try:
         rows = dict(line.split(":", 1) for line in MEMINFO.read_text().splitlines())
         total, free = (int(rows[name].split()[0]) * 1024 for name in ("MemTotal", "MemAvailable"))

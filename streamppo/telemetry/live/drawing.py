@@ -12,11 +12,7 @@ LEFT_EIGHTHS = ("", "▏", "▎", "▍", "▌", "▋", "▊", "▉")
 
 
 def curve(values: Sequence[float], width: int, height: int = 1) -> list[str]:
-    """Draw `values` as a curve of `height` rows and at most `width` cells, from the smallest to the largest value.
-
-    If there are more values than cells, neighbouring values are averaged. The smallest value fills an eighth of a cell,
-    so that it is visible.
-    """
+    """Draw `values`, averaged if there are too many, as a curve of `height` rows and at most `width` cells."""
     if not values or width < 1:
         return [""] * height
     means = _average(values, width)

@@ -7,9 +7,8 @@ from streamppo.telemetry.live.drawing import bar
 from streamppo.telemetry.live.state import RunState
 
 LABEL = 10
-"""Cells of a row's label."""
 WAITS = 0.1
-"""A stage waits if it waits for at least this share of its time."""
+"""The learner or the engines wait if they are idle for at least this share of their time."""
 BUCKETS = ((0, 0), (1, 1), (2, 2), (3, 4), (5, 8), (9, None))
 """Buckets of lags. All lags from 9 on share a bucket, so that the row fits the terminal."""
 TALL_BAR = 24
@@ -22,10 +21,7 @@ def labelled_row(label: str, *parts: str | tuple[str, str]) -> Text:
 
 
 def pipeline(state: RunState, width: int, *, tall: bool = False) -> list[list[Text]]:
-    """Return the rows for lag, queue, waiting, speed and memory; no rows for a part without data.
-
-    `tall` gives each bucket of lags its own row.
-    """
+    """Return the rows of lag, queue, waiting, speed and memory. `tall` gives each bucket of lags a row."""
     lags = _tall_lags(state, width) if tall else _lags(state, width)
     return [lags, _queue(state, width), waits(state, width), _speed(state, width), _memory(state)]
 

@@ -46,7 +46,7 @@ class Screen:
         return self._replaced["stdout"][0] if "stdout" in self._replaced else sys.stdout
 
     def size(self) -> os.terminal_size | None:
-        """Return the terminal's columns and rows, 0 if it does not report them; None if the output is no terminal."""
+        """Return the columns and rows of the terminal, 0 for unknown numbers; None if the output is no terminal."""
         try:
             return os.get_terminal_size(self.terminal.fileno()) if self.terminal.isatty() else None
         except (OSError, ValueError):
@@ -65,10 +65,7 @@ class Screen:
             self._write(self._with(wrap(text, size.columns if size else 0)))
 
     def say(self, text: str) -> None:
-        """Write complete lines above the rows from a signal handler, without waiting for the lock.
-
-        If the lock is held, the function that holds it writes the lines when it is done.
-        """
+        """Write complete lines above the rows from a signal handler; the function with the lock writes them later."""
         if not self._lock.acquire(blocking=False):
             self._postponed.append(text)
             return
@@ -118,10 +115,7 @@ class Screen:
         return f"{self._to_first_row()}{ERASE_BELOW if self._rows else ''}{text}{self._drawn()}"
 
     def _to_first_row(self) -> str:
-        """Return the characters that move the cursor to the first row.
-
-        If the terminal has become narrower, rows may be wrapped: they are counted as wrapped, and erased.
-        """
+        """Return the characters that move the cursor to the first row, even if a narrower terminal has wrapped rows."""
         if not self._rows:
             return ""
         size = self.size()
@@ -137,11 +131,7 @@ class Screen:
 
 
 class StreamAbove(io.TextIOBase):
-    """Replaces standard output or standard error: its complete lines appear above the rows.
-
-    `print` writes a line in pieces. Each thread's pieces are buffered until its newline, so lines of several threads
-    are not mixed.
-    """
+    """Replaces stdout or stderr: complete lines appear above the rows. The pieces of a line are buffered by thread."""
 
     def __init__(self, stream: TextIO, screen: Screen) -> None:
         self._stream, self._screen = stream, screen

@@ -1,12 +1,8 @@
-"""The state that the live view shows, computed from the lines of metrics.jsonl as they are written.
-
-The same state can be built from the file of a finished run. A resumed run starts with the curves of its earlier parts.
-"""
+"""The state that the live view shows, computed from the lines of metrics.jsonl, also from a finished run."""
 
 from collections import Counter, deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 from streamppo.telemetry import timeline
 from streamppo.telemetry.diagnosis import Diagnosis
@@ -16,25 +12,15 @@ from streamppo.telemetry.timeline import EngineInterval
 WINDOW = 20
 """Speeds and shares cover this number of newest updates."""
 CURVES = ("reward", "entropy", "ess", "length", "lag_mean")
-"""The metrics that have a curve."""
-
-
-class Pace(NamedTuple):
-    """The time at which an update was recorded, its duration, its waiting time and its trained tokens."""
-
-    wall_s: float
-    update_s: float
-    wait_s: float
-    tokens_trained: float
 
 
 @dataclass(slots=True)
 class RunState:
     """The state of one run, for the live view.
 
-    `lag_bound` is the bound on the lag in words. `line` describes the newest update. `doing` is what the driver waits
-    for. `stopping` is true after a signal. `memory` is (used, total) in GiB. `ended` is the outcome, or "". `diagnosis`
-    has the findings; the caller adds the lines to it.
+    `paces` are the newest updates of this part. `lag_bound` is the bound on the lag in words. `line` describes the
+    newest update. `doing` is what the driver waits for. `stopping` is true after a signal. `memory` is (used, total) in
+    GiB. `ended` is the outcome, or "". `diagnosis` has the findings; the caller adds the lines to it.
     """
 
     name: str
@@ -46,7 +32,7 @@ class RunState:
     wall_s: float = 0.0
     curves: dict[str, list[float]] = field(default_factory=lambda: {name: [] for name in CURVES})
     held_out: list[tuple[int, float]] = field(default_factory=list)
-    paces: deque[Pace] = field(default_factory=lambda: deque(maxlen=WINDOW))
+    paces: deque[UpdateLine] = field(default_factory=lambda: deque(maxlen=WINDOW))
     lags: deque[Mapping[str, int]] = field(default_factory=lambda: deque(maxlen=WINDOW))
     newest: Mapping[str, float] = field(default_factory=dict)
     ready: int = 0
@@ -97,7 +83,7 @@ class RunState:
 
     @property
     def seconds_left(self) -> float | None:
-        """The remaining seconds at this speed."""
+        """Seconds of the remaining updates at the speed of the newest updates; None before the second update."""
         update_s = self.update_s
         return None if update_s is None else update_s * max(0, self.updates - self.version)
 
@@ -109,8 +95,8 @@ class RunState:
     @property
     def learner_waits(self) -> float | None:
         """The share of its time that the learner waited for batches, in the newest updates."""
-        update_s = sum(pace.update_s for pace in self.paces)
-        return sum(pace.wait_s for pace in self.paces) / update_s if update_s else None
+        update_s = sum(line["update_s"] for line in self.paces)
+        return sum(line["wait_s"] for line in self.paces) / update_s if update_s else None
 
     @property
     def engines_idle(self) -> float | None:
@@ -128,12 +114,11 @@ class RunState:
     def trained_per_s(self) -> float | None:
         if self._lasted_s is None:
             return None
-        return sum(pace.tokens_trained for pace in list(self.paces)[1:]) / max(self._lasted_s, 1e-9)
+        return sum(line["tokens_trained"] for line in list(self.paces)[1:]) / max(self._lasted_s, 1e-9)
 
     @property
     def _lasted_s(self) -> float | None:
-        """Seconds from the oldest to the newest entry of `paces`; None for fewer than two entries."""
-        return self.paces[-1].wall_s - self.paces[0].wall_s if len(self.paces) > 1 else None
+        return self.paces[-1]["wall_s"] - self.paces[0]["wall_s"] if len(self.paces) > 1 else None
 
     @property
     def lag_histogram(self) -> dict[int, int]:
@@ -153,7 +138,7 @@ class RunState:
                 values.append(metrics[name])
         self.newest = metrics
         self.lags.append(line["lag_histogram"])
-        self.paces.append(Pace(line["wall_s"], line["update_s"], line["wait_s"], line["tokens_trained"]))
+        self.paces.append(line)
 
     def _add_evaluation(self, line: EvaluationLine) -> None:
         if line["accuracy"] is not None:

@@ -23,7 +23,6 @@ LEAST_COLUMNS, LEAST_ROWS = 60, 8
 WIDE = 120
 """With at least this number of columns the layout has two columns."""
 GAP = 4
-"""Cells between the two columns."""
 STYLES = {"reward": "green", "entropy": "blue", "ess": "magenta", "length": "yellow", "lag_mean": "cyan"}
 LABELS = {"reward": "reward", "entropy": "entropy", "ess": "ess", "length": "length", "lag_mean": "lag"}
 """The labels of the curves, the most important first."""
@@ -34,9 +33,7 @@ VALUE, RANGE = 8, 14
 TREND = 3
 """If there are at least so many evaluations, the x axis of the accuracy's curve is the version."""
 TALLEST = 8
-"""Maximum number of rows of a curve."""
 VERSION = 7
-"""Cells for the version of the newest evaluation."""
 
 
 def view(state: RunState, columns: int, rows: int) -> list[Text]:
@@ -72,10 +69,7 @@ def final_rows(state: RunState, columns: int) -> list[Text]:
 
 
 def _narrow(state: RunState, width: int, room: int) -> list[Text]:
-    """Choose sections by importance until `room` rows are used, and return their rows in the order of the layout.
-
-    If all rows fit, the curves are made taller until `room` is used.
-    """
+    """Choose sections by importance until `room` rows are used. If all sections fit, make the curves taller."""
 
     def ranked(height: int) -> list[tuple[int, list[Text]]]:
         return [
@@ -147,10 +141,7 @@ def _line(state: RunState, width: int) -> Text:
 
 
 def _progress(state: RunState, width: int) -> Text:
-    """Show the progress of the run, and the time left. If no update is running, show what the driver waits for.
-
-    After the end, show the time that the run took.
-    """
+    """Show the progress of the run, with the time left, what the driver waits for, or at the end the duration."""
     count = f"{state.version}/{state.updates}"
     time_left = seconds(state.wall_s)
     if state.seconds_left and state.doing:
@@ -183,10 +174,7 @@ def _held_out(state: RunState, width: int, height: int = 1) -> list[Text]:
 
 
 def _over_versions(held_out: Sequence[tuple[int, float]], cells: int) -> list[float]:
-    """Interpolate the accuracies linearly over versions, with one value for each cell of the curve.
-
-    If there are fewer than `TREND` accuracies, or more than cells, return them unchanged.
-    """
+    """Interpolate the accuracies over versions, one value for each cell, if there are at least `TREND` accuracies."""
     if len(held_out) < TREND or cells < len(held_out):
         return [accuracy for _, accuracy in held_out]
     (first, _), *_, (last, newest) = held_out

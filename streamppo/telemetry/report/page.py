@@ -18,10 +18,7 @@ COLOURS = 6
 
 
 class Panel(NamedTuple):
-    """The plan of a chart: its title, the metrics that it draws as curves, and their common unit.
-
-    `says` explains to the user how to read the chart.
-    """
+    """The plan of a chart: curves of `metrics` with a common `unit`. `says` tells the user how to read the chart."""
 
     title: str
     metrics: tuple[str, ...]
@@ -120,10 +117,7 @@ COMPUTED = {
 
 
 class Chart(NamedTuple):
-    """A drawn panel. `help` has the name and description of each metric. `legend` has the curves if there are several.
-
-    `is_flat` is true if every curve is constant, for example a clip fraction that is always 0.
-    """
+    """A drawn panel. `help` has (metric, description). `is_flat` is true if every curve is constant."""
 
     title: str
     drawing: Markup
@@ -138,10 +132,7 @@ def render(
     differences: Sequence[tuple[str, RunsTable]] = (),
     predicted: Sequence[tuple[str, RunsTable]] = (),
 ) -> str:
-    """Return the HTML page of one run, or the page that compares several runs.
-
-    Each element of `differences` and of `predicted` is a table and the sentence above it.
-    """
+    """Return the HTML page of a run or of several. `differences` and `predicted` have (sentence, table below it)."""
     runs = [run_view for run_view in views if not run_view.is_replay]
     template = environment().get_template("page.html")
     return template.render(views=views, runs=runs, differences=differences, predicted=predicted)

@@ -23,15 +23,15 @@ PARTS = 16
 NAME = 64.0
 """The width reserved for the name of the x axis."""
 MOST_ROWS = 16
-"""A heat map has a row for each number up to this number. Its top row also counts all larger numbers."""
+"""A heat map has a row for each number up to `MOST_ROWS`. Its top row also counts all larger numbers."""
 TICKS, X_TICKS = 4, 6
 FEW = 12
 """A curve with fewer points has a dot at each point."""
 TREND = 3
 """A curve with fewer points has no line between its points."""
 LEAST_SMOOTHED, SAW_TOOTH = 30, 0.04
-"""A curve is jagged if it has at least so many points, and the mean distance of a point from the middle of its two
-neighbours exceeds this share of the curve's height."""
+"""A curve is jagged if it has at least `LEAST_SMOOTHED` points, and the mean distance of a point from the middle of its
+two neighbours exceeds the share `SAW_TOOTH` of the curve's height."""
 Point = tuple[float, float]
 
 
@@ -75,10 +75,7 @@ class Histogram(NamedTuple):
 
 
 def curves(all_curves: Sequence[Curve], x_name: str, unit: str = "") -> Markup:
-    """Draw curves over one x axis; empty without points. `unit` is the unit of the values.
-
-    A curve that ends before the others has a dot at its end. A jagged curve is pale, with its running mean over it.
-    """
+    """Draw curves over one x axis; empty without points. A jagged curve is pale, with its running mean over it."""
     all_curves = [
         curve._replace(points=_thin_out([(x, y) for x, y in curve.points if math.isfinite(y)])) for curve in all_curves
     ]

@@ -27,7 +27,7 @@ AGES = 12
 
 
 def make_part(part: Callable[[], T]) -> tuple[T | None, str]:
-    """Compute a part of a page. Returns (part, ""), or (None, the reason) if that fails."""
+    """Compute a part of a page. Returns (part, ""), or (None, the reason) if the computation fails."""
     try:
         return part(), ""
     except StreamppoError as error:
@@ -44,7 +44,7 @@ def or_dash(value: float | None, form: str) -> str:
 
 
 def section(caller: Callable[[], Markup]) -> Markup:
-    """Return a section of a page, or a paragraph with the reason if it cannot be computed."""
+    """Return a section of a page, or a paragraph with the reason if the section cannot be computed."""
     content, why = make_part(caller)
     return Markup(f'<p class="none">{escape(why)}</p>') if content is None else content
 
@@ -76,11 +76,7 @@ class NamedNumber(NamedTuple):
 
 @dataclass(slots=True)
 class View:
-    """One run, or one replay under another configuration. A replay has only `lines`.
-
-    `queue` has the counters of the run's journal, or None if there is no journal. `failures` has the reasons and their
-    counts, the most frequent first. `notes` lists parts that the report lacks.
-    """
+    """One run, or a replay, which has only `lines`. `queue` has the counters of the journal, if there is a journal."""
 
     name: str
     lines: Sequence[Line]
@@ -119,7 +115,7 @@ def condition_class(condition: str) -> str:
 
 
 def condition_word(condition: str) -> str:
-    """Return `condition`, but only its first line if it is an error."""
+    """Return `condition`; of an error only the first line."""
     return condition.strip().partition("\n")[0] if condition_class(condition) == "failed" else condition
 
 
@@ -248,7 +244,6 @@ def lengths(view: View) -> list[NamedNumber]:
 
 
 ATTEMPTS = ("attempts", "failed", "dropped", "lost", "masked", "undelivered", "reward", "all others 0")
-"""The columns of the table of attempts."""
 
 
 def attempts(view: View) -> tuple[str, RunsTable] | None:
@@ -315,7 +310,7 @@ AGENTS = {
     "over budget": "beyond max_turns or max_tokens",
     "undelivered tokens": "sampled but not received, and not trained on",
 }
-"""The meaning of agents' counters, in the order of the table. Counters that are not listed here follow."""
+"""The meaning of agents' counters, in the order of the table. Other counters follow after these."""
 
 
 def agents(view: View) -> list[NamedNumber]:

@@ -18,7 +18,7 @@ TEXTS = {**catalogue.ENTRIES, VERSION: "updates that were made"}
 
 
 class Gauge(NamedTuple):
-    """A gauge: its name, its help text, and the value of its label `of`; "" if the gauge has no label `of`."""
+    """A gauge: its name, its help text, and the value of its label `of`; "" for a gauge without this label."""
 
     name: str
     text: str

@@ -1,7 +1,4 @@
-"""Builds a Grafana dashboard from the catalogue: `python -m streamppo.telemetry.tracking.grafana FILE`.
-
-The endpoint's gauges and Ray's gauges differ only in a prefix, ray_. Each query finds both.
-"""
+"""Builds a Grafana dashboard: `python -m streamppo.telemetry.tracking.grafana FILE`. Ray's names begin with ray_."""
 
 import json
 import sys

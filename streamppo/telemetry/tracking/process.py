@@ -5,7 +5,7 @@
     any state except following -> the time limit passes: ended (exit code 1), with the hanging stack in the log
 
 The first line of standard input is the `TrackedRun`. Standard input ends when the driver ends, for any reason. This
-process then has `CLOSE_S` to send the remaining lines. The driver waits for it, unless the driver was killed.
+process then has `CLOSE_S` to send the remaining lines. The driver waits for this process, unless the driver was killed.
 """
 
 import faulthandler
@@ -28,7 +28,6 @@ from streamppo.telemetry.tracking.trackers.run import Kind, TrackedRun, Tracker
 MOST_BYTES = 2**20
 """Approximate number of bytes of one read. A long file is read in several parts, to save memory."""
 POLL_S = 1.0
-"""Seconds between two reads of the file."""
 OPEN_S, SEND_S, CLOSE_S = 120.0, 60.0, 20.0
 """Time limits: for importing and opening the library, for one `send`, and for all work at the end."""
 NICENESS = 10
@@ -63,11 +62,10 @@ def follow(run: TrackedRun) -> None:
     _save(path, Progress(tracker.id, tail.end, points.version))
     while not _has_ended(POLL_S):
         with _limit(SEND_S):
-            if _send(tracker, tail, points):
-                _save(path, Progress(tracker.id, tail.end, points.version))
+            _send(path, tracker, tail, points)
     with _limit(CLOSE_S):
-        while _send(tracker, tail, points):
-            _save(path, Progress(tracker.id, tail.end, points.version))
+        while _send(path, tracker, tail, points):
+            pass
         tracker.close(points.outcome)
 
 
@@ -87,7 +85,6 @@ def progress_path(folder: Path, kind: Kind) -> Path:
 
 
 def _open_tracker(run: TrackedRun) -> Tracker:
-    """Import the library of `run.kind` and open the tracker. Raises the library's errors."""
     match run.kind:
         case "tensorboard":
             from streamppo.telemetry.tracking.trackers.tensorboard_tracker import TensorBoard
@@ -111,11 +108,13 @@ def _open_tracker(run: TrackedRun) -> Tracker:
             return PrometheusEndpoint(run)
 
 
-def _send(tracker: Tracker, tail: Tail, points: Points) -> bool:
-    """Send the next lines. Returns False if there are no new lines."""
+def _send(path: Path, tracker: Tracker, tail: Tail, points: Points) -> bool:
+    """Send the next lines and save the progress. Returns False if there are no new lines."""
     before, lines = tail.end, read_lines(tail)
     if new_points := list(points.make(lines, tail.written_s)):
         tracker.send(new_points)
+    if tail.end != before:
+        _save(path, Progress(tracker.id, tail.end, points.version))
     return tail.end != before
 
 
@@ -132,10 +131,7 @@ def _save(path: Path, progress: Progress) -> None:
 
 
 def _has_ended(wait_s: float) -> bool:
-    """Wait for at most `wait_s` seconds, and return whether standard input has ended.
-
-    The driver writes only one line, so after this line standard input becomes readable only by its end.
-    """
+    """Return whether standard input has ended, after at most `wait_s` seconds. The driver writes nothing more to it."""
     return bool(select.select([STDIN], [], [], wait_s)[0])
 
 

@@ -15,7 +15,6 @@ import sys
 import time
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -24,9 +23,6 @@ from streamppo.config.sections import Config, Endpoint, RayMetrics
 from streamppo.telemetry.metrics_file import Line
 from streamppo.telemetry.tracking import process
 from streamppo.telemetry.tracking.trackers.run import Kind, TrackedRun
-
-if TYPE_CHECKING:
-    from streamppo.telemetry.tracking.ray_metrics import RayGauges
 
 END_S = process.CLOSE_S
 """Seconds for which a run waits at its end for all trackers together."""
@@ -44,7 +40,11 @@ class Sinks:
         self._processes: dict[Kind, subprocess.Popen[bytes]] = {
             run.kind: self._start(run) for run in runs(config, self._folder)
         }
-        self._gauges = _gauges(config, self._folder.name)
+        self._gauges = None
+        if isinstance(config.telemetry.prometheus, RayMetrics):
+            from streamppo.telemetry.tracking.ray_metrics import RayGauges
+
+            self._gauges = RayGauges(self._folder.name)
 
     def line(self, line: Line) -> None:
         """Set Ray's gauges for a line. The trackers' processes read the line from metrics.jsonl."""
@@ -121,11 +121,3 @@ def runs(config: Config, folder: Path) -> list[TrackedRun]:
     if isinstance(telemetry.prometheus, Endpoint):
         tracked.append(TrackedRun("prometheus", str(folder), telemetry.project, {}, telemetry.prometheus.port))
     return tracked
-
-
-def _gauges(config: Config, name: str) -> "RayGauges | None":
-    if not isinstance(config.telemetry.prometheus, RayMetrics):
-        return None
-    from streamppo.telemetry.tracking.ray_metrics import RayGauges
-
-    return RayGauges(name)

@@ -15,7 +15,6 @@ from streamppo.telemetry.report.plot import Curve, Histogram, Point
 from streamppo.telemetry.report.view import View, or_dash
 
 NEWEST = 20
-"""Number of updates in the timeline of the newest updates."""
 
 
 class StageView(NamedTuple):

@@ -25,9 +25,8 @@ FIRST = (
     "Clip fraction",
     "Length",
 )
-"""The charts that the page always shows. It shows the other charts after a click."""
+"""The charts that the page always shows. After a click the page shows all charts."""
 RESTARTS = 50
-"""Number of newest restarts that are shown."""
 
 
 class RunView(NamedTuple):
@@ -90,7 +89,6 @@ def _restarts(run_view: View) -> list[RestartLine]:
 
 
 def _headline(run: RunView) -> list[NamedNumber]:
-    """Return the headline numbers, and the present speeds if the run continues."""
     rows = [row for row in view.headline(run.view) if row.name != "outcome"]
     if run.condition != "running":
         return rows

@@ -18,7 +18,6 @@ from streamppo.telemetry.tracking.trackers.run import TrackedRun
 
 LOOPBACK = "127.0.0.1"
 NAMES = (LOOPBACK, "localhost", "::1")
-"""The host names that a request's Host header may have."""
 Application = Callable[[dict[str, Any], Callable[..., Any]], Iterable[bytes]]
 
 

@@ -13,7 +13,7 @@ from streamppo.telemetry.tracking.trackers.run import TrackedRun
 MOST_METRICS, MOST_PARAMS = 1000, 100
 """Maximum numbers of metrics and of parameters in one call to a server."""
 LONGEST = 500
-"""Maximum number of characters of a parameter's value. Every server accepts so many."""
+"""Maximum number of characters of a parameter's value that every server accepts."""
 REFUSED = re.compile(r"[^\w\-. :/]")
 """Characters that MLflow does not allow in names, such as the + of `ess_lag_65+`."""
 

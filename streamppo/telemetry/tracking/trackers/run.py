@@ -13,11 +13,7 @@ Kind: TypeAlias = Library | Literal["prometheus"]
 
 
 class TrackedRun(msgspec.Struct, frozen=True):
-    """The description of a run that a tracker gets.
-
-    `id` is the id that the tracker gave the run; "" for a new run. `config` has every value of the configuration by its
-    dotted name. `port` is the port of the Prometheus endpoint.
-    """
+    """A run for a tracker. `id` is the tracker's id of the run, "" at first. `config` has values by dotted name."""
 
     kind: Kind
     folder: str
@@ -32,10 +28,7 @@ class TrackedRun(msgspec.Struct, frozen=True):
 
 
 class Tracker(Protocol):
-    """A tracker library. The tracker's process ends if a method raises or exceeds its time limit.
-
-    `id` is the library's id of the run. A resumed run keeps the id.
-    """
+    """A tracker library; an error or a timeout of a method ends its process. `id` is the library's id of the run."""
 
     id: str
 

@@ -25,10 +25,7 @@ class TensorBoard:
         self._described = set[str]()
 
     def send(self, points: Sequence[Point]) -> None:
-        """Write the scalars of each point as one event. The first value of a scalar carries its description.
-
-        `tensorboard.summary.Writer` writes a tensor and an event for each scalar, which takes 25 times as long.
-        """
+        """Write the scalars of each point as one event: 25 times as fast as `tensorboard.summary.Writer`."""
         for point in points:
             summary = Summary(value=self._scalars(point.values))
             self._writer.add_event(Event(wall_time=point.at_s, step=point.version, summary=summary))
