@@ -34,10 +34,7 @@ Definition = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
 
 
 def write_out(reward: Callable[..., object]) -> RewardSource:
-    """Return the name of `reward`, and its source if the script defines it.
-
-    Raises `TaskError` if `reward` cannot be loaded without the script.
-    """
+    """Return the name of `reward`, and its source if the script has it. Raises `TaskError` if it needs the script."""
     name = _name(reward)
     if name == "<lambda>":
         raise TaskError("reward: a lambda has no source that can stand alone: write it as a `def`")
@@ -194,15 +191,11 @@ def _defines(node: Definition, definition: object, codes: Sequence[CodeType]) ->
 def _names(text: str) -> set[str]:
     top = symtable.symtable(text, "reward", "exec")
     names = {symbol.get_name() for symbol in top.get_symbols() if symbol.is_referenced()}
-    for table in _tables_inside(top):
+    tables = list(top.get_children())
+    for table in tables:
         names |= {symbol.get_name() for symbol in table.get_symbols() if symbol.is_global()}
+        tables += table.get_children()
     return names
-
-
-def _tables_inside(table: symtable.SymbolTable) -> Iterator[symtable.SymbolTable]:
-    for inner in table.get_children():
-        yield inner
-        yield from _tables_inside(inner)
 
 
 def _submodules(name: str, module: ModuleType, text: str) -> set[str]:

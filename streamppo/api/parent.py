@@ -1,6 +1,6 @@
 """Starts the process of a run from a script or notebook, forwards its output, and waits for its end.
 
-The process has its own process group, so a Ctrl-C reaches only the script. The script then sends SIGINT to the process.
+The process has its own process group, so a Ctrl-C reaches only the script, which sends SIGINT to the process.
 """
 
 import codecs
@@ -48,10 +48,7 @@ def drive(request: RunRequest, watch: Watcher | None = None) -> Path:
 
 
 def run_command(*words: str) -> object:
-    """Run `streamppo WORDS`, with `--json` in `words`. Returns the parsed output, even if the exit code is not 0.
-
-    Raises the `StreamppoError` that the command reports.
-    """
+    """Run `streamppo WORDS --json` and return the parsed output. Raises the command's `StreamppoError`."""
     command = [sys.executable, "-m", "streamppo", *words]
     process = subprocess.run(command, capture_output=True, text=True, check=False, env=plugins.child_environment())
     if not process.returncode or process.stdout.startswith("{"):
@@ -105,10 +102,7 @@ class _Child:
                 self._process.send_signal(signal.SIGINT)
 
     def end(self) -> None:
-        """Close the socket, so that the process stops, and forward the output until the process ends.
-
-        If forwarding fails, further output is discarded, and the error is raised after the process has ended.
-        """
+        """Close the socket, which stops the process, and forward the output until its end, even after an error."""
         self._channel.close()
         try:
             self._drain()
@@ -123,7 +117,6 @@ class _Child:
             self._watch(folder)
 
     def _drain(self) -> None:
-        """Forward the output until the process ends."""
         while self._process.poll() is None:
             with suppress(subprocess.TimeoutExpired):
                 self._process.wait(DRAIN_S)

@@ -257,10 +257,7 @@ def bundle(
     rows: Sequence[int] = (),
     adapter: bool = False,
 ) -> Path:
-    """Write the update that made version `update` of the run in `folder` to a file, and return its path.
-
-    Raises the `StreamppoError` of the command.
-    """
+    """Write `update` of the run in `folder` to a file, and return its path. Raises the command's `StreamppoError`."""
     words = ["bundle", str(configfile.existing(Path(folder))), "--update", str(update), "--json"]
     words += ["--to", str(to)] if to is not None else []
     words += _option("--rows", rows)

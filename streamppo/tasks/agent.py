@@ -66,7 +66,7 @@ class AgentOutcome(WireStruct, frozen=True):
     """The result of a run: its rewards, or the reason for its failure. `score` is None if the agent returned no reward.
 
     `output` is the end of what the run printed; failures quote it. `lingers` is true if a thread or task of the run
-    continues. The process then gets no other run, because the thread could read a later run's key.
+    continues. The process of a lingering run gets no other run, because the thread could read a later run's key.
     """
 
     score: float | None = None
@@ -79,10 +79,7 @@ class AgentOutcome(WireStruct, frozen=True):
 
 
 class Agent:
-    """Runs one agent repeatedly: the function `agent`, or the program `command`, a JSON list of words.
-
-    `sandbox` is the JSON of the configured sandbox of the program, or null.
-    """
+    """Runs one agent repeatedly: the function `agent`, or the program `command` in `sandbox`, both JSON."""
 
     def __init__(self, agent: str = "", command: str = "[]", sandbox: str = "null") -> None:
         self._words = msgspec.json.decode(command, type=list[str])
@@ -113,7 +110,6 @@ class Agent:
         return Reward(explanation=utf8_safe(msgspec.json.encode(outcome).decode()))
 
     def _lingers(self) -> bool:
-        """Return True if a task or a thread of the run continues; idle threads do not count."""
         assert self._runner is not None
         others = {*threading.enumerate()} - {threading.current_thread(), *self._threads.idle()}
         return bool(others or asyncio.all_tasks(self._runner.get_loop()))
@@ -185,7 +181,7 @@ class Agent:
 
 
 class _Threads(ThreadPoolExecutor):
-    """The thread pool of `asyncio.to_thread`. The next run uses the same threads."""
+    """The thread pool of `asyncio.to_thread`. Its threads stay for the next run."""
 
     def __init__(self) -> None:
         super().__init__(thread_name_prefix="agent")
@@ -198,13 +194,11 @@ class _Threads(ThreadPoolExecutor):
         return future
 
     def idle(self) -> Collection[threading.Thread]:
-        """Return all threads of the pool if none of them runs a call; otherwise an empty tuple."""
+        """Return all threads of the pool if no call is running in the pool; otherwise an empty tuple."""
         return () if self._under_way else self._threads
 
 
 class _Tail(io.TextIOBase):
-    """Keeps the end of the written text."""
-
     def __init__(self) -> None:
         super().__init__()
         self._parts, self._length = list[str](), 0
@@ -232,13 +226,12 @@ class _Tail(io.TextIOBase):
                 self.write(chunk.decode(errors="replace"))
 
     def quoted(self) -> str:
-        """Return "; its output ends: ..." for the reason of a failure; "" if there is no text."""
         text = self.text.strip()
         return f"; its output ends: {text[-QUOTED:]!r}" if text else ""
 
 
 def check(config: AgentEnvironment) -> None:
-    """Load the agent's function, or make the sandbox of its program. Raises `TaskError` if that fails."""
+    """Load the agent's function, or make the program's sandbox. Raises `TaskError` if the agent cannot run."""
     if config.agent:
         load(config.agent)
     elif config.sandbox is not None:
@@ -248,7 +241,7 @@ def check(config: AgentEnvironment) -> None:
 
 
 def load(name: str) -> Callable[..., object]:
-    """Load an agent's function. Raises `TaskError` if it is not a function, or has positional-only parameters."""
+    """Load an agent's function. Raises `TaskError` if `name` names no function, or has positional-only parameters."""
     function = plugins.function(name, "environment.agent")
     kinds = plugins.parameters_of(function, f"environment.agent {name!r}").values()
     if any(parameter.kind is parameter.POSITIONAL_ONLY for parameter in kinds):
@@ -273,10 +266,7 @@ def timeout_reason(timeout_s: float) -> str:
 
 
 def _select_arguments(function: Callable[..., object], available: Mapping[str, object]) -> dict[str, object]:
-    """Select the arguments that `function` has parameters for, or all if it takes **kwargs.
-
-    Raises `TaskError` if no column has the name of a required parameter.
-    """
+    """Select the arguments that `function` takes. Raises `TaskError` if a required parameter is not available."""
     parameters = inspect.signature(function).parameters.values()
     takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
     named = {p.name: p.default for p in parameters if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)}
@@ -298,7 +288,7 @@ def _run(
 
 
 async def _in_time(awaitable: Awaitable[object], timeout_s: float) -> object:
-    """Await a run, then cancel the tasks that it started. Returns `TIMED_OUT` if it takes longer than `timeout_s`."""
+    """Await a run, then cancel the run's tasks. Returns `TIMED_OUT` if the run takes longer than `timeout_s`."""
     try:
         return await within(asyncio.timeout(timeout_s), awaitable)
     except TooLate:
@@ -312,7 +302,7 @@ async def _in_time(awaitable: Awaitable[object], timeout_s: float) -> object:
 
 
 def _program_outcome(code: int | None, timeout_s: float, printed: _Tail, errors: _Tail) -> AgentOutcome:
-    """Make the outcome of a program. Its exit `code` is None if it exceeded its time limit."""
+    """Make the outcome of a program. The exit `code` is None if the program exceeded its time limit."""
     if code is None:
         outcome = AgentOutcome(reason=timeout_reason(timeout_s))
     elif code:

@@ -29,7 +29,7 @@ CONNECTIONS = 256
 """Maximum number of a program's connections that are relayed concurrently."""
 CHUNK_BYTES = 2**16
 ADDRESS_MIB = 2**22
-"""Limit on the address space of one process. It is high, because Node and Java reserve far more than they use."""
+"""A high limit on the address space of one process, because Node and Java reserve far more than they use."""
 ALTERNATIVE = (
     "Otherwise name another sandbox, environment.sandbox = { kind = 'class', ... }, or run the agent as your user, "
     "without a sandbox."
@@ -47,14 +47,11 @@ try:
 except OSError as error:
     sys.exit(f"{{words[0]!r}} cannot be started: {{error}}")
 """
-"""The script that starts in the sandbox. Later the program replaces it in the same process, under the same limits."""
+"""The script that starts in the sandbox. The agent's program then replaces the script in the same process."""
 
 
 class AgentProgram(NamedTuple):
-    """One run of a program: the words of its command, its environment variables, and its time limit.
-
-    `address` is the endpoint's URL outside the sandbox, without /v1.
-    """
+    """One run of a program. `address` is the URL of the endpoint outside the sandbox, without /v1."""
 
     words: tuple[str, ...]
     variables: Mapping[str, str]
@@ -71,7 +68,7 @@ class AgentSandbox(Protocol):
 
 
 def build(config: AnySandbox) -> AgentSandbox:
-    """Make the configured sandbox. Raises `TaskError` if that fails."""
+    """Make the configured sandbox. Raises `TaskError` if the sandbox does not work here."""
     match config:
         case BubblewrapSandbox():
             return AgentBubblewrap(config)
@@ -83,10 +80,7 @@ def build(config: AnySandbox) -> AgentSandbox:
 
 
 class AgentBubblewrap:
-    """Runs programs of agents in bubblewrap, with the configured files and a connection to the endpoint.
-
-    Raises `TaskError` if bubblewrap does not work here, or a file is missing.
-    """
+    """Runs programs of agents in bubblewrap. Raises `TaskError` if bubblewrap does not work, or a file is missing."""
 
     def __init__(self, config: BubblewrapSandbox) -> None:
         if missing := bubblewrap.problem(ALTERNATIVE):
@@ -167,7 +161,6 @@ async def _relay_connections(channel: socket.socket, host: str, port: int) -> No
 
 
 async def _relay(inner: socket.socket, host: str, port: int) -> None:
-    """Relay one connection until both directions are closed, or the connection breaks."""
     reader, writer = await asyncio.open_connection(sock=inner)
     try:
         with contextlib.suppress(OSError):

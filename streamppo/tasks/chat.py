@@ -17,10 +17,7 @@ PARTS = ("text", "input_text", "output_text")
 
 
 def message(item: object, where: str) -> Message:
-    """Read one message with all its fields that are not null. Raises `TaskError` if `item` is not a message.
-
-    `item` is a dict or its JSON. If the content is a list of parts, their texts are joined.
-    """
+    """Read one message, a dict or its JSON, without nulls. Raises `TaskError` if `item` is not a message."""
     match item := _parse_column(item):
         case {"role": str(role), **other_fields}:
             fields = cast("dict[str, object]", _without_nulls(other_fields))
@@ -42,7 +39,7 @@ def message(item: object, where: str) -> Message:
 
 
 def template(row: Row, tools: str, base: Template, where: str) -> Template:
-    """Add to `base` the tools (column `tools`) and `ARGUMENTS` of a row. Raises `TaskError` if they are invalid."""
+    """Add to `base` the tools (column `tools`) and `ARGUMENTS` of a row. Raises `TaskError` for invalid columns."""
     tool_list, arguments = _parse_column(row.get(tools)) if tools else None, _parse_column(row.get(ARGUMENTS))
     if not tool_list and not arguments:
         return base
@@ -82,10 +79,7 @@ def _text(content: object, where: str) -> object:
 
 
 def _read_arguments(call: object) -> object:
-    """Parse the JSON arguments of a call, as OpenAI writes them: a template would encode the JSON a second time.
-
-    `call` itself may be JSON too.
-    """
+    """Parse the arguments of a call if they are JSON, as OpenAI writes them: a template encodes them again."""
     match call := _parse_column(call):
         case {"function": {"arguments": str(text)}}:
             known = cast("dict[str, dict[str, object]]", call)

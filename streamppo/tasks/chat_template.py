@@ -40,12 +40,9 @@ CLOCK = (
     "{% set written.text = written.text.replace(directive, text) %}"
     "{% endfor %}{{ written.text.replace('\\0', '%') }}{% endmacro +%}"
 )
-"""A macro named `NOW` that writes a fixed time. It is put before a chat template, and replaces the function.
-
-Its variable `streamppo_clock` has the text of every directive, such as %d.
-"""
+"""A macro `NOW` that writes a fixed time: newer versions of transformers pass no functions to templates."""
+Table: TypeAlias = dict[str, Any]
 Calls: TypeAlias = Sequence[Mapping[str, Any]]
-"""The `tool_calls` of a message."""
 FAULTS = (TemplateError, TypeError, ValueError, AttributeError, LookupError, ArithmeticError)
 """Errors that a template raises, and that transformers raises for an invalid chat."""
 
@@ -91,13 +88,11 @@ class ChatTemplate:
         return rendered
 
     def leaves_out_tools(self, messages: Sequence[Message], template: Template) -> bool:
-        """Return True if the prompt has tools and the template does not write them."""
         if not template.tools:
             return False
         return self._render_open(messages, template) == self._render_open(messages, structs.replace(template, tools=()))
 
     def _refuse_omissions(self, messages: Sequence[Message], template: Template) -> None:
-        """Raise `TaskError` if the template leaves out a message that is not the assistant's."""
         words = {number: f"{WORDS}{number}z" for number, message in enumerate(messages) if message.role != "assistant"}
         probe = [
             structs.replace(message, content=words[number]) if number in words else message
@@ -123,14 +118,11 @@ class ChatTemplate:
         return self._apply(messages, template, add_generation_prompt=not continues, continue_final_message=continues)
 
     def render_conversation(self, messages: Sequence[Message], template: Template) -> str:
-        """Render a finished conversation. Raises `TaskError` without a template, or if it rejects the messages."""
+        """Render a finished conversation. Raises `TaskError` for a missing template, and for rejected messages."""
         return self._apply(messages, template, add_generation_prompt=False)
 
     def missing_opening(self) -> str:
-        """Return the opening of an answer if rendered prompts do not end with it; "" if they do.
-
-        Example: "<|im_start|>assistant\\n" for a template that ignores `add_generation_prompt`.
-        """
+        """Return the opening of an answer that rendered prompts lack, such as "<|im_start|>assistant"; "" if none."""
         question = (Message(role="user", content="?"),)
         try:
             prompt, ended = self._render_open(question, PLAIN), self.render_conversation(question, PLAIN)
@@ -183,7 +175,7 @@ class ChatTemplate:
     def _after_calls(self, said: Sequence[Message], template: Template, calls: Calls) -> AfterTurn:
         """Return the result of `after_turn` for a turn with `calls`, whose arguments the template writes."""
 
-        def turn(*calls_made: dict[str, Any]) -> tuple[Message, ...]:
+        def turn(*calls_made: Table) -> tuple[Message, ...]:
             return Message(role="user", content="?"), Message(role="assistant", content="", tool_calls=calls_made)
 
         conversation = turn(*map(_with_sentinel, calls))
@@ -249,11 +241,8 @@ class ChatTemplate:
             self._lists_parts[key] = self._needs_parts("user", template) if is_unknown else is_parts and not is_text
         return self._lists_parts[key]
 
-    def _timed(self, template: Template, tools: list[dict[str, Any]] | None) -> dict[str, Any]:
-        """Return the arguments of `template`. If the chat template calls `NOW`, add those that make it write `clock`.
-
-        A macro writes the time, because newer versions of transformers pass no functions to a template.
-        """
+    def _timed(self, template: Template, tools: list[Table] | None) -> Table:
+        """Return the arguments of `template`, with those that fix the time to `clock` if the template calls `NOW`."""
         text = self._tokenizer.get_chat_template(template.arguments.get("chat_template"), tools) if self._clock else ""
         if NOW not in text:
             return template.arguments
@@ -269,7 +258,7 @@ class ChatTemplate:
                 "one for these prompts to chat_template.jinja in the model's folder"
             )
 
-    def _render_checked(self, chat: Any, tools: Any, arguments: dict[str, Any]) -> str:
+    def _render_checked(self, chat: Any, tools: Any, arguments: Table) -> str:
         try:
             return self._apply_template(chat, tools, arguments)
         except FAULTS as error:
@@ -279,7 +268,7 @@ class ChatTemplate:
                     return self._apply_template(as_text, tools, arguments)
             raise TaskError(f"the chat template refuses the messages: {error}") from error
 
-    def _apply_template(self, chat: Any, tools: Any, arguments: dict[str, Any]) -> str:
+    def _apply_template(self, chat: Any, tools: Any, arguments: Table) -> str:
         return str(self._tokenizer.apply_chat_template(chat, tools=tools, tokenize=False, **arguments))
 
 
@@ -299,8 +288,8 @@ def _template_shape(template: Template) -> tuple[object, ...]:
     return bool(template.tools), repr(template.arguments)
 
 
-def _text_arguments(chat: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    def with_text(call: dict[str, Any]) -> dict[str, Any]:
+def _text_arguments(chat: Sequence[Table]) -> list[Table]:
+    def with_text(call: Table) -> Table:
         function = call.get("function")
         if not isinstance(function, dict) or isinstance(function.get("arguments"), str):
             return call
@@ -317,7 +306,7 @@ def parts(content: object) -> object:
     return [{"type": "text", "text": content}] if isinstance(content, str) else content
 
 
-def _with_sentinel(call: Mapping[str, Any]) -> dict[str, Any]:
+def _with_sentinel(call: Mapping[str, Any]) -> Table:
     function = {**call.get("function", {}), "arguments": {"value": SENTINEL}}
     return {"type": "function", **call, "function": function}
 

@@ -2,7 +2,7 @@
 
 plain         values of any library     ->   None, bool, int, float, str, bytes, list, dict, Decimal, Fraction, UUID,
                                              datetime, date, time, timedelta
-pack, unpack  plain values             <->   msgpack, with extensions for types that it lacks
+pack, unpack  plain values             <->   msgpack, with extensions for types that msgpack lacks
 """
 
 import datetime
@@ -37,7 +37,7 @@ class Plain(NamedTuple):
 
 
 def plain_columns(row: Row) -> Plain:
-    """Convert the columns of a row; omit those that cannot be converted."""
+    """Convert the columns of a row to plain values, and omit columns that cannot be converted."""
     columns: dict[str, object] = {}
     omitted: dict[str, str] = {}
     for name, value in row.items():
@@ -51,7 +51,7 @@ def plain_columns(row: Row) -> Plain:
 
 
 def plain(value: object) -> object:
-    """Convert a value to Python's types; tuples and arrays become lists. Raises `NotPlain` if that is impossible."""
+    """Convert a value to Python's types; tuples and arrays become lists. Raises `NotPlain` for any other value."""
     if type(value) in ATOMS or type(value) in EXACT:
         return value
     match value:
@@ -107,27 +107,23 @@ def _key(name: object) -> object:
 
 # --- between processes ---------------------------------------------------------------------------------------
 
-INTEGER, TEXT, PAIRS, DECIMAL, FRACTION, IDENTIFIER, DATETIME, DATE, TIME, TIMEDELTA = range(1, 11)
-"""Codes of the msgpack extensions."""
-TEXTS: Mapping[type, tuple[int, Callable[..., str]]] = {
-    Decimal: (DECIMAL, str),
-    Fraction: (FRACTION, str),
-    UUID: (IDENTIFIER, str),
-    datetime.datetime: (DATETIME, datetime.datetime.isoformat),
-    datetime.date: (DATE, datetime.date.isoformat),
-    datetime.time: (TIME, datetime.time.isoformat),
-    datetime.timedelta: (TIMEDELTA, lambda span: f"{span.days} {span.seconds} {span.microseconds}"),
+INTEGER, TEXT, PAIRS = 1, 2, 3
+"""Codes of the msgpack extensions that are no entry of `TEXTS`."""
+TEXTS: Mapping[type, tuple[int, Callable[..., str], Callable[[str], object]]] = {
+    Decimal: (4, str, Decimal),
+    Fraction: (5, str, Fraction),
+    UUID: (6, str, UUID),
+    datetime.datetime: (7, datetime.datetime.isoformat, datetime.datetime.fromisoformat),
+    datetime.date: (8, datetime.date.isoformat, datetime.date.fromisoformat),
+    datetime.time: (9, datetime.time.isoformat, datetime.time.fromisoformat),
+    datetime.timedelta: (
+        10,
+        lambda span: f"{span.days} {span.seconds} {span.microseconds}",
+        lambda text: datetime.timedelta(*map(int, text.split())),
+    ),
 }
-READ: Mapping[int, Callable[[str], object]] = {
-    INTEGER: lambda text: int(text, 16),
-    DECIMAL: Decimal,
-    FRACTION: Fraction,
-    IDENTIFIER: UUID,
-    DATETIME: datetime.datetime.fromisoformat,
-    DATE: datetime.date.fromisoformat,
-    TIME: datetime.time.fromisoformat,
-    TIMEDELTA: lambda text: datetime.timedelta(*map(int, text.split())),
-}
+"""The types that are packed as texts: the code of the extension, and the functions to and from the text."""
+READ = {INTEGER: lambda text: int(text, 16), **{code: read for code, _, read in TEXTS.values()}}
 
 
 def pack(value: object) -> object:
@@ -147,7 +143,7 @@ def pack(value: object) -> object:
     if isinstance(value, list | tuple):
         return [pack(item) for item in value]
     if kind in TEXTS:
-        code, write = TEXTS[kind]
+        code, write, _ = TEXTS[kind]
         return msgspec.msgpack.Ext(code, write(value).encode())
     return value
 

@@ -7,8 +7,8 @@ control token. Here only names that the chat template writes become control toke
     ids       a twin of the tokenizer, whose control tokens have private names, tokenises the rendered text:
               the template's names become private names; escaped names become names again, plain text for the twin
 
-The twin splits, merges and normalises texts as the tokenizer does. It is made when a text first contains the name of a
-control token.
+The twin splits, merges and normalises texts as the tokenizer does. The twin is made when a text first contains the name
+of a control token.
 """
 
 from __future__ import annotations
@@ -47,7 +47,6 @@ class ControlTokens:
         added = {number: token for number, token in tokenizer.added_tokens_decoder.items() if token.content.strip()}
         self.added = frozenset(added)
         self.special = frozenset({number for number, token in added.items() if token.special})
-        """Ids of the special tokens."""
         # If a template composes a name from parts, the tokenizer's configuration lists the name. Older transformers
         # keep this list in init_kwargs.
         listed_names = getattr(tokenizer, LIST_ENTRY, None) or tokenizer.init_kwargs.get(LIST_ENTRY) or ()
@@ -94,10 +93,7 @@ class ControlTokens:
         return self._encode(text, 0)
 
     def ids(self, rendered: str) -> list[int]:
-        """Return the ids of a rendered conversation, in which names may be escaped.
-
-        Raises `TaskError` if the tokenizer can represent an escaped name only by the control token.
-        """
+        """Return the ids of rendered text. Raises `TaskError` if an escaped name can only be its control token."""
         private, num_written = rendered, 0
         if self._all_names is not None:
             private, num_written = self._all_names.subn(lambda match: _private(self._names.index(match[0])), rendered)
@@ -148,7 +144,6 @@ def _any_of(names: Iterable[str]) -> re.Pattern[str] | None:
 
 
 def _private(number: int) -> str:
-    """Return the name of control token `number` in the twin."""
     return f"{DELIMITER}{number}{DELIMITER}"
 
 

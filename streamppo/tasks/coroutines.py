@@ -17,10 +17,7 @@ class TooLate(Exception):
 
 
 async def within(limit: asyncio.Timeout, call: Awaitable[T]) -> T:
-    """Await `call` within `limit`. Raises `TooLate` if it ends later, even if it then returns a value.
-
-    A `TimeoutError` that the call itself raises is passed on.
-    """
+    """Await `call` within `limit`. Raises `TooLate` if `call` ends after the limit, even if `call` returns a value."""
     try:
         async with limit:
             result = await call
@@ -35,7 +32,9 @@ async def within(limit: asyncio.Timeout, call: Awaitable[T]) -> T:
     return result
 
 
-async def observe_steps(coroutine: Coroutine[Any, Any, T], enter: Callable[[], None], leave: Callable[[], None]) -> T:
+async def observe_steps(
+    coroutine: Coroutine[object, object, T], enter: Callable[[], None], leave: Callable[[], None]
+) -> T:
     """Run `coroutine`; call `enter` before each of its steps and `leave` after it."""
     # A task accepts an `async def`, but not the generator of `types.coroutine`.
     return await _step_by_step(coroutine, enter, leave)
@@ -43,7 +42,7 @@ async def observe_steps(coroutine: Coroutine[Any, Any, T], enter: Callable[[], N
 
 @types.coroutine
 def _step_by_step(
-    coroutine: Coroutine[Any, Any, T], enter: Callable[[], None], leave: Callable[[], None]
+    coroutine: Coroutine[object, object, T], enter: Callable[[], None], leave: Callable[[], None]
 ) -> Generator[object, object, T]:
     step: Callable[[], object] = partial(coroutine.send, None)
     while True:
@@ -61,15 +60,15 @@ def _step_by_step(
             step = partial(coroutine.throw, error)
 
 
-class EagerCoroutine(Generator[Any, Any, T]):
+class EagerCoroutine(Generator[object, object, T]):
     """Runs `coroutine` up to its first wait at once, and the remainder in the task that awaits this object.
 
-    A reward that never waits then needs no timer, which costs more than most such rewards. If the coroutine ends
+    A reward that never waits needs no timer then. A timer would cost more than most such rewards. If the coroutine ends
     without a wait, `result` is its result. Otherwise `result` is None, and this object must be awaited once. `start_s`
     is the event loop's time at the start. The constructor passes on an error raised before the first wait.
     """
 
-    def __init__(self, coroutine: Coroutine[Any, Any, T]) -> None:
+    def __init__(self, coroutine: Coroutine[object, object, T]) -> None:
         self.start_s = asyncio.get_running_loop().time()
         self._coroutine, self._is_resumed = coroutine, False
         self.result: T | None = None
@@ -78,10 +77,10 @@ class EagerCoroutine(Generator[Any, Any, T]):
         except StopIteration as end:
             self.result = end.value
 
-    def __await__(self) -> Generator[Any, Any, T]:
+    def __await__(self) -> Generator[object, object, T]:
         return self
 
-    def send(self, value: Any, /) -> Any:
+    def send(self, value: object, /) -> object:
         """Resume the coroutine and return its next wait; the first call only returns the first wait."""
         if self._is_resumed:
             return self._coroutine.send(value)

@@ -17,7 +17,6 @@ from streamppo.types import Message, Prompt, Template
 ANSWER = "answer"
 """The name under which rewards get the answer, and the default name of its column."""
 MEDIA_COLUMNS = ("image", "images", "video", "videos", "audio", "audios")
-"""Names of columns with pictures and sounds in multimodal data sets."""
 MEDIA_MARKS = tuple(f"<{name}>" for name in ("image", "video", "audio"))
 """Placeholders of pictures and sounds in prompts, for example in the rows of verl."""
 SPECIALS = 8
@@ -164,7 +163,7 @@ def _source_of_subset(source: Source) -> Source:
 
 
 def _evaluation(source: Source) -> tuple[str, str]:
-    """Return data and split of the evaluation. Raises `TaskError` if they are the training rows."""
+    """Return data and split of the evaluation. Raises `TaskError` if the evaluation would use the training rows."""
     data, of_split = source.evaluation or source.data, source.evaluation_split or source.split
     if source.evaluation is None and not dataset_files.has_splits(data):
         raise TaskError(
@@ -221,7 +220,7 @@ def present_columns(row: Row, source: Source) -> Source:
 
 
 def _answer_column(row: Row, name: str) -> str:
-    """Return the name of the answer's column. In the rows of verl it is `reward_model.ground_truth`.
+    """Return the name of the answer's column: in the rows of verl `reward_model.ground_truth`, otherwise `name`.
 
     A column `answer` beside `reward_model` does not count: in verl's conversion of gsm8k it has the worked solution.
     """
@@ -257,10 +256,7 @@ def _value(row: Row, name: str) -> object:
 
 
 def content(value: object, where: str, source: Source) -> tuple[str, tuple[Message, ...]]:
-    """Return (text, messages) of the value of the prompt's column; a plain text has no messages.
-
-    The text of messages is their joined contents. Raises `TaskError` for a value that is not a prompt.
-    """
+    """Return (text, messages) of the prompt `value`; a text has no messages. Raises `TaskError` for other values."""
     if isinstance(value, str) and value:
         if not source.chat and not source.system and not _as_json(value):
             return value, ()

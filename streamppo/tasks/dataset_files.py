@@ -43,20 +43,13 @@ def rows(data: str, split: str, subset: str = "") -> Iterator[tuple[str, Row]]:
 
 
 def may_be_hub_name(name: str) -> bool:
-    """Return False for a path and for the name of a data file.
-
-    A name on the hub has at most one slash and begins with a letter or digit.
-    """
+    """Return True for "name" and "owner/name", which begin with a letter or digit, unless it is a data file."""
     is_path = name.count("/") > 1 or not name[:1].isalnum() or name.endswith("/")
     return not is_path and not files.ending(Path(name)) and not files.UNSUPPORTED.search(name)
 
 
 def subset_folder(data: str, subset: str, *, is_required: bool) -> str:
-    """Return the folder of the subset `subset` in the folder `data`; return `data` if it is a name on the hub.
-
-    Example: in a copy of openai/gsm8k the subset `main` is the folder `main`. Raises `TaskError` if a required folder
-    is missing.
-    """
+    """Return the folder of `subset` in `data`, or a hub name as it is. Raises `TaskError` if a folder is missing."""
     path = Path(data)
     if not subset or not path.exists():
         return data
@@ -139,7 +132,7 @@ def _lines(path: Path) -> Iterator[bytes]:
 
 
 def parse(text: bytes, where: str) -> Row:
-    """Parse one row from JSON. Raises `TaskError`, whose message begins with `where`, if it is not a JSON object."""
+    """Parse one row from JSON. Raises `TaskError`, whose message begins with `where`, unless the row is an object."""
     try:
         row = json.loads(text)
     except (ValueError, RecursionError) as error:
@@ -154,10 +147,7 @@ def _object(row: object, where: str) -> Row:
 
 
 def _csv(path: Path, delimiter: str) -> Iterator[Row]:
-    """Read a table with a header. Values are texts, or None if empty, as in pandas and `datasets`.
-
-    Columns without a name, such as the index of `DataFrame.to_csv`, are left out.
-    """
+    """Read a table with a header. An empty value is None, as in pandas. Columns without a name are left out."""
     csv.field_size_limit(sys.maxsize)
     table = csv.reader(_decode_lines(path), delimiter=delimiter, strict=True)
     try:
@@ -211,10 +201,7 @@ def _arrow(path: Path) -> Iterator[Row]:
 
 
 def _rows(batch: "pyarrow.RecordBatch", where: Path) -> Iterator[Row]:
-    """Yield the rows of a batch. If Python cannot represent a column's values, each row has `Unreadable` there.
-
-    Raises `TaskError` for two columns with the same name.
-    """
+    """Yield the rows of a batch. A column with a value that Python cannot represent is `Unreadable` in each row."""
     import pyarrow
 
     names: list[str] = batch.schema.names

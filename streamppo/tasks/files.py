@@ -1,4 +1,4 @@
-"""Finds the files of a split in a data folder: files that are named after it, or are in a folder named after it.
+"""Finds the files of a split in a data folder: files with the name of the split, or in a folder with its name.
 
 of the split train    train.jsonl, train-00000-of-00002.parquet, train/anything.parquet, main/train.jsonl.gz
 of no split           .cache/train.jsonl, and ambiguous names: train-old.jsonl, test/train.jsonl
@@ -18,7 +18,6 @@ ENDINGS = (".jsonl", ".jsonl.gz", ".json", ".json.gz", ".parquet", ".arrow", ".c
 DESCRIPTIONS = frozenset({"dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json"})
 """Files that `datasets` writes beside the rows."""
 UNSUPPORTED = re.compile(r"\.(ndjson|feather|(jsonl|csv|tsv|json|parquet)\.\w+)$")
-"""Endings of unsupported data formats."""
 SHARD = r"(?:[-_.]\d+)?(?:[-_]of[-_]\d+)?(?:[-_.][0-9a-f]{8,})?"
 """The shard suffix of a name such as train-00000-of-00002-a09b74b3ef9c3b56."""
 SPLITS = frozenset({"train", "training", "test", "testing", "validation", "valid", "val", "dev", "eval", "evaluation"})
@@ -32,10 +31,7 @@ class SplitFiles(NamedTuple):
 
 
 def find(folder: Path, split: str) -> SplitFiles:
-    """Find the files of `split`.
-
-    Raises `TaskError` if there are none, if two differ only in their endings, or if one has an unsupported format.
-    """
+    """Find the files of `split`. Raises `TaskError` if there are none, or for an unsupported or ambiguous format."""
     if is_saved_dataset(folder / split):
         # A saved folder may have other files too, such as the cache of `map`: state.json lists the data files.
         folder /= split
@@ -85,7 +81,6 @@ def ending(path: Path) -> str:
 
 
 def _visible_files(folder: Path) -> Iterator[Path]:
-    """Yield the relative paths of all visible files in the folder, sorted."""
     for path in sorted(folder.rglob("*")):
         name = path.relative_to(folder)
         if path.is_file() and not any(part.startswith(".") for part in name.parts):

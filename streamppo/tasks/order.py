@@ -15,10 +15,7 @@ EASIEST = 0.1
 
 
 class ShuffledOrder:
-    """Maps a position to row `permutation(key, epoch)[position % count]` with epoch = position // count.
-
-    The first number of `key` is the seed.
-    """
+    """Maps a position to row `permutation(epoch)[position % count]`, epoch = position // count. `key[0]` is a seed."""
 
     def __init__(self, count: int, *key: int) -> None:
         # Keep two permutations, because the prompts in flight may belong to two consecutive epochs.
@@ -53,10 +50,15 @@ class RampedOrder:
         return int(self._by_difficulty[rank])
 
 
-class Mixture:
-    """Mixes sources in a seeded order. In each block a source has its share of the weights, rounded to 1 / `BLOCK`."""
+class PromptOrder:
+    """Maps the number of a prompt to its source and row. The sources are mixed in a seeded order.
 
-    def __init__(self, weights: Mapping[str, float], seed: int) -> None:
+    `orders` has the order of each source, and `weights` its weight, by name. In each block a source has its share of
+    the weights, rounded to 1 / `BLOCK`.
+    """
+
+    def __init__(self, orders: Sequence[Callable[[int], int]], weights: Mapping[str, float], seed: int) -> None:
+        self._orders = orders
         total = sum(weights.values())
         exact = {name: BLOCK * weight / total for name, weight in weights.items()}
         counts = {name: max(1, int(share)) for name, share in exact.items()}
@@ -68,17 +70,15 @@ class Mixture:
         key = crc32("/".join(weights).encode())
         self._block = lru_cache(maxsize=2)(lambda number: self._arrange(np.random.default_rng((seed, number, key))))
 
-    def __call__(self, position: int) -> tuple[int, int]:
-        """Return (index of the source, position in the stream of the source)."""
-        block, within = divmod(position, self._size)
+    def __call__(self, number: int) -> tuple[int, int]:
+        """Return (index of the source, index among the training rows of the source) of prompt `number` >= 0."""
+        block, within = divmod(number, self._size)
         sources, ranks = self._block(block)
         source = int(sources[within])
-        return source, block * self._counts[source] + int(ranks[within])
+        return source, self._orders[source](block * self._counts[source] + int(ranks[within]))
 
     def _arrange(self, generator: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
-        """Return the source of each position in a block, and how often the source occurs before that position in the
-        block.
-        """
+        """Return the source of each position in a block, and how often the source occurs before that position."""
         sources = generator.permutation(np.repeat(np.arange(len(self._counts)), self._counts))
         ranks = np.empty(self._size, dtype=np.int64)
         for source, count in enumerate(self._counts):
@@ -86,27 +86,8 @@ class Mixture:
         return sources, ranks
 
 
-class PromptOrder:
-    """Maps the number of a prompt to its source and row.
-
-    `orders` has the order of each source. `weights` has the weight of each source in the mixture, by name.
-    """
-
-    def __init__(self, orders: Sequence[Callable[[int], int]], weights: Mapping[str, float], seed: int) -> None:
-        self._orders = orders
-        self._mixture = Mixture(weights, seed) if len(orders) > 1 else None
-
-    def __call__(self, number: int) -> tuple[int, int]:
-        """Return (index of the source, index among the training rows of the source) of prompt `number` >= 0."""
-        source, position = self._mixture(number) if self._mixture else (0, number)
-        return source, self._orders[source](position)
-
-
 class SourceRows(WireStruct, frozen=True):
-    """One source of shuffled prompts: its name and weight, the number of its training rows, the key of its order.
-
-    `content` is a CRC of the texts of the prompts.
-    """
+    """One source of shuffled prompts. `key` is the key of its `ShuffledOrder`, `content` a CRC of the rows' texts."""
 
     name: str
     weight: float
@@ -116,10 +97,7 @@ class SourceRows(WireStruct, frozen=True):
 
 
 class RowNumbers(WireStruct, frozen=True):
-    """Finds the row number of a prompt without the rows, from the sources and the seed of their mixture.
-
-    Example: with sources of 10 and 5 rows, row 2 of the second source has the number 12.
-    """
+    """Finds the row number of a prompt without the rows: row 2 of source 2 is number 12 if source 1 has 10 rows."""
 
     sources: tuple[SourceRows, ...]
     seed: int

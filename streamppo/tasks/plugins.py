@@ -29,10 +29,7 @@ DEVELOPMENT = {"test", "docs", "peers"}
 
 
 def export_path() -> None:
-    """Put the current folder first on the import path of this process and of its child processes.
-
-    Raises `RunError` if a module there would hide a module of Python or of a library, because Ray would import it.
-    """
+    """Put the current folder first on the import path. Raises `RunError` if it hides a module that Ray imports."""
     folder = os.getcwd()
     if shadowing := _shadowing_modules(Path(folder)):
         raise RunError(
@@ -62,7 +59,7 @@ def _shadowing_modules(folder: Path) -> list[Path]:
 
 
 def load(name: str, subject: str) -> object:
-    """Import the object `name`. Raises `TaskError`, with a message that begins with `subject`, if that fails."""
+    """Import the object `name`. Raises `TaskError`, with a message that begins with `subject`, if the import fails."""
     where, colon, attribute = name.rpartition(":")
     if not colon or not where or not attribute:
         raise TaskError(f"{subject} {name!r} is not of the form package.module:name or path/file.py:name")
@@ -82,7 +79,7 @@ def load(name: str, subject: str) -> object:
 
 
 def function(name: str, subject: str) -> Callable[..., object]:
-    """Import the function `name`, as `load` does. Raises `TaskError` if it is not callable."""
+    """Import the function `name`, as `load` does. Raises `TaskError` if the object is not callable."""
     plugin = load(name, subject)
     if not callable(plugin):
         raise TaskError(f"{subject} {name!r} is not a function")
@@ -90,7 +87,7 @@ def function(name: str, subject: str) -> Callable[..., object]:
 
 
 def call(subject: str, function: Callable[[*Arguments], R], *arguments: *Arguments) -> R:
-    """Call user code. Raises `TaskError` if it fails; the message begins with `subject` and names the line."""
+    """Call user code. Raises `TaskError` if the call fails; the message begins with `subject` and names the line."""
     try:
         return function(*arguments)
     except user_traceback.USER_ERRORS as error:
@@ -98,7 +95,7 @@ def call(subject: str, function: Callable[[*Arguments], R], *arguments: *Argumen
 
 
 def _path_hint(where: str, attribute: str, error: BaseException) -> str:
-    """Return the remedy if the file `where` failed to import a module beside it; "" for other errors."""
+    """Return the remedy if the file `where` failed to import a module in its folder; "" for other errors."""
     if not where.endswith(".py") or not isinstance(error, ImportError):
         return ""
     path = Path(where).absolute()
@@ -143,10 +140,7 @@ def load_and_try(name: str, field: str, test: Callable[[Callable[..., object]], 
 
 
 def parameters_of(function: Callable[..., object], subject: str) -> Mapping[str, inspect.Parameter]:
-    """Return the parameters of a function or class.
-
-    Raises `TaskError`, with a message that begins with `subject`, if there is no signature, as in compiled modules.
-    """
+    """Return the parameters of a function or class. Raises `TaskError` without a signature, as in compiled modules."""
     try:
         return inspect.signature(function).parameters
     except (TypeError, ValueError) as error:
@@ -154,10 +148,7 @@ def parameters_of(function: Callable[..., object], subject: str) -> Mapping[str,
 
 
 def check_arguments(factory: Callable[..., object], arguments: Mapping[str, object], subject: str) -> None:
-    """Check arguments for a class's constructor.
-
-    Raises `TaskError` for an unknown or missing argument; the message begins with `subject` and names the argument.
-    """
+    """Raise `TaskError`, which begins with `subject`, for an unknown or missing argument of a class's constructor."""
     parameters = parameters_of(factory, subject).values()
     named = {p.name for p in parameters if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)}
     check_names(arguments, named, subject, takes_all=any(p.kind is p.VAR_KEYWORD for p in parameters))

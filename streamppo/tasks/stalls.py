@@ -95,9 +95,7 @@ class EnvironmentCalls:
         self._before: _Step | None = None
 
     async def call(self, call: Callable[[], Awaitable[T]]) -> T:
-        """Make one call. Raises `TooLate` with a reason if the call takes longer than `timeout_s`, blocking steps
-        included.
-        """
+        """Make one call. Raises `TooLate` with a reason after `timeout_s`, which includes its blocking steps."""
         stalls, self.held_at = self._stalls, ""
         stalls.begin()
         token, limit = _CALLS.set(self), asyncio.timeout(stalls.timeout_s)
@@ -124,7 +122,9 @@ _CALLS: ContextVar[EnvironmentCalls | None] = ContextVar("CALLS", default=None)
 """The calls of the environment to which a task belongs; tasks that it starts inherit it."""
 
 
-def _make_task(loop: asyncio.AbstractEventLoop, coroutine: Coroutine[Any, Any, T], **options: Any) -> asyncio.Task[T]:
+def _make_task(
+    loop: asyncio.AbstractEventLoop, coroutine: Coroutine[object, object, T], **options: Any
+) -> asyncio.Task[T]:
     calls = _CALLS.get()
     observed = coroutine if calls is None else observe_steps(coroutine, calls.enter, calls.leave)
     return asyncio.Task(observed, loop=loop, **options)

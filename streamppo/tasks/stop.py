@@ -6,13 +6,13 @@
     chat template           "...!<|im_end|>\\n"  the first added token after the text of an assistant's message
     rollout.stop            "</s>", "\\n\\nQ:"    the name of an added token, or a string
 
-A completion ends with the first stop token, or with the token that completes a stop string. Otherwise it ends at its
-length limit: rollout.max_tokens, or less by a user's function:
+A completion ends with the first stop token, or with the token that completes a stop string. Without a stop a completion
+ends at its length limit: rollout.max_tokens, or less by a user's function:
 
     def limit(prompt: Prompt, identity: Identity | None) -> int      None for an evaluation's greedy answer
 
-The function is called in the rollout actor's event loop, once for each trajectory, so it must be fast. It may return a
-random limit; if the function seeds the limit by `identity`, a retried trajectory gets the same limit.
+The function is called in the rollout actor's event loop, once for each trajectory, so it must be fast. The function
+may return a random limit. If the random limit is seeded by `identity`, a retried trajectory gets the same limit.
 """
 
 import logging
@@ -62,10 +62,7 @@ class Stop(NamedTuple):
         return text[: min(at if (at := text.find(string)) >= 0 else len(text) for string in self.strings)]
 
     def make_check(self, decode: Callable[[Sequence[int]], str]) -> Callable[[Ints], bool] | None:
-        """Return a test of tokens [T]: True if the last token completes a stop string. None if there are no strings.
-
-        `decode` returns the text of tokens, special tokens included.
-        """
+        """Return a test of tokens [T]: True if the last token completes a stop string. None if there are no strings."""
         if not self.strings:
             return None
         # A token has at least one byte, so this many tokens contain every stop string.
@@ -89,10 +86,7 @@ def read(
     tokenizer: "PreTrainedTokenizerFast | None",
     configured: Sequence[str] = (),
 ) -> Stop:
-    """Find all stops of the model at `model`; `configured` is rollout.stop.
-
-    Raises `ModelError` if an eos_token_id is not a token.
-    """
+    """Find all stops of a model; `configured` is rollout.stop. Raises `ModelError` for an invalid eos_token_id."""
     origins: dict[int, list[str]] = {}
     added = {} if tokenizer is None else tokenizer.get_added_vocab()
     names = {} if tokenizer is None else {**tokenizer.get_vocab(), **added}
@@ -121,7 +115,7 @@ def end_of_turn(tokenizer: "PreTrainedTokenizerFast") -> int | None:
 
 
 def _suffix(tokenizer: "PreTrainedTokenizerFast", turn: list[dict[str, object]]) -> str:
-    """Return the text that the chat template writes after the assistant's words; "" if it leaves out the words."""
+    """Return the text that the chat template writes after the assistant's words; "" if the words are left out."""
     try:
         text = str(
             tokenizer.apply_chat_template(
@@ -187,8 +181,8 @@ LengthLimit: TypeAlias = Callable[[Prompt, Identity | None], int]
 def load_limit(name: str, max_tokens: int) -> LengthLimit:
     """Load the function `name`, and cap its limits at `max_tokens`. If `name` is empty, every limit is `max_tokens`.
 
-    Raises `TaskError` if it cannot be loaded. The returned function raises `TaskError` if the user's function raises,
-    or returns anything except an integer above 0.
+    Raises `TaskError` if the function cannot be loaded. The returned function raises `TaskError` if the user's function
+    raises, or returns anything except an integer above 0.
     """
     if not name:
         return lambda prompt, identity: max_tokens

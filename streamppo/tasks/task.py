@@ -18,11 +18,7 @@ from streamppo.types import Prompt
 
 
 class PromptStream(NamedTuple):
-    """One source of prompts: `rows`, and `order`, which maps each position >= 0 to a training row.
-
-    `lengths` counts the too long prompts that were "skipped" or "truncated"; `notes` are sentences about rows, files
-    and columns.
-    """
+    """One source of prompts. `order` maps each position >= 0 to a training row. `lengths` counts too long prompts."""
 
     name: str
     rows: Data | SplitPrompts

@@ -28,7 +28,7 @@ Said: TypeAlias = str | tuple[Message, ...]
 PADDING, END = 0, 1
 """Token ids of the character tokenizer."""
 SPECIALS = 3
-"""Number of special tokens of the character tokenizer: padding, end and unknown. They precede the characters."""
+"""Number of special tokens of the character tokenizer: padding, end and unknown. The first ids are theirs."""
 
 CACHED_PROMPTS = 256
 """Number of prompts whose token ids are cached."""
@@ -41,10 +41,7 @@ NAMED = ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
 
 
 class Tokenizer:
-    """Wraps the Hugging Face tokenizer of a model folder or hub name. Raises `TaskError` if there is none.
-
-    The time in a chat template is `clock` (ISO 8601), or the time of the call if `clock` is empty.
-    """
+    """The tokenizer of a model folder or hub name. The time in chat templates is `clock` (ISO 8601), or now for ""."""
 
     def __init__(self, path: str | Path, clock: str = "") -> None:
         try:
@@ -63,7 +60,7 @@ class Tokenizer:
         if self.vocabulary <= len(self._tokenizer.all_special_ids):
             raise TaskError(f"{path}: there is no tokenizer")
         self._control = ControlTokens(self._tokenizer, self._fast, chat_template.sources(self._tokenizer))
-        self._chat = ChatTemplate(self._tokenizer, self._control, clock)
+        self.chat = ChatTemplate(self._tokenizer, self._control, clock)
         self._bos: str = self._tokenizer.bos_token or ""
         self._hidden_ids = {getattr(self._tokenizer, f"{name}_token_id") for name in NAMED}
         self._hides_all_special = self._control.special <= self._hidden_ids
@@ -95,7 +92,6 @@ class Tokenizer:
         return None if schema is None else lambda text: self._tokenizer.parse_response(text, schema)
 
     def numbers(self) -> dict[str, int]:
-        """Return the id of every token by its text."""
         return self._tokenizer.get_vocab()
 
     def texts(self, tokens: Sequence[int]) -> list[str]:
@@ -134,16 +130,12 @@ class Tokenizer:
     def render(self, prompt: Prompt) -> str:
         """Return the text of a prompt: its messages in the chat template with the opening of the answer, or its text.
 
-        If the last message is the assistant's, it is left open to be continued. For messages it raises `TaskError` if
-        the tokenizer has no template, or if the template rejects them.
+        A last message of the assistant is left open to be continued. Raises `TaskError` for messages if the tokenizer
+        has no template, or if the template rejects them.
         """
         if not prompt.messages:
             return prompt.text
-        return self._control.restore(self._chat.render(prompt.messages, prompt.template))
-
-    def leaves_out_tools(self, prompt: Prompt) -> bool:
-        """Return True if the prompt has tools that the chat template does not write."""
-        return self._chat.leaves_out_tools(prompt.messages, prompt.template)
+        return self._control.restore(self.chat.render(prompt.messages, prompt.template))
 
     def find_control_token(self, prompt: Prompt) -> str | None:
         """Return the first special token whose name is in a prompt's text, if there is one."""
@@ -157,7 +149,7 @@ class Tokenizer:
         no trailing ones, because the policy continues the text.
         """
         if prompt.messages:
-            ids = self._rendered_ids(self._chat.render(prompt.messages, prompt.template))
+            ids = self._rendered_ids(self.chat.render(prompt.messages, prompt.template))
         else:
             ids = self._prompt_text_ids(prompt.text, prompt.template)
         if not ids:
@@ -180,17 +172,10 @@ class Tokenizer:
         return tokens
 
     def turn_end(self) -> int | None:
-        """Return the token that the chat template writes after an assistant's message; None if it writes none.
-
-        Examples: `<|im_end|>` for Qwen, `<end_of_turn>` for Gemma, none for GLM, whose turns end with the role of the
-        next turn.
-        """
+        """Return the token that the chat template writes after an assistant's turn, such as `<|im_end|>`, or None."""
         if self._turn_end is UNKNOWN:
             self._turn_end = stop.end_of_turn(self._tokenizer)
         return self._turn_end
-
-    def missing_opening(self) -> str:
-        return self._chat.missing_opening()
 
     def observation(self, said: Said, template: Template = PLAIN, last: int | None = None, calls: Calls = ()) -> Ints:
         """Return the token ids [O] of an environment's words after a turn, with the opening of the next turn.
@@ -203,7 +188,7 @@ class Tokenizer:
         """
         if isinstance(said, str):
             return np.asarray(self._text_ids(said, template), dtype=np.int32)
-        suffix, end = self._chat.after_turn(said, template, calls), self.turn_end()
+        suffix, end = self.chat.after_turn(said, template, calls), self.turn_end()
         ids = self._ids_after_calls(suffix, end) if suffix.others else self._rendered_ids(suffix.text)
         if ids and last == ids[0]:
             # The policy has sampled the end of its turn, or the next role.
@@ -243,10 +228,7 @@ class Tokenizer:
         return last in (end, self.eos_id) or last in self._control.special
 
     def encode_turn(self, completion: str, finish: str) -> Ints:
-        """Return the token ids [T] of a policy's turn, with the end of the turn if `finish` is "stop".
-
-        Raises `TaskError` if there are none.
-        """
+        """Return the ids [T] of a turn; `finish` "stop" adds the end of the turn. Raises `TaskError` without ids."""
         end = [self.eos_id] if finish == "stop" and self.eos_id is not None else []
         ids = [*self._ids(completion), *end]
         if not ids:

@@ -12,12 +12,11 @@ PACKAGE = Path(__file__).parents[1]
 PLUG_INS = tuple(str(PACKAGE / "tasks" / name) for name in ("library", "scorers"))
 """Folders of this package whose code counts as user code."""
 NOT_USER_CODE = (*{sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")}, str(PACKAGE))
-"""Folders of files that are not user code."""
 PACKAGES = ("site-packages", "dist-packages")
 """Names of folders of libraries, which may also be outside this environment."""
 
 USER_ERRORS = (Exception, SystemExit, asyncio.CancelledError)
-"""Errors of user code that fail one trajectory. A coroutine must re-raise those with `is_cancellation`."""
+"""Errors of user code that fail one trajectory. A coroutine must re-raise an error with `is_cancellation`."""
 
 
 def is_cancellation(error: BaseException) -> bool:
@@ -27,10 +26,7 @@ def is_cancellation(error: BaseException) -> bool:
 
 
 def format_user_error(error: BaseException) -> str:
-    """Return an error's message, preceded by the file and innermost line of user code, if its traceback has one.
-
-    The message of a group joins the messages of its errors.
-    """
+    """Return "file:line: message" with the innermost line of user code, if known; for a group the joined messages."""
     return "; ".join(dict.fromkeys(map(_place_and_message, errors_of(error))))
 
 

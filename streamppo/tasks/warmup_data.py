@@ -19,7 +19,7 @@ CONTEXT = 256
 CHARACTERS = 256
 """Maximum number of distinct characters that builtin:tiny can learn."""
 SPECIAL = re.compile("<eos>")
-"""The end of a turn in demonstrations of several turns. It is a single token."""
+"""The end of a turn in demonstrations of several turns: a single token of the character tokenizer."""
 
 
 class Lesson(NamedTuple):
@@ -108,5 +108,4 @@ def _answer(prompt: Prompt) -> str:
 
 
 def _sort_characters(characters: Iterable[str]) -> str:
-    """Sort characters; letters and digits come first."""
     return "".join(sorted(characters, key=lambda character: (not character.isalnum(), character)))

@@ -70,12 +70,12 @@ def _notes(prompts: Sequence[Prompt], tokenizer: Tokenizer) -> Iterator[str]:
             f"{'which stay text' if is_text else 'to which the chat template adds its own'}; if rows are written in a "
             f'chat template already, choose control_tokens = "parse"{no_chat}'
         )
-    if any(prompt.messages for prompt in prompts) and (opening := tokenizer.missing_opening()):
+    if any(prompt.messages for prompt in prompts) and (opening := tokenizer.chat.missing_opening()):
         yield (
             f"the chat template does not open the assistant's turn: a completion begins with {opening!r}, which "
             "templates write `if add_generation_prompt`"
         )
-    if count := sum(tokenizer.leaves_out_tools(prompt) for prompt in prompts):
+    if count := sum(tokenizer.chat.leaves_out_tools(prompt.messages, prompt.template) for prompt in prompts):
         yield (
             f"{count} of the first {len(prompts)} prompts have tools, which the chat template leaves out: the policy "
             "does not see them; describe them in a message"

@@ -11,10 +11,7 @@ ALPHABET = "0123456789+="
 
 
 def rows(first: tuple[int, int], second: tuple[int, int], held_out: float, seed: int) -> SplitPrompts:
-    """Make all problems a + b with a and b in the given ranges, ends included. The seed decides which are held out.
-
-    a + b and b + a are on the same side of the split, so that no held-out problem is a swapped training problem.
-    """
+    """Make all problems a + b in the ranges, ends included. a + b and b + a are both held out, or neither is."""
     pairs = [(a, b) for a in range(first[0], first[1] + 1) for b in range(second[0], second[1] + 1)]
     unordered = sorted({(min(pair), max(pair)) for pair in pairs})
     generator = np.random.default_rng((seed, 0xADD))
@@ -39,8 +36,5 @@ def difficulty(prompt: Prompt) -> int:
 
 
 async def score(trajectory: ScoredText, answer: str) -> float:
-    """Score 1.0 if the completion is exactly the answer and ended with a stop, else 0.0.
-
-    Raises `TaskError` for an answer that is neither a text nor a number.
-    """
+    """Score 1 for a completion that is the answer and ended with a stop, else 0. Raises `TaskError` as `gold.text`."""
     return float(trajectory.completion == gold.text(answer) and trajectory.finish == "stop")

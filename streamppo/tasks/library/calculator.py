@@ -37,7 +37,6 @@ class Calculator:
 
 
 def _sum(expression: str) -> str:
-    """Return the value of a sum, or "+" for an expression that is not a sum."""
     numbers = expression.split("+")
     return str(sum(map(int, numbers))) if all(number.isdigit() for number in numbers) else "+"
 

@@ -34,7 +34,7 @@ def rows(config: GymTask, seed: int) -> SplitPrompts:
 
 def _prompt(entry: Row, config: GymTask) -> Prompt:
     # The verifier runs in another process, where some data sets generate a different entry from the same seed. So the
-    # row has the entry itself. It is a Python literal, because JSON would turn tuples into lists.
+    # row has the entry itself, as a Python literal: JSON would turn tuples into lists.
     with np.printoptions(legacy="1.25"):  # writes numpy's numbers without their types
         literal = repr(entry)
     columns = {
@@ -47,10 +47,7 @@ def _prompt(entry: Row, config: GymTask) -> Prompt:
 
 
 def score(trajectory: ScoredText, dataset: str, parameters: str, entry: str) -> float:
-    """Return reasoning-gym's score of the completion, 0 to 1. Not async, so that slow verifiers run in a process.
-
-    `parameters` is the JSON of the data set's parameters; `entry` is the problem as a Python literal.
-    """
+    """Return reasoning-gym's score, 0 to 1. `entry` is a Python literal. Not async: slow verifiers run in a process."""
     return float(_verifier(dataset, parameters)(trajectory.completion.strip(), ast.literal_eval(entry)))
 
 

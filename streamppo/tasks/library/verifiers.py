@@ -40,7 +40,7 @@ def rows(config: VerifiersTask, seed: int) -> SplitPrompts:
 
 
 async def run(base_url: str, environment: str, row: str) -> Done:
-    """Play one task; its reward is the sum over all traces of the trained seat. Raises `TaskError` if it fails."""
+    """Play one task; its reward is the sum over all traces of the trained seat. Raises `TaskError` after an error."""
     loaded, library = _environment(environment), _library()
     kind = type(loaded.taskset).task_type()
     task = kind(kind.data_type().model_validate_json(row), loaded.taskset.config.task)

@@ -3,17 +3,16 @@
 import asyncio
 from collections import deque
 from collections.abc import Awaitable, Callable, Coroutine
-from typing import Any, NamedTuple, TypeAlias
+from typing import NamedTuple, TypeAlias
 
 from streamppo.tasks.dataset_files import Row
 from streamppo.tasks.rewards.outcome import Outcome
 from streamppo.tasks.rewards.signature import Columns, Texts
 from streamppo.types import ScoredText
 
-CallBatch: TypeAlias = Callable[[Texts, Columns], Coroutine[Any, Any, tuple[Outcome, ...]]]
+CallBatch: TypeAlias = Callable[[Texts, Columns], Coroutine[object, object, tuple[Outcome, ...]]]
 """Scores several trajectories: returns one outcome for each text."""
 CallOne: TypeAlias = Callable[[ScoredText, Row], Awaitable[Outcome]]
-"""Scores one trajectory."""
 
 
 class _Waiting(NamedTuple):
@@ -25,7 +24,7 @@ class _Waiting(NamedTuple):
 class Batcher:
     """Sends up to `size` calls per batch and up to `places` batches concurrently; no call waits for a batch to fill.
 
-    If a batch raises, dies or takes too long, its trajectories are scored one by one, so that one does not fail the
+    If a batch raises, dies or takes too long, its trajectories are scored one by one, so that none fails the
     others. After a retryable failure the caller retries instead. A returned value is final, even if it is invalid.
     """
 
@@ -36,7 +35,6 @@ class Batcher:
         self._line: deque[_Waiting] = deque()
 
     async def __call__(self, text: ScoredText, columns: Row) -> Outcome:
-        """Score one trajectory, in a batch with other waiting ones."""
         done: asyncio.Future[Outcome] = asyncio.get_running_loop().create_future()
         self._line.append(_Waiting(text, columns, done))
         async with self._places:

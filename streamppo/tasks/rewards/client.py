@@ -22,10 +22,7 @@ DIRECT: Mapping[str, httpx.AsyncBaseTransport | None] = dict.fromkeys(
 
 
 class Client:
-    """Posts JSON over several httpx clients in turn. Transport errors and busy servers raise `Retryable`.
-
-    `key_env` is the environment variable of a bearer token, or empty; raises `TaskError` if the variable is not set.
-    """
+    """Posts JSON over several clients. Raises `TaskError` if `key_env`, the variable of a bearer token, is not set."""
 
     def __init__(self, key_env: str, concurrency: int) -> None:
         headers = {"Content-Type": "application/json"}

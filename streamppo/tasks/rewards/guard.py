@@ -44,8 +44,7 @@ class Guard(Generic[P, E]):
         self._limits = limits
         self._call = call
         self._places = asyncio.Semaphore(limits.concurrency)
-        self._closed = asyncio.Event()
-        self._closed.set()
+        self._is_open = False
         self._probe = asyncio.Lock()
         self._failures = 0
         self._next_s = 0.0
@@ -83,14 +82,13 @@ class Guard(Generic[P, E]):
 
     async def _call_in_turn(self, *arguments: P.args, **named: P.kwargs) -> E:
         async with self._places:
-            if self._closed.is_set():
-                return await self._try(*arguments, **named)
-            return await self._call_alone(*arguments, **named)
+            call = self._call_alone if self._is_open else self._try
+            return await call(*arguments, **named)
 
     async def _call_alone(self, *arguments: P.args, **named: P.kwargs) -> E:
         async with self._probe:
             # If the call before this one has succeeded, the waiting calls run concurrently again.
-            if not self._closed.is_set():
+            if self._is_open:
                 await asyncio.sleep(self._limits.breaker_s)
                 return await self._try(*arguments, **named)
         return await self._try(*arguments, **named)
@@ -113,12 +111,11 @@ class Guard(Generic[P, E]):
 
     def _count_failures(self, outcome: CallResult) -> None:
         if not outcome.reason:
-            self._failures = 0
-            self._closed.set()
+            self._failures, self._is_open = 0, False
             return
         self._failures += outcome.retryable
-        if self._failures >= self._limits.breaker_failures and self._closed.is_set():
-            self._closed.clear()
+        if self._failures >= self._limits.breaker_failures and not self._is_open:
+            self._is_open = True
             log.warning(
                 "%s: %d calls failed and none succeeded; calls wait: %s", self._name, self._failures, outcome.reason
             )

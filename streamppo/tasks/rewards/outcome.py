@@ -16,7 +16,7 @@ LARGEST = 1e16
 
 
 class Outcome(WireStruct, frozen=True):
-    """A `reward`, or a failure's `reason`. Without either, the scorer does not score the trajectory."""
+    """A `reward`, or the `reason` for a failure. With neither, the scorer does not score the text."""
 
     reward: Reward | None = None
     reason: str = ""
@@ -38,7 +38,7 @@ def too_late(timeout_s: float) -> Outcome:
 
 
 def check(value: object, text: ScoredText) -> Outcome:
-    """Convert a number or a `Reward` to an outcome; any other value is a failure that quotes the value."""
+    """Convert a number or a `Reward` to an outcome. Any other value becomes a failure, which quotes the value."""
     if isinstance(value, Reward):
         return _check_reward(value, text)
     try:
@@ -61,10 +61,7 @@ def check_batch(values: object, texts: tuple[ScoredText, ...]) -> tuple[Outcome,
 
 
 def check_scored(value: object, text: ScoredText) -> Outcome:
-    """Convert a number, a `Reward`, or a dict with `score`, or `rewards` as in OpenRLHF, to an outcome.
-
-    Other numbers of the dict, and those in OpenRLHF's `extra_logs`, become components.
-    """
+    """Convert a number, `Reward`, or dict with `score` or `rewards` (OpenRLHF); its other numbers become components."""
     if not isinstance(value, Mapping):
         return check(value, text)
     scored = next((name for name in ("score", "rewards") if name in value), None)
@@ -108,10 +105,7 @@ def plain(reward: Reward) -> Reward:
 
 
 def number(value: object) -> float:
-    """Return `value` as a plain float. Numbers of numpy and torch, decimals and fractions are numbers; texts are not.
-
-    Raises `ValueError` with the reason: not a finite number, or beyond `LARGEST`.
-    """
+    """Return a number of any library as a float. Raises `ValueError` for any other value, and above `LARGEST`."""
     try:
         # `item` converts numbers of numpy, torch and jax, and arrays with one element.
         item = getattr(value, "item", None)

@@ -73,7 +73,7 @@ class RewardModel:
         return encode(tuple(outcomes))
 
     def _ids(self, text: ScoredText) -> list[int]:
-        """Return the tokens of prompt and completion. A control token's name in them stays text, as in a prompt."""
+        """Return the tokens of prompt and completion. As in a prompt, the name of a control token stays text."""
         if not text.messages:
             return self._tokenizer(text.prompt + text.completion, split_special_tokens=True)["input_ids"]
         if not self._tokenizer.chat_template:
@@ -95,14 +95,10 @@ class RewardModel:
 
 
 Models: TypeAlias = "Mapping[str, ActorProxy[RewardModel]]"
-"""The actor of every reward model, by the scorer's name."""
 
 
 def create(reward: Reward, options: Callable[[str], Mapping[str, object]]) -> Models:
-    """Start the actor of every reward model. The actors end when this process ends.
-
-    `options` returns the Ray options for a scorer's name, such as its placement.
-    """
+    """Start the actor of every reward model, with Ray options `options(name)`. The actors end with this process."""
     return {
         name: ray.remote(RewardModel)
         .options(name=f"reward-{name}", max_restarts=-1, **options(name))
@@ -112,7 +108,7 @@ def create(reward: Reward, options: Callable[[str], Mapping[str, object]]) -> Mo
 
 
 async def connect(actor: ActorProxy[RewardModel], config: ModelScorer) -> CallBatch:
-    """Wait until a reward model has loaded, and return its call. Raises `TaskError` if it cannot load."""
+    """Wait until a reward model has loaded, and return its call. Raises `TaskError` if the model cannot load."""
     from ray.exceptions import RayError, RayTaskError
 
     try:

@@ -51,19 +51,13 @@ class Rewards:
         self._services: dict[str, Service] = {}
 
     async def start(self, sources: set[str], *, every: bool = False) -> None:
-        """Load every scorer, and log how it is called. `every` is true if `sources` are the sources of all prompts.
-
-        Raises `TaskError` if a scorer cannot be loaded, and as `match` does.
-        """
+        """Load every scorer. `every`: no prompt has a source outside `sources`. Raises `TaskError`, and as `match`."""
         self.match(sources, every=every)
         for name, scorer in self._scorers.items():
             self._guards[name] = await self._build(name, scorer)
 
     async def score(self, prompt: Prompt, text: ScoredText) -> Reward:
-        """Return the weighted sum of all scores that apply; 0 without scorers: then an environment gives the rewards.
-
-        Raises `RewardFailed` if a scorer fails, or if none applies.
-        """
+        """Return the weighted sum of the scores. Raises `RewardFailed` if a scorer fails, or if no scorer applies."""
         names = self.scorers_of(prompt.source)
         if not names:
             return Reward()
@@ -129,7 +123,6 @@ class Rewards:
         return [scorer.weight if _is_model(scorer) or not models_only else 0.0 for scorer in scorers]
 
     def _combine(self, scored: list[tuple[str, Reward]]) -> Reward:
-        """Return the weighted sum of rewards. With several scorers, the total of each scorer is a component."""
         if not self._several and self._scorers[scored[0][0]].weight == 1.0:
             return scored[0][1]
         weights = self._weights([name for name, _ in scored])
@@ -188,7 +181,7 @@ class Rewards:
 
 
 def detect(scorer: choices.FunctionScorer) -> tuple[signature.Signature, bool]:
-    """Return a function's signature, and True if it runs in the actor. Raises `TaskError` if it cannot be called."""
+    """Return a function's signature, and True if it runs in the actor. Raises `TaskError` for invalid functions."""
     function = plugins.load(scorer.function, "reward.function")
     reward_signature = signature.detect_signature(function, scorer.function, scorer.arguments)
     is_ours = getattr(function, "__module__", "").startswith("streamppo.")
@@ -233,6 +226,6 @@ def _call_single(call: CallBatch) -> CallOne:
 
 
 def _weighted_sum(weights: list[float], columns: list[tuple[float, ...]]) -> tuple[float, ...]:
-    """Return the weighted sum of the columns that are not empty; these have equal lengths."""
+    """Return the weighted sum of the nonempty columns, which have equal lengths."""
     pairs = [(weight, column) for weight, column in zip(weights, columns, strict=True) if column]
     return tuple(sum(weight * column[i] for weight, column in pairs) for i in range(len(pairs[0][1]))) if pairs else ()

@@ -62,7 +62,7 @@ class Signature(NamedTuple):
 
 
 def detect_signature(reward: object, name: str, arguments: Mapping[str, object]) -> Signature:
-    """Return the signature of a function, or of a class's `__call__`. Raises `TaskError` if it has no known style."""
+    """Return the signature of a function, or of a class's `__call__`. Raises `TaskError` for an unknown style."""
     function = _callable_of(reward, name)
     if inspect.isclass(reward):
         plugins.check_arguments(reward, arguments, f"reward.function {name!r}")
@@ -134,10 +134,7 @@ class LoadedReward(NamedTuple):
 
 
 def load(name: str, arguments: Mapping[str, object]) -> LoadedReward:
-    """Load the reward `name`. A class is constructed with `arguments`; a function gets them with every call.
-
-    Raises `TaskError` for a wrong name, signature or constructor.
-    """
+    """Load a reward: construct a class with `arguments`, or bind the arguments to a function. Raises `TaskError`."""
     function = plugins.load(name, "reward.function")
     signature = detect_signature(function, name, arguments)
     try:

@@ -17,11 +17,10 @@ from streamppo.tasks.dataset_files import Row
 from streamppo.types import Message, ScoredText
 
 Value: TypeAlias = Callable[[ScoredText, Row], object]
-"""Returns the value of a parameter for a trajectory with the columns of its row."""
 
 
 class Style(NamedTuple):
-    """A signature. A reward has it if it has all parameters of one of `marks`.
+    """A signature. A reward has the signature if the reward has all parameters of one of `marks`.
 
     Parameters that are not in `parameters` get columns; `**kwargs` gets none unless `takes_columns` is True. If
     `is_batched` is True, each parameter gets a list with one value per trajectory. `answer` is the parameter that gets
@@ -59,10 +58,7 @@ def _answer(text: ScoredText, row: Row) -> object:
 
 
 def _extra_info(text: ScoredText, row: Row) -> object:
-    """Return the row's `extra_info` with the two entries that verl's reward managers add.
-
-    `num_turns` counts the prompt, the policy's turns and the observations between them.
-    """
+    """Return the row's `extra_info` with the two entries that verl's reward managers add."""
     turns = 1 + max(1, len(text.turns)) + len(text.observations)
     return {**(row.get("extra_info") or {}), "num_turns": turns, "rollout_reward_scores": {}}
 
@@ -120,7 +116,7 @@ AREAL = Style(
         "prompt": lambda text, row: text.prompt,
         "prompts": lambda text, row: text.prompt,
         "completions": lambda text, row: text.completion,
-        # A reward that uses them fails: a trajectory has no ids of its prompt.
+        # A trajectory has no ids of its prompt: a reward that uses `prompt_ids` fails.
         "prompt_ids": lambda text, row: None,
         "completion_ids": lambda text, row: text.token_ids,
     },

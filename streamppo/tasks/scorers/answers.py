@@ -1,4 +1,4 @@
-r"""Finds final answers in texts and reads them as numbers. math-verify compares formulas, see maths.py.
+r"""Finds final answers in texts and reads them as numbers. For formulas see maths.py.
 
 These functions run in an actor's event loop, so every pattern takes at most linear time, and no computed number is much
 longer than its text.

@@ -21,6 +21,7 @@ from streamppo.tasks.scorers import capture
 from streamppo.tasks.scorers.capture import Ran, RunLimits
 
 NOBODY = "65534"
+LAUNCHER = capture.LAUNCHER.read_text()
 MIN_VERSION = (0, 8, 0)
 """The first version of bubblewrap that can bound a tmpfs and forbid nested user namespaces."""
 KERNEL = (
@@ -34,7 +35,7 @@ ALTERNATIVE = (
 
 
 class Bubblewrap:
-    """A sandbox with `disk_mib` for files in each of /tmp and /dev/shm. Raises `TaskError` if it does not work here."""
+    """A sandbox with `disk_mib` for files in each of /tmp and /dev/shm. Raises `TaskError` if bwrap does not work."""
 
     def __init__(self, disk_mib: int = 64) -> None:
         if missing := problem():
@@ -60,7 +61,7 @@ def run(
     inherits: tuple[int, ...] = (),
     address_mib: int | None = None,
 ) -> Ran:
-    """Run a Python program as `Sandbox.run` does. It can also read `files`, and has the descriptors `inherits`.
+    """Run a Python program as `Sandbox.run` does. The program can read `files`, and has the descriptors `inherits`.
 
     `address_mib` bounds the address space of each process; by default it is `limits.memory_mib`.
     """
@@ -70,16 +71,16 @@ def run(
         source.seek(0)
         file = ["--perms", "0644", "--ro-bind-data", str(source.fileno()), "/tmp/program.py"]
         limit_arguments = started.arguments(limits._replace(memory_mib=address_mib or limits.memory_mib))
-        launcher = ["-sP", "-c", _launcher(), "walled", "0", *limit_arguments]
+        launcher = ["-sP", "-c", LAUNCHER, "walled", "0", *limit_arguments]
         command = [*_sandbox_command(disk_bytes, files), *file, "--remount-ro", "/", "--", sys.executable, *launcher]
         environment = {"PATH": "/usr/bin:/bin", "LANG": "C.UTF-8", "HOME": "/tmp", **env}
-        context = capture.CommandContext(env=environment, folder="/", files=(source.fileno(), *inherits))
-        return capture.run(command, stdin, limits, started, context)
+        descriptors = (source.fileno(), *inherits)
+        return capture.run(command, stdin, limits, started, env=environment, folder="/", files=descriptors)
 
 
 @functools.cache
 def problem(alternative: str = ALTERNATIVE) -> str:
-    """Return the reason why bubblewrap does not work here, with the remedy and `alternative`; "" if it works."""
+    """Return why bubblewrap does not work here, with the remedy and `alternative`; "" if bubblewrap works."""
     path = shutil.which("bwrap")
     if path is None:
         install = "`apt-get install bubblewrap` or `dnf install bubblewrap` installs it"
@@ -95,11 +96,6 @@ def problem(alternative: str = ALTERNATIVE) -> str:
     if ran.returncode:
         return f"bubblewrap does not work here: {ran.stderr.strip()[-300:]!r}; {KERNEL}. {alternative}"
     return ""
-
-
-@functools.cache
-def _launcher() -> str:
-    return capture.LAUNCHER.read_text()
 
 
 def _sandbox_command(disk_bytes: int, files: Sequence[str] = ()) -> list[str]:

@@ -1,4 +1,4 @@
-"""Runs one command to its end or a limit, and reads its output. It opens no path that the command controls."""
+"""Runs one command to its end or a limit, and reads its output. The module opens no path that the command controls."""
 
 import contextlib
 import functools
@@ -19,7 +19,7 @@ from streamppo.tasks.scorers.launcher import FILE_BYTES
 
 LAUNCHER = Path(__file__).with_name("launcher.py")
 START_S = 5.0
-"""Time limit for the start of a sandbox. It does not count as the program's time."""
+"""Time limit for the start of a sandbox. The start does not count as the program's time."""
 CHECK_S = 0.02
 """Time between two checks of the memory of all processes of a program."""
 SHARED_KIB = 16 * 2**10
@@ -34,19 +34,11 @@ class RunLimits(NamedTuple):
 
 
 class Ran(NamedTuple):
-    """The result of a program. `exit_code` is None if it was killed at its time limit."""
+    """The result of a program. `exit_code` is None if the program was killed at its time limit."""
 
     exit_code: int | None
     stdout: str
     stderr: str
-
-
-class CommandContext(NamedTuple):
-    """Environment, folder and inherited descriptors of a command."""
-
-    env: Mapping[str, str]
-    folder: str | None = None
-    files: tuple[int, ...] = ()
 
 
 class StartSignal:
@@ -71,11 +63,17 @@ class StartSignal:
         return self._begun
 
 
-def run(command: list[str], stdin: str, limits: RunLimits, started: StartSignal, context: CommandContext) -> Ran:
-    """Run a command whose last part is the launcher.
-
-    Raises `Retryable` if the program did not begin in time, and `TaskError` if the sandbox ended before it began.
-    """
+def run(
+    command: list[str],
+    stdin: str,
+    limits: RunLimits,
+    started: StartSignal,
+    *,
+    env: Mapping[str, str],
+    folder: str,
+    files: tuple[int, ...] = (),
+) -> Ran:
+    """Run a command that ends with the launcher. Raises `Retryable` or `TaskError` if the program did not begin."""
     # Input and output are files, because the program's descendants could hold a pipe open. The files have no path,
     # because descendants could replace a path.
     with (
@@ -91,9 +89,9 @@ def run(command: list[str], stdin: str, limits: RunLimits, started: StartSignal,
             stdin=stdin_file,
             stdout=out,
             stderr=err,
-            cwd=context.folder,
-            env=context.env,
-            pass_fds=(started.writer, *context.files),
+            cwd=folder,
+            env=env,
+            pass_fds=(started.writer, *files),
             start_new_session=True,
         )
         try:
@@ -120,10 +118,7 @@ def _text(file: IO[bytes]) -> str:
 
 
 def _wait(process: subprocess.Popen[bytes], limits: RunLimits, started: StartSignal) -> tuple[int | None, str]:
-    """Wait for the end; return (exit code, note for the user).
-
-    The code is None at the time limit. It is -9, with a note, if all processes together exceed the memory limit.
-    """
+    """Return (exit code, note). The code is None at the time limit, and -9, with a note, at the memory limit."""
     end, begun = time.monotonic() + START_S, False
     while (left_s := end - time.monotonic()) > 0:
         if _has_ended(process, min(left_s, CHECK_S)):
@@ -156,10 +151,7 @@ def _has_ended(process: subprocess.Popen[bytes], timeout_s: float) -> bool:
 
 
 def memory_bytes(pid: int) -> int:
-    """Return the memory of a process and its descendants in bytes; 0 without Linux's /proc.
-
-    It is their anonymous and swapped memory, their shared memory (once), and the capacity of their sockets.
-    """
+    """Return the memory of a process and its descendants: private, shared (once) and sockets; 0 without /proc."""
     private, shared, sockets = 0, 0, 0
     members = [pid]
     for member in members:
@@ -193,7 +185,6 @@ def _shares(pid: int) -> int:
 
 
 def _sockets(pid: int) -> int:
-    """Count the sockets of a process; 0 if they are not readable."""
     count = 0
     with contextlib.suppress(OSError):
         for entry in os.scandir(f"/proc/{pid}/fd"):

@@ -41,7 +41,7 @@ class ControlGroup:
 
     @property
     def enter(self) -> list[str]:
-        """The prefix of a command that then runs in the group, or outside if it cannot enter the group."""
+        """The prefix of a command that then runs in the group, or outside the group if it may not enter."""
         return ["/bin/sh", "-c", ENTER, str(self.folder / "cgroup.procs")]
 
     def has_killed(self) -> bool:
@@ -56,7 +56,7 @@ class ControlGroup:
             (self.folder / "cgroup.kill").write_text("1")
 
     def remove(self) -> None:
-        """Remove the group when it is empty. If it is not empty in time, a later process removes it."""
+        """Remove the group when it is empty. A group that stays too long is removed by a later process."""
         end = time.monotonic() + REMOVED_S
         while time.monotonic() < end:
             try:

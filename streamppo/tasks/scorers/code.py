@@ -27,7 +27,7 @@ QUOTED = 300
 
 Test: TypeAlias = str | dict[str, str]
 Operations: TypeAlias = str
-"""A JSON list. The scorer does not decode it, because the program's values in it may be nested to any depth."""
+"""A JSON list. The scorer does not decode the list, because the program's values in it may be nested to any depth."""
 
 
 class Verdict(TypedDict, total=False):
@@ -64,11 +64,7 @@ class Exchange:
             self.reason = self._short
 
     def take_verdict(self, verdict: Verdict) -> None:
-        """Apply the checker's verdict.
-
-        Each round must answer at least one more operation. Raises `TaskError` for a test whose operations change in
-        every run.
-        """
+        """Apply the checker's verdict. Raises `TaskError` for a test whose operations change in every run."""
         if "ask" not in verdict:
             self.reason = verdict.get("failed", "")
             return
@@ -117,7 +113,7 @@ class CodeTests:
 
     @staticmethod
     def place(arguments: Mapping[str, object]) -> str:
-        """Return where programs run with the scorer's `arguments`. Raises `TaskError` if that does not work here."""
+        """Return a phrase with the sandbox of the scorer's `arguments`. Raises `TaskError` if it does not work here."""
         name = str(arguments.get("sandbox", DEFAULT))
         _sandbox(name)
         return f"programs run in {name}{', which does not isolate them' if name.endswith('sandbox:Local') else ''}"
@@ -134,7 +130,6 @@ class CodeTests:
         return Reward(score=score, components={"passed": passed}, explanation=explanation)
 
     async def _failures(self, program: str, tests: list[Test]) -> list[str]:
-        """Return the reason for the failure of each test; "" for a test that passes."""
         end = time.monotonic() + self._all_timeout_s
         codes = [test for test in tests if isinstance(test, str)]
         of_codes = iter(await self._test_codes(program, codes, end) if codes else [])
@@ -232,10 +227,7 @@ def _sandbox(name: str) -> Sandbox:
 
 
 def read_tests(tests: object) -> list[Test]:
-    """Return a row's `tests`: a list, the lists of inputs and outputs as in APPS and TACO, or the JSON of these.
-
-    Raises `TaskError` if there are no usable tests.
-    """
+    """Return the tests of a row (`CodeTests`), which may be JSON. Raises `TaskError` if there are no usable tests."""
     if isinstance(tests, str):
         try:
             return read_tests(json.loads(tests) or None)
@@ -258,7 +250,6 @@ def read_tests(tests: object) -> list[Test]:
 
 
 def _paired(tests: Mapping[str, object], inputs: list[object], outputs: list[object]) -> list[dict[str, object]]:
-    """Return a test for each input and its output; a list of lines is joined."""
     if name := tests.get("fn_name"):
         raise TaskError(f"`tests` call the function {name!r} (fn_name): write them as code, such as `assert f(1) == 2`")
     if len(inputs) != len(outputs):

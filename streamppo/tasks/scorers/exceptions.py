@@ -1,4 +1,4 @@
-"""Records the exceptions that the program raises in a test. The test fails unless its code accepts every one of them.
+"""Records the exceptions that the program raises in a test. The test fails unless its code accepts every exception.
 
     iteration, `hasattr`, `Mapping.get`, a thread    swallow an exception: the test continues, and has failed
     `except`, `with`, functions named ...raises...   code of the test: exceptions that they catch are accepted
@@ -38,7 +38,6 @@ class Exceptions:
         return error
 
     def names(self) -> dict[str, object]:
-        """Return the functions that a rewritten test calls."""
         return {ACCEPT: lambda: self._accept(sys.exc_info()[1]), WATCH: self._watch}
 
     def _accept(self, error: BaseException | None, *, raises: bool = False) -> None:

@@ -17,10 +17,7 @@ class Pattern:
 
 
 async def think_answer(trajectory: ScoredText) -> float:
-    """Score 1 for <think>...</think> followed by <answer>...</answer>, each once and in this order, else 0.
-
-    DeepSeek-R1's format reward, https://arxiv.org/abs/2501.12948.
-    """
+    """Score 1 for a single <think>...</think> and <answer>...</answer>, else 0 (https://arxiv.org/abs/2501.12948)."""
     text = trajectory.completion.strip()
     tags = ("<think>", "</think>", "<answer>", "</answer>")
     places = [text.find(tag) for tag in tags]

@@ -7,8 +7,8 @@ The processes never communicate directly: the scorer passes the checker's operat
 back, until every test has ended. So the program sees only inputs. In the checker the program's answers are plain values
 of Python's types, so that no class of the program can take part in a comparison.
 
-Sandboxes lack our package. So the source of this file is sent to them, after the sources of plain_data.py and
-exceptions.py, the only modules of ours that it imports.
+Sandboxes lack our package. So sandboxes get the source of this file, after the sources of plain_data.py and
+exceptions.py, the only modules of ours that this file imports.
 """
 
 import ast
@@ -47,7 +47,7 @@ class Unusable(Exception):
 
 
 class Stopped(BaseException):
-    """The test cannot continue without answers. A BaseException, so that no `except Exception` of a test catches it."""
+    """The test cannot continue without answers. No `except Exception` of a test catches a BaseException."""
 
 
 # --- the program's side --------------------------------------------------------------------------------------
@@ -119,7 +119,7 @@ def _encode_error(error: Exception) -> dict[str, Data]:
 
 
 class Trace:
-    """The operations of one test. The first operations have answers; stand-ins for the others pass every check."""
+    """The operations of one test. The first operations have answers; stand-ins replace the other answers."""
 
     def __init__(self, operations: list[Operation], answers: list[dict[str, Data]]) -> None:
         self._known = list(zip(operations, answers, strict=False))
@@ -177,7 +177,7 @@ def _value_of(answer: dict[str, Data], arguments: tuple[object, ...]) -> object:
 
 
 class RemoteObject:
-    """An object of the program, or a value that is not known yet. A test can call it and get its attributes.
+    """An object of the program, or a value that is not known yet. A test can call the object and get its attributes.
 
     A test that compares an object of the program, or uses its truth value or length, fails with `TypeError`: the
     program could choose the result.
@@ -207,7 +207,6 @@ class RemoteObject:
         return iter(items) if isinstance(items, Iterable) else iter(())
 
     def reference(self) -> Data:
-        """Return {"answer": n} for the value of operation n."""
         if self._place is None:
             raise Stopped
         return {"answer": self._place}

@@ -1,6 +1,6 @@
 """Runs program.py of the current folder under limits: walled|require|try PARENT_PID MEMORY_MIB CPU_S READY.
 
-`walled`: this process is already inside a sandbox. `require` and `try`: leave the network; if this is impossible,
+`walled`: this process is already inside a sandbox. `require` and `try`: leave the network; if the kernel refuses,
 `require` ends the process. A byte is written to the descriptor READY when all limits are set and the program begins.
 This file imports no other module of ours.
 """
@@ -75,10 +75,7 @@ def refuse_unaccounted_calls() -> bool:
 
 
 def unaccounted_calls_filter(machine: str) -> bytes:
-    """Return the BPF program that refuses `UNACCOUNTED_CALLS`, and every system call of another architecture.
-
-    The program has 8 bytes for each instruction, and is empty for an unknown machine.
-    """
+    """Return the BPF program that refuses `UNACCOUNTED_CALLS` and other architectures; empty for an unknown machine."""
     arch, numbers = UNACCOUNTED_CALLS.get(machine, (0, []))
     if not numbers:
         return b""
@@ -94,7 +91,7 @@ def unaccounted_calls_filter(machine: str) -> bytes:
 
 
 def _die_with(parent: int) -> None:
-    """Make the kernel kill this process when its parent ends. Call it after `_leave_network`, which undoes it."""
+    """Make the kernel kill this process when its parent ends. Call `_leave_network` first, because it resets this."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() != parent:

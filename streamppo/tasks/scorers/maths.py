@@ -10,15 +10,7 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, TypeAlias
 
 from streamppo.errors import TaskError
-from streamppo.tasks.scorers import gold
-from streamppo.tasks.scorers.answers import (
-    extract_boxed,
-    extract_marked,
-    first_number,
-    last_number,
-    number,
-    same_number,
-)
+from streamppo.tasks.scorers import answers, gold
 from streamppo.types import ScoredText
 
 if TYPE_CHECKING:
@@ -38,16 +30,19 @@ async def gsm8k(trajectory: ScoredText, answer: str | float) -> float:
     """
     expected = gold.number(answer)
     text = trajectory.completion
-    claimed = extract_marked(text)
-    claim = (first_number(claimed) or claimed) if claimed else extract_boxed(text) or last_number(text)
-    return float(claim is not None and number(claim) == expected)
+    claimed = answers.extract_marked(text)
+    if claimed:
+        claim = answers.first_number(claimed) or claimed
+    else:
+        claim = answers.extract_boxed(text) or answers.last_number(text)
+    return float(claim is not None and answers.number(claim) == expected)
 
 
 async def numeric(trajectory: ScoredText, answer: str | float) -> float:
     r"""Compare the number in the completion's last \boxed{}, else its last number. `answer` is read as in `gsm8k`."""
     expected = gold.number(answer)
-    claim = extract_boxed(trajectory.completion) or last_number(trajectory.completion)
-    return float(claim is not None and number(claim) == expected)
+    claim = answers.extract_boxed(trajectory.completion) or answers.last_number(trajectory.completion)
+    return float(claim is not None and answers.number(claim) == expected)
 
 
 class Math:
@@ -61,7 +56,7 @@ class Math:
         # The import takes 0.5 s, so it is done only if needed, and in the template, before processes are forked.
         import math_verify
 
-        # math-verify warns that its timeouts are off. They would use SIGALRM; our timeout kills the process.
+        # math-verify warns that its timeouts, which use SIGALRM, are off. Our timeout kills the process.
         logging.getLogger("math_verify").setLevel(logging.ERROR)
         self._library = math_verify
         self._boxed_only = boxed_only
@@ -69,18 +64,18 @@ class Math:
 
     def __call__(self, trajectory: ScoredText, answer: str | float) -> float:
         expected_text, expected = self.read_answer(answer)
-        inside = extract_boxed(trajectory.completion)
+        inside = answers.extract_boxed(trajectory.completion)
         if inside is None and self._boxed_only:
             return 0.0
-        if inside is not None and same_number(inside, expected_text):
+        if inside is not None and answers.same_number(inside, expected_text):
             return 1.0
         claim = self._parse(trajectory.completion) if inside is None else self._parse_bare(inside)
         return float(self._library.verify(expected, claim, timeout_seconds=None))
 
     def read_answer(self, answer: object) -> tuple[str, Expressions]:
-        """Read a row's answer: its text, and its formulas. Raises `TaskError` if math-verify cannot read it."""
+        """Read a row's answer: its text, and its formulas. Raises `TaskError` if math-verify cannot read the answer."""
         text = gold.text(answer)
-        inner = extract_boxed(text) or text
+        inner = answers.extract_boxed(text) or text
         expressions = self._parse_cached(inner)
         if not expressions:
             raise TaskError(f"math-verify cannot read the row's answer {answer!r:.{gold.QUOTED}}")

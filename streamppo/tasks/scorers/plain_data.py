@@ -117,10 +117,7 @@ def encode(value: object, other: Callable[[object], Data]) -> Data:
 
 
 def decode(data: Data, answers: Callable[[int], object]) -> object:
-    """Decode data that `encode` has made, to builtin types, classes in `LIBRARY` and namedtuples.
-
-    On the program's side, `answers` returns the value of {"answer": n}, and {"builtin": name} is a Python builtin.
-    """
+    """Decode data of `encode`. The program's side passes `answers` for {"answer": n}, and thereby allows builtins."""
     if not isinstance(data, dict):
         if isinstance(data, list):
             raise ValueError("a list without its type")
@@ -157,7 +154,7 @@ def _encode_library_value(value: object, other: Callable[[object], Data]) -> Dat
 
 
 def data_alone(_: object) -> NoReturn:
-    """Raise `NotData`. This is the callback for `encode` and `decode` where only data is allowed."""
+    """Raise `NotData`. This callback is for `encode` and `decode` where only data is allowed."""
     raise NotData
 
 

@@ -1,4 +1,4 @@
-r"""Readers of rows: each reads a row's columns as one of our scorers does, and raises `TaskError` if it cannot.
+r"""Readers of rows: each reads a row's columns as one of our scorers does, or raises `TaskError`.
 
 gsm8k, numeric     a number: alone, after the last ####, or in the last \boxed{}
 Math               a formula that math-verify can read, alone or in the last \boxed{}

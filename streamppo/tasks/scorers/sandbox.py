@@ -1,7 +1,4 @@
-"""Sandboxes for programs of the policy: the protocol, and a local process with limits but without isolation.
-
-The default sandbox is in bubblewrap.py; docs/security.md compares the sandboxes.
-"""
+"""Sandboxes for programs of the policy: the protocol, and a process without isolation. bubblewrap.py is the default."""
 
 import asyncio
 import logging
@@ -33,10 +30,7 @@ class Sandbox(Protocol):
 
 @contextmanager
 def scratch_folder() -> Generator[str]:
-    """Make a temporary folder for a program, and remove it afterwards, whatever the program left there.
-
-    `shutil.rmtree` fails at a thousand nested folders, and if a child that has escaped still adds files.
-    """
+    """Make a temporary folder for a program, and remove it afterwards, whatever the program left there."""
     folder = tempfile.mkdtemp(prefix="streamppo-")
     try:
         yield folder
@@ -44,6 +38,7 @@ def scratch_folder() -> Generator[str]:
         try:
             shutil.rmtree(folder)
         except (OSError, RecursionError):
+            # The folder has a thousand nested folders, or a child that has escaped still adds files.
             for command in (["chmod", "-R", "u+rwX"], ["rm", "-rf"]):
                 subprocess.run([*command, "--", folder], stdin=subprocess.DEVNULL, capture_output=True, check=False)
             if os.path.lexists(folder):
@@ -53,8 +48,9 @@ def scratch_folder() -> Generator[str]:
 class Local:
     """A process in its own group and an empty folder, with limits on memory, CPU time, file size and processes.
 
-    The process is not isolated: the program sees the machine's files and runs as the trainer's user. It has no network
-    if the kernel allows a network namespace. On Linux it ends with its parent process, even after kill -9.
+    The process is not isolated: the program sees the machine's files and runs as the trainer's user. A program
+    has no network if the kernel allows a network namespace. On Linux a program ends with its parent process, even after
+    kill -9.
     """
 
     def __init__(self, require_no_network: bool = False) -> None:
@@ -71,5 +67,4 @@ class Local:
             (Path(folder) / "program.py").write_bytes(program.encode(errors="replace"))
             launcher = [str(capture.LAUNCHER), self._around, str(os.getpid()), *started.arguments(limits)]
             env = {"PATH": os.environ.get("PATH", ""), "LANG": "C.UTF-8", "HOME": folder, "PYTHONHASHSEED": "0"}
-            context = capture.CommandContext(env=env, folder=folder)
-            return capture.run([sys.executable, "-sP", *launcher], stdin, limits, started, context)
+            return capture.run([sys.executable, "-sP", *launcher], stdin, limits, started, env=env, folder=folder)

@@ -536,8 +536,9 @@ def test_a_row_whose_message_is_left_out_is_named(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("family", "writes"), [("qwen3", True), ("llama3", False), ("gemma2", False), ("phi", False)])
 def test_tools_that_a_template_does_not_write_are_found(family: str, writes: bool) -> None:
     tools = ({"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}},)
-    assert made(family).leaves_out_tools(chat(user("1+2"), tools=tools)) is not writes
-    assert not made(family).leaves_out_tools(chat(user("1+2")))
+    templates, question = made(family).chat, (user("1+2"),)
+    assert templates.leaves_out_tools(question, Template(tools=tools)) is not writes
+    assert not templates.leaves_out_tools(question, Template())
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ from streamppo.config.task import ArithmeticTask, DataTask, Source
 from streamppo.errors import TaskError
 from streamppo.tasks import dataset_files, task
 from streamppo.tasks.library.arithmetic import difficulty
-from streamppo.tasks.order import Mixture, ShuffledOrder
+from streamppo.tasks.order import PromptOrder, ShuffledOrder
 from streamppo.tasks.tokenizer import Tokenizer, character_tokenizer
 from streamppo.types import Message, Prompt
 
@@ -293,7 +293,7 @@ def test_held_out_prompts_come_from_all_sources_in_turn(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("weights", [{"a": 1.0, "b": 1.0, "c": 1.0}, {"a": 1e-9, "b": 1.0}])
 def test_every_source_has_its_share_to_one_in_a_thousand_and_at_least_one(weights: dict[str, float]) -> None:
-    mixed = Mixture(weights, seed=3)
+    mixed = PromptOrder([lambda position: position] * len(weights), weights, seed=3)
     counts = Counter(mixed(position)[0] for position in range(1024))
     total = sum(weights.values())
     for number, weight in enumerate(weights.values()):

@@ -753,7 +753,7 @@ def test_only_a_success_closes_the_breaker_and_begins_the_count_anew(caplog: pyt
         waiting: list[bool] = []
         for _ in outcomes:
             await guard.score(text(""), {})
-            waiting.append(not guard._closed.is_set())
+            waiting.append(guard._is_open)
         assert waiting == [False] * 7 + [True, True, False, False]
         assert [line for line in caplog.messages if "calls wait" in line] == [
             "judge: 3 calls failed and none succeeded; calls wait: busy"

@@ -41,7 +41,7 @@ class Forks:
                     await self._replace_template(error)
 
     def end(self, process: Process) -> None:
-        """Kill a process. It gets no more calls."""
+        """Kill a process, and give it no more calls."""
         if not process.ended:
             process.ended = process.killed = True
             self.keep(self._kill(process.pid))

@@ -32,7 +32,7 @@ HELD_SHARE, HELD_MIN_S, HELD_MAX_S = 0.1, 0.25, 2.0
 CHECKS = 4
 """A running step is checked this many times before it counts as holding its process."""
 HELD_AT_ONCE = 16
-"""Maximum number of held processes. Beyond it, a process whose step holds it keeps all its calls."""
+"""Maximum number of held processes. If one more process is held, it keeps all its calls."""
 ALONE = 16
 """Maximum number of calls that run concurrently each alone in a process: each may have ended a shared process."""
 LIVES = 3
@@ -42,7 +42,7 @@ log = logging.getLogger(__name__)
 
 
 async def start(config: FunctionScorer, is_async: bool) -> "Pool":
-    """Load the reward and fork its processes. Raises `TaskError` if it cannot be loaded."""
+    """Load the reward and fork its processes. Raises `TaskError` if the reward cannot be loaded."""
     forks = Forks(config, await template.start(config))
     pool = _SharedProcess(config, forks) if is_async else _Exclusive(config, forks)
     async with contextlib.AsyncExitStack() as on_failure:
@@ -133,7 +133,7 @@ class _Exclusive(Pool):
 
 
 class _SharedProcess(Pool):
-    """The process of an async reward. It runs all calls, each with its own time limit."""
+    """The process of an async reward, which runs all calls at once, each with its own time limit."""
 
     def __init__(self, config: FunctionScorer, forks: Forks) -> None:
         super().__init__(config, forks)
@@ -160,7 +160,7 @@ class _SharedProcess(Pool):
         return (too_late(self._config.timeout_s),) * len(texts)
 
     async def _run_alone(self, texts: Texts, columns: Columns, remaining_s: float) -> tuple[Outcome, ...]:
-        """Run a call alone in a process: it may have ended the shared process, and must not end other calls."""
+        """Run a call alone in a process: the call may have ended the shared process, and must not end other calls."""
         async with self._alone:
             process = await self._forks.fork()
             try:

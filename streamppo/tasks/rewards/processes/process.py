@@ -41,8 +41,8 @@ class Process:
     async def ask(self, call: Call, *, grace_s: float) -> tuple[Outcome, ...] | None:
         """Send a call and wait for its answer; None if there is none `grace_s` after the call's time limit.
 
-        In that case `held` becomes true if no step began or ended during `grace_s` and no other call's step is running.
-        Raises `CallLost` and `Orphaned`, and one of `UNSENDABLE`.
+        Without an answer `held` becomes true if no step began or ended during `grace_s` and no other call's step is
+        running. Raises `CallLost` and `Orphaned`, and one of `UNSENDABLE`.
         """
         message = frame(call)
         answer: Answers = asyncio.get_running_loop().create_future()

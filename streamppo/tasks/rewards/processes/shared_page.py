@@ -60,7 +60,9 @@ def _file() -> int:
 def mark_tasks(loop: asyncio.AbstractEventLoop, page: SharedPage) -> None:
     """Make every task of `loop` record its steps, and the loop count a step every `TICK_S`."""
 
-    def make(loop: asyncio.AbstractEventLoop, coroutine: Coroutine[Any, Any, T], **options: Any) -> asyncio.Task[T]:
+    def make(
+        loop: asyncio.AbstractEventLoop, coroutine: Coroutine[object, object, T], **options: Any
+    ) -> asyncio.Task[T]:
         marks = _Marks(page)
         return asyncio.Task(observe_steps(coroutine, marks.enter, marks.leave), loop=loop, **options)
 

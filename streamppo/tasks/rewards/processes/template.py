@@ -36,7 +36,7 @@ log = logging.getLogger(__name__)
 
 
 async def start(config: FunctionScorer) -> "TemplateProcess":
-    """Start the process and let it import the reward. Raises `TaskError` if that fails."""
+    """Start the process and let it import the reward. Raises `TaskError` if the import fails."""
     ours, theirs = socket.socketpair()
     printed, prints = os.pipe()
     with theirs, os.fdopen(prints, "wb") as stdout:
@@ -67,7 +67,7 @@ class TemplateDied(Exception):
 
 
 class TemplateProcess:
-    """A running template process, which takes one order at a time. Methods raise `TemplateDied` if it has died."""
+    """A running template process, which takes one order at a time. After its death all methods raise `TemplateDied`."""
 
     def __init__(
         self,

@@ -104,10 +104,7 @@ def read_exactly(channel: socket.socket, count: int) -> bytes:
 
 
 class Outbox:
-    """Writes all frames of one turn of the event loop together: a write costs as much as the rest of a call.
-
-    If a call blocks or ends the process before the write, the queued frames are lost, and their calls count as running.
-    """
+    """Writes all frames of one turn of the event loop together: a write costs as much as the rest of a call."""
 
     def __init__(self, writer: asyncio.StreamWriter) -> None:
         self._writer = writer

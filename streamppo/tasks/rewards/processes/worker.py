@@ -28,21 +28,8 @@ from streamppo.process import die_with_parent
 from streamppo.tasks.coroutines import TooLate, within
 from streamppo.tasks.rewards import signature
 from streamppo.tasks.rewards.outcome import Outcome, too_late
-from streamppo.tasks.rewards.processes import reaper
+from streamppo.tasks.rewards.processes import reaper, wire
 from streamppo.tasks.rewards.processes.shared_page import CALL, SharedPage, mark_tasks
-from streamppo.tasks.rewards.processes.wire import (
-    Call,
-    LoadReward,
-    Outbox,
-    ProcessStarted,
-    Ready,
-    ScoringAnswer,
-    frame,
-    receive,
-    receive_async,
-    receive_order,
-    send,
-)
 from streamppo.tasks.rewards.signature import LoadedReward
 
 ENDING_S = 5.0
@@ -52,10 +39,7 @@ OUT_OF_MEMORY = re.compile(
     r"(?<!OutOf)MemoryError|can(no|')t allocate memory|can't start new thread|bad_alloc|failed to map segment",
     re.IGNORECASE,
 )
-"""Messages of Python, torch, the system, C++ and its loader if memory is short. A thread's stack needs memory, too.
-
-torch's OutOfMemoryError is about the memory of a GPU.
-"""
+"""Matches messages about too little memory (also for a thread's stack), but not torch's OutOfMemoryError of a GPU."""
 
 
 def main(fd: int) -> None:
@@ -63,13 +47,13 @@ def main(fd: int) -> None:
     reaper.fork_template()
     process.escape_unprintable()
     channel = socket.socket(fileno=fd)
-    setup = receive(channel, LoadReward)
+    setup = wire.receive(channel, wire.LoadReward)
     try:
         reward = signature.load(setup.function, setup.arguments)
     except TaskError as error:
-        return send(channel, Ready(error=str(error)))
+        return wire.send(channel, wire.Ready(error=str(error)))
     process.freeze_gc()
-    send(channel, Ready())
+    wire.send(channel, wire.Ready())
     processes: set[int] = set()
     try:
         while True:
@@ -79,14 +63,14 @@ def main(fd: int) -> None:
             _kill(pid)
 
 
-def _obey(channel: socket.socket, reward: LoadedReward, setup: LoadReward, processes: set[int]) -> None:
-    order, fds = receive_order(channel)
+def _obey(channel: socket.socket, reward: LoadedReward, setup: wire.LoadReward, processes: set[int]) -> None:
+    order, fds = wire.receive_order(channel)
     if not fds:
         # The pid of an already collected process may have been reused by another process.
         if order.pid in processes:
             _kill(order.pid)
-        return send(
-            channel, ProcessStarted(pid=order.pid, status=_collect(order.pid, processes) if order.collect else 0)
+        return wire.send(
+            channel, wire.ProcessStarted(pid=order.pid, status=_collect(order.pid, processes) if order.collect else 0)
         )
     template, pid = os.getpid(), os.fork()
     if pid == 0:
@@ -95,7 +79,7 @@ def _obey(channel: socket.socket, reward: LoadedReward, setup: LoadReward, proce
     for fd in fds:
         os.close(fd)
     processes.add(pid)
-    send(channel, ProcessStarted(pid=pid))
+    wire.send(channel, wire.ProcessStarted(pid=pid))
 
 
 def _collect(pid: int, processes: set[int]) -> int:
@@ -121,7 +105,6 @@ def _kill(pid: int) -> None:
 def _run_fork(
     channel: socket.socket, page: SharedPage, reward: LoadedReward, memory_mib: int, *, template: int
 ) -> NoReturn:
-    """Run a forked process: serve calls until the actor closes the socket."""
     code = 1
     try:
         os.setsid()
@@ -175,19 +158,19 @@ def _name_limit(outcomes: tuple[Outcome, ...], memory_mib: int) -> tuple[Outcome
 
 def _serve(channel: socket.socket, reward: LoadedReward, memory_mib: int) -> NoReturn:
     while True:
-        call = receive(channel, Call)
+        call = wire.receive(channel, wire.Call)
         outcomes = _name_limit(signature.call(reward, call.texts, call.columns), memory_mib)
-        send(channel, ScoringAnswer(number=call.number, outcomes=outcomes))
+        wire.send(channel, wire.ScoringAnswer(number=call.number, outcomes=outcomes))
 
 
 async def _serve_async(channel: socket.socket, page: SharedPage, reward: LoadedReward, memory_mib: int) -> NoReturn:
     """Serve all calls concurrently, each with its time limit. The actor watches for steps that do not end."""
     reader, writer = await asyncio.open_connection(sock=channel)
     mark_tasks(asyncio.get_running_loop(), page)
-    outbox = Outbox(writer)
+    outbox = wire.Outbox(writer)
     running: set[asyncio.Task[None]] = set()
     while True:
-        call = await receive_async(reader, Call)
+        call = await wire.receive_async(reader, wire.Call)
         context = contextvars.copy_context()
         context.run(CALL.set, call.number)
         task = asyncio.create_task(_answer(outbox, reward, call, memory_mib), context=context)
@@ -195,14 +178,14 @@ async def _serve_async(channel: socket.socket, page: SharedPage, reward: LoadedR
         task.add_done_callback(running.discard)
 
 
-async def _answer(outbox: Outbox, reward: LoadedReward, call: Call, memory_mib: int) -> None:
+async def _answer(outbox: wire.Outbox, reward: LoadedReward, call: wire.Call, memory_mib: int) -> None:
     try:
         limit = asyncio.timeout(call.timeout_s)
         outcomes = await within(limit, signature.call_async(reward, call.texts, call.columns))
         outcomes = _name_limit(outcomes, memory_mib)
     except TooLate:
         outcomes = (too_late(call.limit_s),) * len(call.texts)
-    outbox.put(frame(ScoringAnswer(number=call.number, outcomes=outcomes)))
+    outbox.put(wire.frame(wire.ScoringAnswer(number=call.number, outcomes=outcomes)))
 
 
 if __name__ == "__main__":
