@@ -107,7 +107,7 @@ class SGLangEngine(EngineKind, frozen=True, tag="sglang"):
     args: dict[str, Argument] = field(default_factory=dict[str, Argument])
     """Further arguments of SGLang, such as { schedule_policy = "lpm" }."""
     routes: bool = False
-    """Use SGLang's experts for each token in the learner (R3)."""
+    """The learner uses the experts that SGLang chose for each token (R3)."""
     start_s: Seconds = 900.0
     """Time limit for the engine's start."""
     spare_weights: ClassVar[int] = 0

@@ -82,7 +82,7 @@ class Watchdog(Section, frozen=True):
     stall_s: Seconds = 300.0
     """The run ends after this time without an update or evaluation."""
     load_s: Seconds = 900.0
-    """Additional stall_s while the learner loads its model."""
+    """Time that is added to stall_s while the learner loads its model."""
     shutdown_s: Seconds | None = None
     """Time limit of the last checkpoint; by default 6 s plus 10 s per GB."""
     heartbeat_s: Annotated[float, Meta(ge=10)] = 60.0
