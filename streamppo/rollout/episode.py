@@ -155,6 +155,14 @@ class Columns:
     def context(self) -> Ints:
         return np.concatenate([self.prompt_tokens, *(part[0] for part in self._parts)])
 
+    def before_turn(self) -> list[Message]:
+        """Return the messages before the last turn; none if the opening is a text."""
+        messages = list(self.opening.messages) if self.opening is not None else []
+        if messages:
+            for text, said in zip(self.turns, self.observations, strict=False):
+                messages += [Message(role="assistant", content=text), *said]
+        return messages
+
     def versions(self) -> Ints:
         return np.concatenate([np.zeros(0, np.int32), *(part[2] for part in self._parts)])
 

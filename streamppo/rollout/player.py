@@ -108,7 +108,8 @@ class Player:
             if isinstance(answer, Done):
                 return columns.episode("stop", answer)
             observation = answer.said if isinstance(answer.said, str) else tuple(answer.said)
-            observed = self.tokenizer.observation(observation, opening.template, int(completion.tokens[-1]))
+            last, before = int(completion.tokens[-1]), columns.before_turn()
+            observed = self.tokenizer.observation(observation, opening.template, last, before=before)
             if turn == limits.max_turns or columns.length + len(observed) >= limits.max_tokens:
                 break
             columns.add_observation(observed, observation)

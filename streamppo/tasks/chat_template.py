@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import string
+import textwrap
+import traceback
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from datetime import datetime
+from itertools import chain
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 from jinja2 import TemplateError
 from msgspec import structs
 
 from streamppo.errors import TaskError
+from streamppo.tasks.chat_forms import other_forms, parts
 from streamppo.tasks.control_tokens import ControlTokens
 from streamppo.types import Message, Template
 
@@ -25,6 +28,26 @@ SENTINEL = "qk7vAssistantTurn"
 WORDS = "qk7vWords"
 """Placeholder for the text of any other message, to check that a template writes the message."""
 PLAIN = Template()
+FIRST = (Message(role="user", content="?"),)
+"""The conversation before a first turn."""
+CALL_ID = "qk7vCalls"
+"""The id of a call. Mistral's templates accept only nine letters or digits."""
+EARLIER = (
+    FIRST,
+    (*FIRST, Message(role="assistant", content="!"), *FIRST),
+    (
+        *FIRST,
+        Message(
+            role="assistant",
+            content="",
+            tool_calls=({"id": CALL_ID, "type": "function", "function": {"name": "f", "arguments": {"x": 1}}},),
+        ),
+        Message(role="tool", content="1", tool_call_id=CALL_ID, name="f"),
+        Message(role="assistant", content="!"),
+        *FIRST,
+    ),
+)
+"""Conversations before a turn: the first turn, the second, and one after a call."""
 RESERVED = {
     *("conversation", "messages", "tools", "add_generation_prompt", "continue_final_message", "tokenize"),
     *("padding", "truncation", "max_length", "return_tensors", "return_dict", "tokenizer_kwargs"),
@@ -41,6 +64,10 @@ CLOCK = (
     "{% endfor %}{{ written.text.replace('\\0', '%') }}{% endmacro +%}"
 )
 """A macro `NOW` that writes a fixed time: newer versions of transformers pass no functions to templates."""
+COMPILED = "<template>"
+"""The file of a template's code, for Python's tracebacks."""
+QUOTED_LINE = 120
+"""Maximum number of characters of a template's line in a message."""
 Table: TypeAlias = dict[str, Any]
 Calls: TypeAlias = Sequence[Mapping[str, Any]]
 FAULTS = (TemplateError, TypeError, ValueError, AttributeError, LookupError, ArithmeticError)
@@ -70,6 +97,8 @@ class ChatTemplate:
         self._control = control
         self._complete_shapes = set[tuple[object, ...]]()
         """Shapes (`_message_shape`) of messages that the template was found to write completely."""
+        self._counting_shapes = dict[tuple[object, ...], bool]()
+        """Results of `_counts_turns` by shape."""
         self._lists_parts = dict[tuple[str, str], bool]()
         """Results of `_needs_parts` by role and by the argument that replaces the chat template ("": none does)."""
         self._clock = _directives(datetime.fromisoformat(clock)) if clock else {}
@@ -135,15 +164,21 @@ class ChatTemplate:
         is_missing = sentinel and prompt == ended and before.startswith(prompt) and opening.strip()
         return opening if is_missing else ""
 
-    def after_turn(self, said: Sequence[Message], template: Template, calls: Calls = ()) -> AfterTurn:
+    def after_turn(
+        self, said: Sequence[Message], template: Template, calls: Calls = (), before: Sequence[Message] = ()
+    ) -> AfterTurn:
         """Return the text after an assistant's words: the turn's end, the messages `said`, the next turn's opening.
 
-        `calls` are the calls at the end of the turn: some templates write the answers of tools only after calls. If
-        `said` is empty, the text is only the end of the turn. Raises `TaskError` as `render` does, and if the template
-        does not write the assistant's words exactly once.
+        `calls` are the calls at the end of the turn: some templates write the answers of tools only after calls.
+        `before` are the messages before the turn: some templates count turns or calls. If `said` is empty, the text is
+        only the end of the turn. Raises `TaskError` as `render` does, and if the template does not write the
+        assistant's words exactly once.
         """
-        after = self._after_words(said, template, calls)
         shape = (tuple(map(_message_shape, said)), bool(calls), *_template_shape(template))
+        after = self._after_words(said, template, calls)
+        if before and self._counts_turns(said, template, calls, shape):
+            with suppress(TaskError):
+                after = self._after_words(said, template, calls, before)
         if shape not in self._complete_shapes:
             words = [structs.replace(message, content=f"{WORDS}{number}z") for number, message in enumerate(said)]
             probe = self._after_words(words, template, calls).text
@@ -156,13 +191,31 @@ class ChatTemplate:
             self._complete_shapes.add(shape)
         return after
 
-    def _after_words(self, said: Sequence[Message], template: Template, calls: Calls) -> AfterTurn:
+    def _counts_turns(
+        self, said: Sequence[Message], template: Template, calls: Calls, shape: tuple[object, ...]
+    ) -> bool:
+        """Return True if the text after a turn depends on the messages before the turn.
+
+        Examples: the calls of a conversation are numbered (Command R7B), or only the first answer of a tool gets a
+        heading (DeepSeek R1).
+        """
+        if shape not in self._counting_shapes:
+            texts = set[str]()
+            for before in EARLIER:
+                with suppress(TaskError):
+                    texts.add(self._after_words(said, template, calls, before).text)
+            self._counting_shapes[shape] = len(texts) > 1
+        return self._counting_shapes[shape]
+
+    def _after_words(
+        self, said: Sequence[Message], template: Template, calls: Calls, before: Sequence[Message] = FIRST
+    ) -> AfterTurn:
         if said and calls:
             try:
-                return self._after_calls(said, template, calls)
+                return self._after_calls(said, template, calls, before)
             except TaskError as error:
                 log.debug("the chat template writes no answer after a call: %s", error)
-        turn = (Message(role="user", content="?"), Message(role="assistant", content=SENTINEL))
+        turn = (*before, Message(role="assistant", content=SENTINEL))
         rendered = self._render_open((*turn, *said), template) if said else self.render_conversation(turn, template)
         suffixes = rendered.split(SENTINEL)[1:]
         if len(suffixes) != 1:
@@ -172,11 +225,13 @@ class ChatTemplate:
             )
         return AfterTurn(suffixes[0])
 
-    def _after_calls(self, said: Sequence[Message], template: Template, calls: Calls) -> AfterTurn:
+    def _after_calls(
+        self, said: Sequence[Message], template: Template, calls: Calls, before: Sequence[Message]
+    ) -> AfterTurn:
         """Return the result of `after_turn` for a turn with `calls`, whose arguments the template writes."""
 
         def turn(*calls_made: Table) -> tuple[Message, ...]:
-            return Message(role="user", content="?"), Message(role="assistant", content="", tool_calls=calls_made)
+            return *before, Message(role="assistant", content=None, tool_calls=calls_made)
 
         conversation = turn(*map(_with_sentinel, calls))
         _, sentinel, suffix = self._render_open((*conversation, *said), template).rpartition(SENTINEL)
@@ -259,14 +314,25 @@ class ChatTemplate:
             )
 
     def _render_checked(self, chat: Any, tools: Any, arguments: Table) -> str:
-        try:
-            return self._apply_template(chat, tools, arguments)
-        except FAULTS as error:
-            # DeepSeek's templates concatenate a call's arguments with texts, so the arguments must be a text.
-            if (as_text := _text_arguments(chat)) != chat:
-                with suppress(*FAULTS):
-                    return self._apply_template(as_text, tools, arguments)
-            raise TaskError(f"the chat template refuses the messages: {error}") from error
+        refusal = Exception()
+        for form in chain((chat,), other_forms(chat)):
+            try:
+                return self._apply_template(form, tools, arguments)
+            except FAULTS as error:
+                refusal = error
+        place = self._place(refusal, tools, arguments)
+        raise TaskError(f"the chat template refuses the messages: {refusal}{place}") from refusal
+
+    def _place(self, error: Exception, tools: list[dict[str, object]] | None, arguments: Mapping[str, str]) -> str:
+        """Return the line of the chat template at which `error` was raised. Example: " (line 2: {{ x.y }})"."""
+        frames = traceback.walk_tb(error.__traceback__)
+        numbers = [line for frame, line in frames if frame.f_code.co_filename == COMPILED]
+        number = numbers[-1] if numbers else getattr(error, "lineno", None)
+        if number is None:
+            return ""
+        lines = self._tokenizer.get_chat_template(arguments.get("chat_template"), tools).splitlines()
+        line = textwrap.shorten("".join(lines[number - 1 : number]), QUOTED_LINE, placeholder=" ...")
+        return f" (line {number}: {line})"
 
     def _apply_template(self, chat: Any, tools: Any, arguments: Table) -> str:
         return str(self._tokenizer.apply_chat_template(chat, tools=tools, tokenize=False, **arguments))
@@ -286,24 +352,6 @@ def _message_shape(message: Message) -> tuple[object, ...]:
 
 def _template_shape(template: Template) -> tuple[object, ...]:
     return bool(template.tools), repr(template.arguments)
-
-
-def _text_arguments(chat: Sequence[Table]) -> list[Table]:
-    def with_text(call: Table) -> Table:
-        function = call.get("function")
-        if not isinstance(function, dict) or isinstance(function.get("arguments"), str):
-            return call
-        return {**call, "function": {**function, "arguments": json.dumps(function.get("arguments"))}}
-
-    return [
-        {**message, "tool_calls": list(map(with_text, message["tool_calls"]))} if "tool_calls" in message else message
-        for message in chat
-    ]
-
-
-def parts(content: object) -> object:
-    """Return a text as a list of one part. Example: [{"type": "text", "text": "1+2"}]."""
-    return [{"type": "text", "text": content}] if isinstance(content, str) else content
 
 
 def _with_sentinel(call: Mapping[str, Any]) -> Table:

@@ -3,7 +3,7 @@
     generation_config.json  eos_token_id        [151645, 151643]    in any form: a number, a token's name, a list
     config.json             eos_token_id        151643              also of its text_config, if it has one
     tokenizer               eos_token           <|im_end|>
-    chat template           "...!<|im_end|>\\n"  the first added token after the text of an assistant's message
+    chat template           "...!<|im_end|>\\n"  the token after an assistant's message (`end_of_turn`)
     rollout.stop            "</s>", "\\n\\nQ:"    the name of an added token, or a string
 
 A completion ends with the first stop token, or with the token that completes a stop string. Without a stop a completion
@@ -16,14 +16,17 @@ may return a random limit. If the random limit is seeded by `identity`, a retrie
 """
 
 import logging
+import re
 from collections.abc import Callable, Mapping, Sequence
+from itertools import takewhile
 from operator import index
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, SupportsIndex, TypeAlias, cast
 
 from streamppo.errors import ModelError, TaskError
 from streamppo.tasks import plugins
-from streamppo.tasks.chat_template import FAULTS, parts
+from streamppo.tasks.chat_forms import parts
+from streamppo.tasks.chat_template import FAULTS
 from streamppo.types import Identity, Ints, Prompt
 from streamppo.weights.models import generation
 from streamppo.weights.models.settings import REFUSALS
@@ -33,6 +36,8 @@ if TYPE_CHECKING:
 
 SENTINEL = "\N{WHITE STAR}streamppo\N{BLACK STAR}"
 """The assistant's text in a test conversation; no template contains it."""
+QUESTION = "\N{WHITE STAR}question\N{BLACK STAR}"
+"""The user's text in a test conversation."""
 SLACK = 4
 """A stop string of n bytes is searched in the last n + `SLACK` tokens; the first token may be part of a character."""
 
@@ -102,31 +107,64 @@ def read(
 
 
 def end_of_turn(tokenizer: "PreTrainedTokenizerFast") -> int | None:
-    """Return the token that the chat template writes after an assistant's message; None if it writes none."""
+    """Return the token that the chat template writes after an assistant's message; None if it writes none.
+
+    The template may write several tokens, and others if a message follows. The tokens of both cases count; without any
+    those at the end of a conversation; without any those before the opening of a user's message:
+
+        at the end of a conversation              if a message follows               end of the turn
+        <|im_end|>                                <|im_end|><|im_start|>             <|im_end|>
+        <|END_RESPONSE|><|END_OF_TURN|>           <|END_RESPONSE|><|END_OF_TURN|>    the tokenizer's eos_token
+        <|close|>a<|close|>b<|end_of_msg|>        the same, and <|open|>             <|end_of_msg|>: it occurs once
+        <|return|>                                <|end|><|start|>                   <|return|>
+                                                  <|assistant_end|><|user_start|>    <|assistant_end|>
+                                                  <|user|>                           none
+    """
     if not getattr(tokenizer, "chat_template", None):
         return None
-    turn: list[dict[str, object]] = [{"role": "user", "content": "?"}, {"role": "assistant", "content": SENTINEL}]
-    turn_of_parts = [{**message, "content": parts(message["content"])} for message in turn]
-    suffix = _suffix(tokenizer, turn) or _suffix(tokenizer, turn_of_parts)
+    user: dict[str, object] = {"role": "user", "content": QUESTION}
+    turn = [user, {"role": "assistant", "content": SENTINEL}]
+    last, followed, opening = _suffixes(tokenizer, [*turn, user])
     # The longer of two names at the same position counts. Added tokens that are only white space do not end a turn.
-    named = [(name, token) for name, token in tokenizer.get_added_vocab().items() if name.strip(" \n\t\u2581")]
-    places = [(at, -len(name), token) for name, token in named if (at := suffix.find(name)) >= 0]
-    return min(places)[2] if places else None
+    named = {name: token for name, token in tokenizer.get_added_vocab().items() if name.strip(" \n\t\u2581")}
+    pattern = re.compile("|".join(map(re.escape, sorted(named, key=len, reverse=True))) or "(?!)")
+    ending = followed[: len(followed) - len(_common_start(followed[::-1], opening[::-1]))]
+    texts = (_common_start(last, followed), last, ending)
+    names = next((names for text in texts if (names := pattern.findall(text))), [])
+    once = [name for name in names if names.count(name) == 1]
+    ends = [name for name in names if name == tokenizer.eos_token] or once or names
+    return named[ends[0]] if ends else None
 
 
-def _suffix(tokenizer: "PreTrainedTokenizerFast", turn: list[dict[str, object]]) -> str:
-    """Return the text that the chat template writes after the assistant's words; "" if the words are left out."""
+def _common_start(first: str, second: str) -> str:
+    pairs = takewhile(lambda pair: pair[0] == pair[1], zip(first, second, strict=False))
+    return "".join(character for character, _ in pairs)
+
+
+def _suffixes(tokenizer: "PreTrainedTokenizerFast", conversation: Sequence[dict[str, object]]) -> tuple[str, str, str]:
+    """Return the texts after the assistant's words, at the end and up to the next question, and before a question.
+
+    All are "" if the chat template leaves out the assistant's words.
+    """
+    for written in (conversation, [{**message, "content": parts(message["content"])} for message in conversation]):
+        before, sentinel, last = _render(tokenizer, written[:2]).rpartition(SENTINEL)
+        if sentinel:
+            followed = _render(tokenizer, written).rpartition(SENTINEL)[2]
+            return last, followed.partition(QUESTION)[0], before.partition(QUESTION)[0]
+    return "", "", ""
+
+
+def _render(tokenizer: "PreTrainedTokenizerFast", conversation: Sequence[dict[str, object]]) -> str:
     try:
-        text = str(
+        return str(
             tokenizer.apply_chat_template(
-                cast("list[dict[str, str]]", turn), add_generation_prompt=False, tokenize=False
+                cast("list[dict[str, str]]", conversation), add_generation_prompt=False, tokenize=False
             )
         )
     except FAULTS as error:
         # The template may still render the task's prompts.
         log.debug("the chat template writes no plain turn: %s", error)
         return ""
-    return text.rpartition(SENTINEL)[2] if SENTINEL in text else ""
 
 
 def _eos(

@@ -177,18 +177,25 @@ class Tokenizer:
             self._turn_end = stop.end_of_turn(self._tokenizer)
         return self._turn_end
 
-    def observation(self, said: Said, template: Template = PLAIN, last: int | None = None, calls: Calls = ()) -> Ints:
+    def observation(
+        self,
+        said: Said,
+        template: Template = PLAIN,
+        last: int | None = None,
+        calls: Calls = (),
+        before: Sequence[Message] = (),
+    ) -> Ints:
         """Return the token ids [O] of an environment's words after a turn, with the opening of the next turn.
 
         A conversation is rendered with a placeholder for the policy's words, and only the text after the placeholder is
-        tokenised. `calls` are the calls at the end of the turn, if known. The end of the turn is included only if
-        `last`, the turn's last token, does not end a turn. A plain text is tokenised without a template. Raises
-        `TaskError` if there is no template, or if the template refuses the messages, leaves them out, rewrites earlier
-        turns, or ends the assistant's turn without a token.
+        tokenised. `calls` are the calls at the end of the turn, and `before` the messages before it, if known. The end
+        of the turn is included only if `last`, the turn's last token, does not end a turn. A plain text is tokenised
+        without a template. Raises `TaskError` if there is no template, or if the template refuses the messages, leaves
+        them out, rewrites earlier turns, or ends the assistant's turn without a token.
         """
         if isinstance(said, str):
             return np.asarray(self._text_ids(said, template), dtype=np.int32)
-        suffix, end = self.chat.after_turn(said, template, calls), self.turn_end()
+        suffix, end = self.chat.after_turn(said, template, calls, before), self.turn_end()
         ids = self._ids_after_calls(suffix, end) if suffix.others else self._rendered_ids(suffix.text)
         if ids and last == ids[0]:
             # The policy has sampled the end of its turn, or the next role.
@@ -203,9 +210,10 @@ class Tokenizer:
     def _ids_after_calls(self, suffix: AfterTurn, end: int | None) -> list[int]:
         """Return the ids of `suffix` from the turn's `end` on or, without this token, after the end of the calls."""
         ids = self._rendered_ids(suffix.text)
-        closed = min(_common_length(ids, self._rendered_ids(other)) for other in suffix.others)
-        if end in ids[:closed]:
+        common = [_common_length(ids, self._rendered_ids(other)) for other in suffix.others]
+        if end in ids[: max(common)]:
             return ids[ids.index(end) :]
+        closed = min(common)
         # Some templates open an answer after calls whatever follows. The text before a second call has no such opening.
         if suffix.again is not None:
             closed = min(closed, _common_length(ids, self._rendered_ids(suffix.again)))
@@ -213,10 +221,11 @@ class Tokenizer:
 
     def _observation_start(self, ids: list[int], end: int | None, last: int | None) -> int:
         """Return the index in `ids`, the ids after an assistant's words, at which an observation begins."""
-        if end not in ids and ids and ids[0] in self._control.added:
+        first = next((token for token in ids if token in self._control.added), None)
+        if end not in ids and first is not None and not self.spell(ids[: ids.index(first)]).strip():
             # Either turns end with the role of the next turn, or the last turn of a conversation ends with another
             # token than earlier turns.
-            end, is_role = ids[0], end is None
+            end, is_role = first, end is None
         else:
             is_role = False
         if end not in ids:

@@ -1,5 +1,5 @@
 # A template is read best as its authors write it.
-# ruff: noqa: E501
+# ruff: noqa: E501, RUF001
 """Tokenizers with chat templates as model families publish them: short ones, and those that TRL ships where it is."""
 
 import re
@@ -9,7 +9,7 @@ from pathlib import Path
 from streamppo.tasks.tokenizer import Tokenizer, character_tokenizer
 
 CONTROL = re.compile(
-    r"<\|[A-Za-z_0-9]+\|>|<\|[a-z_]+>|<[a-z_]+\|>|<｜[^｜'\"\s]+｜>|\[/?[A-Z_]+\]"  # noqa: RUF001
+    r"<\|[A-Za-z_0-9]+\|>|<\|[a-z_]+>|<[a-z_]+\|>|<｜[^｜'\"\s]+｜>|\[/?[A-Z_]+\]"
     r"|</?(?:start|end)_of_turn>|</?(?:think|tool_call|tool_response|eos|s|end_of_utterance)>"
 )
 """Names that templates write as single tokens."""
@@ -100,6 +100,58 @@ SHORT = {
     {{- '<|' + message.role + '|>\\n' + message.content + '<|end|>\\n' }}
 {%- endfor %}
 {%- if add_generation_prompt %}{{- '<|assistant|>\\n' }}{% endif %}""",
+    # Kimi K3: closing tokens repeat within a turn, and the end of a turn does not.
+    "kimi-k3": """\
+{%- macro close(tag) %}{{- '<|close|>' + tag + '<|sep|>' }}{% endmacro %}
+{%- for message in messages %}
+    {{- '<|open|>message role="' + message.role + '"<|sep|>' }}
+    {%- if message.role == 'assistant' %}
+        {{- '<|open|>response<|sep|>' + (message.content or '') + close('response') }}
+        {%- for call in message.tool_calls or [] %}
+            {{- '<|open|>call tool="' + call.function.name + '"<|sep|>' + call.function.arguments | tojson + close('call') }}
+        {%- endfor %}
+    {%- else %}{{- message.content }}{% endif %}
+    {{- close('message') + '<|end_of_msg|>' }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|open|>message role="assistant"<|sep|><|open|>response<|sep|>' }}{% endif %}""",
+    # Command R7B: the calls of a conversation are numbered, and so are their answers.
+    "command": """\
+{%- set ns = namespace(called=0, answered=0) %}{{- bos_token }}{%- for message in messages %}
+{{- '<|START_OF_TURN_TOKEN|>' }}
+{%- if message.role == 'tool' %}
+    {{- '<|SYSTEM_TOKEN|>{"tool_call_id": ' ~ ns.answered ~ ', "result": "' ~ message.content ~ '"}' }}
+    {%- set ns.answered = ns.answered + 1 %}
+{%- elif message.role == 'assistant' %}
+    {{- '<|CHATBOT_TOKEN|>' + (message.content or '') }}
+    {%- for call in message.tool_calls or [] %}
+        {{- '<|START_ACTION|>{"tool_call_id": ' ~ ns.called ~ ', "parameters": ' ~ call.function.arguments | tojson ~ '}<|END_ACTION|>' }}
+        {%- set ns.called = ns.called + 1 %}
+    {%- endfor %}
+{%- else %}{{- '<|USER_TOKEN|>' + message.content }}{% endif %}
+{{- '<|END_OF_TURN_TOKEN|>' }}{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|START_OF_TURN_TOKEN|><|CHATBOT_TOKEN|>' }}{% endif %}""",
+    # Apriel 1.6: a turn is ended, and its calls have ids, only if a message follows.
+    "apriel": """\
+{%- for message in messages %}
+{{- '<|begin|>' + message.role + '\\n' + (message.content or '') }}
+{%- for call in message.tool_calls or [] %}
+    {{- '{"name": "' + call.function.name + '", "arguments": ' + call.function.arguments | tojson }}
+    {{- '}' if loop.last and messages[-1] is sameas message else ', "id": "' + call.id + '"}' }}
+{%- endfor %}
+{%- if message.role != 'assistant' or not loop.last %}{{- '\\n<|end|>\n' }}{% endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|begin|>assistant\\n' }}{% endif %}""",
+    # DeepSeek R1: a message with calls has no content, and the answers of later calls have no heading.
+    "deepseek-r1": """\
+{{- bos_token }}{%- set ns = namespace(first=true) %}{%- for message in messages %}
+{%- if message.role == 'user' %}{{- '<｜User｜>' + message.content + '<｜Assistant｜>' }}
+{%- elif message.role == 'tool' %}
+    {{- '<｜tool▁outputs▁begin｜>' if ns.first else '\\n' }}{%- set ns.first = false %}
+    {{- '<｜tool▁output▁begin｜>' + message.content + '<｜tool▁output▁end｜>' }}
+{%- elif message.content is none %}
+    {%- for call in message.tool_calls %}{{- '<｜tool▁call▁begin｜>' + call.function.arguments + '<｜tool▁call▁end｜>' }}{% endfor %}
+    {{- '<｜end▁of▁sentence｜>' }}
+{%- else %}{{- message.content + '<｜end▁of▁sentence｜>' }}{% endif %}{%- endfor %}""",
 }
 """Templates written to the rules of families, where they differ in what follows a call."""
 

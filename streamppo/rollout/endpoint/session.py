@@ -330,9 +330,9 @@ class Session:
             text = "\n\n".join(message.text for message in messages)
             return tokenizer.encode(Prompt(text=text, columns={}, messages=messages, template=template))
         # Some templates write a tool's answer only after the message that calls the tool.
-        before = request.messages[-len(messages) - 1]
-        calls = before.tool_calls if messages[0].role == "tool" else ()
-        return tokenizer.observation(messages, template, self.row.token(place.at), calls)
+        *before, turn = request.messages[: -len(messages)]
+        calls = turn.tool_calls if messages[0].role == "tool" else ()
+        return tokenizer.observation(messages, template, self.row.token(place.at), calls, before)
 
     def _render_plain(self, place: TreePlace, messages: Sequence[Message], template: Template) -> Ints:
         if template.tools:

@@ -378,6 +378,23 @@ def test_a_family_plays_two_turns_with_an_environment_and_rewards_read_them_as_m
     assert text_of(tokenizer, engine.asked[1][-14:]) == text_of(tokenizer, tokenizer.ids(whole)[-14:])
 
 
+def test_a_template_that_counts_turns_counts_those_of_the_whole_conversation(tmp_path: Path) -> None:
+    """As ChatGLM2's."""
+    tokenizer = made(
+        tmp_path,
+        "{% for m in messages %}{% if m.role == 'user' %}[{{ loop.index0 // 2 + 1 }}]{% endif %}"
+        "{{ m.content }}{% if m.role == 'assistant' %}<eos>{% endif %}{% endfor %}",
+    )
+    engine = Scripted(tokenizer, "a", "b", "c", "bye")
+    prompt = Prompt(text="hi", columns={}, messages=(Message(role="user", content="hi"),))
+    config = Environment(name=f"{HERE}:Asks")
+    episode = asyncio.run(Player(engine, tokenizer, config).play(prompt, Sampling(16)))
+    whole = text_of(tokenizer, [*episode.prompt_tokens, *episode.tokens])
+    said = [text.replace("<eos>", "") for text in ("aa", "bb", "cc")]
+    assert [f"[{n}]{text}" in whole for n, text in enumerate(said, 2)] == [True] * 3
+    assert whole.startswith("[1]say hia<eos>[2]aa")
+
+
 class Asks(Echo):
     """Asks as a user, and spells a control token."""
 

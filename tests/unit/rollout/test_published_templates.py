@@ -164,9 +164,26 @@ def test_the_answer_of_a_tool_follows_its_call_as_transformers_renders_it_or_is_
     assert [found.sampled.count(one) for one in ('"name": "sum"', "it is five", "four")] == [1, 1, 1]
     first, second = found.observations
     assert "seven" in first and "more" in second and "sum(" not in first
+    # The end that the policy has sampled is not written again. TRL's template of R1 writes a second, empty turn.
+    end = tokenizer.turn_end()
+    if end is not None and name != "trl-deepseek_r1_distill":
+        assert tokenizer.name(end) not in first.partition("seven")[0]
     said = [in_parts(one) if name in LISTS else one for one in found.messages]
     assert rendered(tokenizer, said[:3], [TOOL]).endswith(first)
     assert rendered(tokenizer, said[:5], [TOOL]).endswith(second)
+
+
+@pytest.mark.parametrize("name", [name for name in published_templates.SHORT if name not in NO_TOOLS])
+def test_the_answer_of_a_second_call_follows_it_as_transformers_renders_it(name: str, tmp_path: Path) -> None:
+    again = CALL.replace("1", "2")
+    tokenizer, found = played(published_templates.SHORT[name], tmp_path, CALL, "it is five", again, "four")
+    assert not found.refusal and not found.branches and len(found.observations) == 3
+    for count, observed in zip((3, 5, 7), found.observations, strict=True):
+        assert rendered(tokenizer, found.messages[:count], [TOOL]).endswith(observed)
+    first, _, third = found.observations
+    numbered = {"command": ('"tool_call_id": 0', '"tool_call_id": 1'), "deepseek-r1": ("outputs", "\n")}
+    before, after = numbered.get(name, ("seven", "seven"))
+    assert before in first and after in third
 
 
 @pytest.mark.sampled(3)

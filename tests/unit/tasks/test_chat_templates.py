@@ -161,6 +161,51 @@ def test_of_glm_the_role_that_the_policy_sampled_is_not_written_again() -> None:
     assert shown(tokenizer, tokenizer.observation((tool,), last=ended)) == "<|observation|>\n4<|assistant|>\n"
 
 
+def test_a_role_that_ends_a_turn_may_follow_a_space() -> None:
+    template = "{% for m in messages %} <|{{ m.role }}|> {{ m.content }}{% endfor %}"
+    template += "{% if add_generation_prompt %} <|assistant|> {% endif %}"
+    tokenizer = made("glm", template=template)
+    next_role = number(tokenizer, "<|user|>")
+    assert tokenizer.turn_end() is None
+    assert shown(tokenizer, tokenizer.observation((user("wrong"),), last=next_role)) == " wrong <|assistant|> "
+    written = tokenizer.observation((user("wrong"),), last=number(tokenizer, "<|endoftext|>"))
+    assert shown(tokenizer, written) == " <|user|> wrong <|assistant|> "
+
+
+CALLED = ({"id": "call_1", "type": "function", "function": {"name": "add", "arguments": {"a": 1}}},)
+DEMANDING = """\
+{% for m in messages %}
+{%- if m.role == 'tool' and not m.name %}{{ raise_exception("answers require a 'name'") }}{% endif %}
+{{- '<|im_start|>' + m.role + m.name|default('') + m.content }}
+{%- for call in m.tool_calls or [] %}{{ '<tool_call>' + call.function.arguments }}{% endfor %}<|im_end|>
+{%- endfor %}"""
+"""A template that demands the names of tools, arguments as texts, and a content in every message."""
+
+
+def test_messages_take_the_form_that_a_template_demands() -> None:
+    tokenizer, answer = made("qwen3", template=DEMANDING), Message(role="tool", content="4", tool_call_id="call_1")
+    asked = Message(role="assistant", content=None, tool_calls=CALLED)
+    assert shown(tokenizer, tokenizer.observation((answer,), calls=CALLED)) == "<|im_start|>tooladd4<|im_end|>"
+    whole = tokenizer.render(chat(user("q"), asked, answer))
+    assert '<|im_start|>assistant<tool_call>{"a": 1}<|im_end|>' in whole and whole.endswith("tooladd4<|im_end|>")
+    unknown = structs.replace(answer, tool_call_id="call_2")
+    with pytest.raises(TaskError, match=r"answers require a 'name' \(line 2: \{%- if m.role == 'tool'.*\)$"):
+        tokenizer.render(chat(user("q"), asked, unknown))
+
+
+def test_a_refusal_has_the_line_of_the_template() -> None:
+    lines = ["{{ messages[0].content }}", "{%- for one in missing.names %}{% endfor %}", "{# end #}"]
+    tokenizer = made("qwen3", template="\n".join(lines))
+    with pytest.raises(TaskError) as refused:
+        tokenizer.render(chat(user("q")))
+    assert str(refused.value).endswith(f"'missing' is undefined (line 2: {lines[1]})")
+    with pytest.raises(TaskError, match=r"\(line 1: .{1,120}\)$"):
+        made("qwen3", template="{{ no.thing }}" + "{{ 'a long line' }} " * 99).render(chat(user("q")))
+    # A template that cannot be parsed.
+    with pytest.raises(TaskError, match=r"Expected .* \(line 2: \{% for %\}\)$"):
+        made("qwen3", template="a\n{% for %}").render(chat(user("q")))
+
+
 @pytest.mark.parametrize("family", ["gemma2", "gemma3", "mistral"])
 def test_roles_that_a_template_refuses_are_told(family: str) -> None:
     tokenizer = made(family)

@@ -88,6 +88,42 @@ def test_a_template_that_does_not_write_the_assistants_words_tells_no_end_of_its
     assert stop.end_of_turn(tokenizer) is None, "the first token of the conversation begins a turn"
 
 
+TURN = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}ENDS{% endfor %}"
+ASSISTANT = "{% if m.role == 'assistant' %}"
+
+
+@pytest.mark.parametrize(
+    ("ends", "eos", "end"),
+    [
+        pytest.param("<|eot_id|><|im_end|>", "<|im_end|>", "<|im_end|>", id="Command A: of several, eos_token"),
+        pytest.param(
+            "<|user|>a<|user|>b<|im_end|>", "</s>", "<|im_end|>", id="Kimi K3: of several, the one that is once"
+        ),
+        pytest.param("<|im_end|><|eot_id|>", "</s>", "<|im_end|>", id="the first"),
+        pytest.param(
+            "<|im_end|>{% if loop.last %}<|endoftext|>{% endif %}", "<|endoftext|>", "<|im_end|>", id="Phi 4 mini"
+        ),
+        pytest.param(
+            f"{ASSISTANT}{{{{ '<|eot_id|>' if loop.last else '<|im_end|>' }}}}{{% endif %}}",
+            "</s>",
+            "<|eot_id|>",
+            id="GPT-OSS: at the end of a conversation",
+        ),
+        pytest.param(
+            f"{ASSISTANT}{{{{ '' if loop.last else '<|im_end|>' }}}}{{% endif %}}",
+            "</s>",
+            "<|im_end|>",
+            id="Apertus: only before another message",
+        ),
+        pytest.param("", "</s>", None, id="GLM: the next role"),
+    ],
+)
+def test_of_the_tokens_after_a_turn_the_one_that_ends_it_is_found(ends: str, eos: str, end: str | None) -> None:
+    tokenizer = tokenizer_of(TURN.replace("ENDS", ends), eos)
+    expected = None if end is None else tokenizer.convert_tokens_to_ids(end)
+    assert stop.end_of_turn(tokenizer) == expected
+
+
 def test_a_text_config_inside_of_the_model_config_is_read_too(tmp_path: Path) -> None:
     config = Gemma3Config(text_config={"eos_token_id": [1, 9]}, eos_token_id=3)
     assert stop.read(tmp_path, config, None).origins == {3: ["model config"], 1: ["text config"], 9: ["text config"]}
