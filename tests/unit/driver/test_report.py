@@ -95,7 +95,7 @@ def test_curves_have_a_point_for_each_update_and_the_catalogues_sentences(run: P
     html = text(run)
     reward = re.search(r'<polyline [^>]*data-label="reward" points="([^"]*)"', html)
     assert reward is not None and len(reward[1].split()) == 24
-    assert "mean reward of the completions" in plain(html)
+    assert "mean reward of completions" in plain(html)
     assert "<h3>Held-out accuracy</h3>" in html
     # Clip fraction of the critic is nobody's chart, and no run here has a teacher.
     assert "teacher_kl" not in html
