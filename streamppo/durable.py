@@ -29,6 +29,9 @@ HOLLOW_BYTES, HOLLOW_RATIO = 2**28, 100
 A reader of a hollow file would fill its memory with zeros.
 """
 HOLLOW = "a sparse file, which streamppo does not write"
+LFS = b"version https://git-lfs.github.com/spec/"
+"""The first bytes of a git-LFS pointer, a small text file that replaces a file."""
+POINTER = "a git-LFS pointer and not the file: `git lfs pull` in its folder downloads the file"
 
 
 def aside(path: Path) -> Path:
@@ -187,6 +190,12 @@ def reading(path: Path, *, whole: bool = False) -> Generator[BufferedReader]:
         if whole and _is_hollow(file.fileno()):
             raise OSError(errno.EFBIG, HOLLOW, str(path))
         yield file
+
+
+def is_pointer(path: Path) -> bool:
+    """Return whether a file is only the pointer of git-LFS to the file. Raises `OSError` if it cannot be read."""
+    with reading(path) as file:
+        return file.read(len(LFS)) == LFS
 
 
 def is_hollow(path: Path) -> bool:

@@ -7,9 +7,11 @@ import json
 import sys
 import zlib
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, cast
 
+from streamppo import durable
 from streamppo.errors import TaskError
 from streamppo.tasks import files
 
@@ -74,6 +76,9 @@ def _file(path: Path) -> Iterator[Row]:
         raise TaskError(
             f"{path}: not a file: a pipe or a device can be read only once, and a run reads its data several times"
         )
+    with suppress(OSError):
+        if durable.is_pointer(path):
+            raise TaskError(f"{path}: {durable.POINTER}")
     match files.ending(path):
         case ".jsonl" | ".jsonl.gz":
             return _jsonl(path, "each line of the file must be one JSON object in UTF-8")

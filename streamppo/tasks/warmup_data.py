@@ -10,6 +10,7 @@ from streamppo.config.sections import Config
 from streamppo.errors import TaskError
 from streamppo.tasks import task as tasks
 from streamppo.tasks.dataset_files import QUOTED
+from streamppo.tasks.scorers import gold
 from streamppo.tasks.task import Task
 from streamppo.terminal import quoted
 from streamppo.types import Prompt
@@ -73,11 +74,10 @@ def _problem(prompt: Prompt, measure: Characters) -> Prompt:
     text = measure.render(prompt)
     if prompt.max_tokens is not None:
         text = text[-prompt.max_tokens :]
-    answer = prompt.columns.get("answer")
-    if not isinstance(answer, str) or not answer:
+    if not (answer := _answer(prompt)):
         raise TaskError(
-            f"{BUILTIN} learns only from answers that are texts: the answer of the prompt {quoted(text)} is "
-            f"{answer!r:.{QUOTED}}"
+            f"{BUILTIN} learns only from answers that are texts or numbers: the answer of the prompt {quoted(text)} is "
+            f"{prompt.columns.get('answer')!r:.{QUOTED}}"
         )
     problem = Prompt(text=text, columns={"answer": answer})
     if (length := _length(problem)) > CONTEXT:
@@ -103,8 +103,7 @@ def _normal(text: str) -> str:
 
 
 def _answer(prompt: Prompt) -> str:
-    answer = prompt.columns.get("answer")
-    return answer if isinstance(answer, str) else ""
+    return gold.completion(prompt.columns.get("answer"))
 
 
 def _sort_characters(characters: Iterable[str]) -> str:

@@ -25,8 +25,6 @@ if TYPE_CHECKING:
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 PICKLE, PICKLE_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
-LFS = b"version https://git-lfs.github.com/spec/"
-"""The first bytes of a git-LFS pointer, a small text file that replaces a file."""
 LARGEST_HEADER = 100_000_000
 """The maximum number of bytes of a safetensors header, the limit of the safetensors library."""
 
@@ -163,9 +161,8 @@ def pickle_tensors(folder: Path, device: str = "cpu") -> "dict[str, Tensor]":
 def refuse_pointer(file: Path) -> None:
     """Raise `ModelError` if `file` is only a git-LFS pointer, or cannot be read."""
     try:
-        with durable.reading(file) as opened:
-            first = opened.read(len(LFS))
+        is_pointer = durable.is_pointer(file)
     except OSError as error:
         raise ModelError(f"{file}: cannot be read: {error}") from error
-    if first == LFS:
-        raise ModelError(f"{file}: a git-LFS pointer and not the file: `git lfs pull` in its folder downloads the file")
+    if is_pointer:
+        raise ModelError(f"{file}: {durable.POINTER}")

@@ -65,6 +65,9 @@ def _processor_template(path: str | Path) -> str | None:
 def _reason(folder: Path, error: Exception) -> str:
     if "trust_remote_code" in str(error) or "custom code" in str(error):
         return "it needs code that comes with it (auto_map in tokenizer_config.json), which streamppo does not run"
+    files = (file for pattern in FILES for file in sorted(folder.glob(pattern)) if file.is_file())
+    if (pointer := next(filter(durable.is_pointer, files), None)) is not None:
+        return f"{pointer.name}: {durable.POINTER}"
     is_pieces = (folder / PIECES).is_file() and not (folder / FAST).is_file()
     if is_pieces and find_spec("sentencepiece") is None:
         return f"it has {PIECES} and no {FAST}, and needs the library sentencepiece: pip install sentencepiece protobuf"

@@ -23,6 +23,8 @@ from streamppo.config.sections import Config
 from streamppo.config.task import DataTask, Source
 from streamppo.errors import ConfigError
 
+POINTER = f"version https://git-lfs.github.com/spec/v1\noid sha256:{'0' * 64}\nsize 1000\n"
+
 
 @pytest.fixture(autouse=True)
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -175,7 +177,7 @@ def test_several_rewards_are_summed_and_each_needs_its_columns(
     expected = {"score": "reward.py:score", "score_1": "more.py:score", "größe": "more.py:größe"}
     assert functions == {name: str(tmp_path / function) for name, function in expected.items()}
     assert main(["check", "mine.toml"]) == 0
-    assert re.search(r"reward score_1 +ok +8 rows .* score 1 ", capsys.readouterr().out)
+    assert re.search(r"reward score_1 +ok +8 rows .* score 1$", capsys.readouterr().out, re.MULTILINE)
 
 
 def test_a_verl_reward_without_a_column_of_the_answer_is_refused(
@@ -387,7 +389,9 @@ def model(parameters: int = 494_032_768, context: int = 32_768, **changed: Any) 
 
 
 def rows(prompts: int = 200, answers: int = 3, total: int = 7473) -> DataRows:
-    return DataRows("rows", total, "question", "answer", False, [prompts] * 10, [answers] * 10, distinct=10)
+    return DataRows(
+        "rows", total, "question", "answer", False, [prompts] * 10, [answers] * 10, [b"%d" % n for n in range(10)]
+    )
 
 
 def test_a_model_that_writes_before_it_answers_has_room_for_it() -> None:
@@ -407,6 +411,39 @@ def test_repeated_prompts_are_evaluated_once(tmp_path: Path, capsys: pytest.Capt
     config, said = begun(capsys, case.bring(tmp_path, data=str(data)))
     assert config.evaluation.prompts == round(0.05 * 200)
     assert "1000 rows repeat the prompt" in said and "evaluation.prompts" not in said
+
+
+def test_prompts_that_are_too_long_are_not_evaluated(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    texts = [f"{n}+1=" + "0" * (400 * (n % 2)) for n in range(1000)]
+    data = case.rows(tmp_path / "its.jsonl", [{"prompt": text, "answer": "2"} for text in texts])
+    config, said = begun(capsys, case.bring(tmp_path, data=str(data), model="builtin:tiny"))
+    assert "500 prompts are longer than" in said
+    assert config.evaluation.prompts == round(0.05 * 500) and "evaluation.prompts" not in said
+
+
+def test_builtin_tiny_learns_answers_that_are_numbers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    data = case.rows(tmp_path / "its.jsonl", [{"prompt": f"{n}+1=", "answer": n + 1} for n in range(100)])
+    _, said = begun(capsys, case.bring(tmp_path, data=str(data), model="builtin:tiny", reward="numeric"))
+    assert "check    0 errors" in said
+
+
+@pytest.mark.parametrize("name", ["its.jsonl", "its.json", "its.csv", "its.parquet", "its.jsonl.gz", "its.arrow"])
+def test_a_data_file_that_is_a_git_lfs_pointer_is_named(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / name).write_text(POINTER)
+    assert main(case.bring(tmp_path, data=str(tmp_path / name))) == MISTAKE
+    assert f"{name}: a git-LFS pointer and not the file: `git lfs pull`" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json"])
+def test_a_tokenizers_file_that_is_a_git_lfs_pointer_is_named(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    case.model(tmp_path / "model")
+    (tmp_path / "model" / name).write_text(POINTER)
+    assert main(case.bring(tmp_path, model="model")) == MISTAKE
+    assert f"{name}: a git-LFS pointer and not the file: `git lfs pull`" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("name", "function"), init.OURS.items())

@@ -219,7 +219,7 @@ WRONG = {
     ],
     "line 2: not JSON": ["task={kind='data', data='broken.jsonl'}"],
     "latin.jsonl, line 1: not JSON: 'utf-8'": ["task={kind='data', data='latin.jsonl'}"],
-    "learns only from answers that are texts: the answer of the prompt '1+1=' is 2": [
+    "learns only from answers that are texts or numbers: the answer of the prompt '1+1=' is [2]": [
         "task={kind='data', data='numbers.jsonl', held_out=0}"
     ],
     "model/journal.sqlite: missing": ["algorithm.critic.pretrain=model"],
@@ -274,7 +274,7 @@ def test_an_error_is_a_sentence_and_the_exit_code(
     (tmp_path / "rows.jsonl").write_text('{"prompt": "hello", "answer": "a"}\n{"prompt": "there", "answer": "b"}\n')
     (tmp_path / "broken.jsonl").write_text('{"prompt": "hello", "answer": "a"}\n{"prompt": \n')
     (tmp_path / "latin.jsonl").write_text('{"prompt": "é", "answer": "a"}\n', encoding="latin-1")
-    (tmp_path / "numbers.jsonl").write_text('{"prompt": "1+1=", "answer": 2}\n' * 2)
+    (tmp_path / "numbers.jsonl").write_text('{"prompt": "1+1=", "answer": [2]}\n' * 2)
     (tmp_path / "young").mkdir()
     Journal(tmp_path / "young" / "journal.sqlite").close()
     row = '{"prompt": "hello", "answer": "a"}\n'

@@ -19,7 +19,7 @@ MISTAKES = {
     "inspect run --prompt 1": "run/journal.sqlite: missing",
     "replay run": "run/journal.sqlite: missing",
     "reward-test math.toml model.path=../models/nope": "the tokenizer of '../models/nope' cannot be loaded",
-    f"reward-test math.toml {NUMBERS}": "builtin:tiny learns only from answers that are texts",
+    f"reward-test math.toml {NUMBERS}": "builtin:tiny learns only from answers that are texts or numbers",
 }
 
 
@@ -34,7 +34,7 @@ def test_a_mistake_is_answered_with_a_sentence(
     Path("file").touch()
     Path("gsm8k", "train.jsonl").write_text(json.dumps({"question": "1+1?", "answer": "#### 2"}))
     Path("latin", "train", "algebra", "1.json").write_text('{"problem": "é"}', encoding="latin-1")
-    Path("numbers.jsonl").write_text('{"prompt": "1+1=", "answer": 2}\n' * 2)
+    Path("numbers.jsonl").write_text('{"prompt": "1+1=", "answer": [2]}\n' * 2)
     Path("math.toml").write_text(MATH.read_text())
     configfile.save(configfile.load(MATH), Path("run"))
     before = sorted(Path().rglob("*"))

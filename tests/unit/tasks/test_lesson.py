@@ -60,8 +60,12 @@ def of_length(count: int) -> dict[str, Any]:
 
 
 REFUSED = {
-    "learns only from answers that are texts: the answer of the prompt 'a' is 2": [{"prompt": "a", "answer": 2}],
-    "learns only from answers that are texts: the answer of the prompt 'a' is ''": [{"prompt": "a", "answer": ""}],
+    "learns only from answers that are texts or numbers: the answer of the prompt 'a' is [2]": [
+        {"prompt": "a", "answer": [2]}
+    ],
+    "learns only from answers that are texts or numbers: the answer of the prompt 'a' is ''": [
+        {"prompt": "a", "answer": ""}
+    ],
     "has no chat template": [{"prompt": [{"role": "user", "content": "a"}], "answer": "b"}],
     "a prompt of 5000 tokens is longer than max_prompt_tokens (1024)": [of_length(5000)],
     "has 257 with its answer; lower max_prompt_tokens": [of_length(255)],

@@ -48,9 +48,8 @@ class DataRows(NamedTuple):
     """The `total` rows of the data set `data`. Prompts are lists of messages if `messages` is True, else texts.
 
     `prompts` and `answers` are the numbers of tokens of each prompt, and of each answer that is a text or number, in
-    the first `MEASURED` rows. `distinct` is the number of different prompts among them. `templated` is True if the
-    texts are already written in a chat template. `columns` are further columns for the reward, by the name that it
-    uses.
+    the first `MEASURED` rows, and `keys` are equal for equal prompts. `templated` is True if the texts are already
+    written in a chat template. `columns` are further columns for the reward, by the name that it uses.
     """
 
     data: str
@@ -60,7 +59,7 @@ class DataRows(NamedTuple):
     messages: bool
     prompts: Sequence[int]
     answers: Sequence[int]
-    distinct: int
+    keys: Sequence[bytes]
     templated: bool = False
     columns: Mapping[str, str] = NONE
 
@@ -78,9 +77,10 @@ class DataRows(NamedTuple):
         """The number of tokens that `LONG` of the answers do not exceed; 0 without any."""
         return sorted(self.answers)[math.ceil(LONG * len(self.answers)) - 1] if self.answers else 0
 
-    def held_out(self, share: float) -> int:
-        """The number of prompts that a share of `total` rows holds out. Repeated prompts count once."""
-        return split.held_out_count(self.distinct * self.total // len(self.prompts), share)
+    def held_out(self, share: float, longest: int) -> int:
+        """The number of prompts of up to `longest` tokens that a share of the rows holds out, repeated ones once."""
+        distinct = {key for key, length in zip(self.keys, self.prompts, strict=True) if length <= longest}
+        return split.held_out_count(len(distinct) * self.total // len(self.prompts), share)
 
 
 def read(
@@ -125,8 +125,8 @@ def read(
         answers = [view.measure(Prompt(text=text, columns={})) for text in texts]
     except TaskError as error:
         raise ConfigError(str(error)) from error
-    distinct = len({split.key(row_prompt.text) for row_prompt in prompts})
-    return DataRows(data, total, prompt, answer, messages, lengths, answers, distinct, templated, more)
+    keys = [split.key(row_prompt.text) for row_prompt in prompts]
+    return DataRows(data, total, prompt, answer, messages, lengths, answers, keys, templated, more)
 
 
 def _refuse_gaps(data: str, rows: Sequence[Row], reward: FunctionScorer, required_columns: Set[str]) -> None:

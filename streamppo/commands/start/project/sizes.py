@@ -79,7 +79,7 @@ def choose(policy: PolicyModel, rows: DataRows, gpus: int, memory_mib: int) -> S
         batch_size=256 if small or gpus else 64,
         slots=256 if gpus else _slots(policy, length, memory_mib, most=192 if small else 64),
         held_out=share,
-        evaluated=min(256, rows.held_out(share)),
+        evaluated=min(256, rows.held_out(share, length.max_prompt_tokens)),
         object_store_mib=max(256, math.ceil(1.1 * VERSIONS * element * policy.parameters / MIB)),
         micro_batch_tokens=None if small or gpus else CPU_TOKENS,
         completion=length,
