@@ -35,8 +35,9 @@ class Correction(NamedTuple):
 def log_weights(proximal_logprobs_BT: Tensor, behavior_logprobs_BT: Tensor, mask_BT: Tensor, *, level: Level) -> Tensor:
     """[B, T], the log-ratio of the proximal to the behavior policy; detached and not clamped; 0 at masked tokens.
 
-    log_w_bt = proximal_logprobs_bt - behavior_logprobs_bt token log_W_b = sum_t(log_w_bt) sequence log_W_b =
-    mean_t(log_w_bt) geometric
+    log_w_bt = proximal_logprobs_bt - behavior_logprobs_bt        token
+    log_W_b  = sum_t(log_w_bt)                                    sequence
+    log_W_b  = mean_t(log_w_bt)                                   geometric
     """
     check_tokens(mask_BT, proximal_logprobs_BT=proximal_logprobs_BT, behavior_logprobs_BT=behavior_logprobs_BT)
     log_w_BT = fill(proximal_logprobs_BT.detach(), mask_BT) - fill(behavior_logprobs_BT.detach(), mask_BT)

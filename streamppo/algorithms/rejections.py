@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from streamppo.algorithms.corrections import Correction, in_band, log_weights
+from streamppo.algorithms.corrections import Correction, Level, in_band, log_weights
 from streamppo.algorithms.masked import bounded_exp, check_sequences, check_tokens, sequence_mean, spread
 
 
@@ -45,25 +45,15 @@ def reject(
     return Correction(correction.weights.masked_fill(~keep_BT, 0.0), keep_BT, dropped)
 
 
-def token_in_band(
-    proximal_logprobs_BT: Tensor, behavior_logprobs_BT: Tensor, mask_BT: Tensor, *, lo: float, hi: float
+def ratio_in_band(
+    proximal_logprobs_BT: Tensor, behavior_logprobs_BT: Tensor, mask_BT: Tensor, *, level: Level, lo: float, hi: float
 ) -> Tensor:
-    """[B, T] bool: lo <= w_bt <= hi. If the weight is the ratio itself, this is IcePop's mask."""
-    return in_band(log_weights(proximal_logprobs_BT, behavior_logprobs_BT, mask_BT, level="token"), lo, hi)
+    """[B, T] bool: lo <= ratio <= hi, for the ratio of a token or of its response (`corrections.log_weights`).
 
-
-def sequence_in_band(
-    proximal_logprobs_BT: Tensor, behavior_logprobs_BT: Tensor, mask_BT: Tensor, *, lo: float, hi: float
-) -> Tensor:
-    """[B, T] bool: lo <= prod_t(w_bt) <= hi. The product grows with length; for one token this is `token_in_band`."""
-    return in_band(log_weights(proximal_logprobs_BT, behavior_logprobs_BT, mask_BT, level="sequence"), lo, hi)
-
-
-def geometric_in_band(
-    proximal_logprobs_BT: Tensor, behavior_logprobs_BT: Tensor, mask_BT: Tensor, *, lo: float, hi: float
-) -> Tensor:
-    """[B, T] bool: lo <= prod_t(w_bt)^(1 / n_b) <= hi; n_b unmasked tokens. Deviations of opposite signs cancel."""
-    return in_band(log_weights(proximal_logprobs_BT, behavior_logprobs_BT, mask_BT, level="geometric"), lo, hi)
+    "token" is IcePop's mask, if the weight is the ratio itself. The ratio of a "sequence" is a product, which grows
+    with length; in the "geometric" mean, deviations of opposite signs cancel.
+    """
+    return in_band(log_weights(proximal_logprobs_BT, behavior_logprobs_BT, mask_BT, level=level), lo, hi)
 
 
 def outlier_free(
@@ -74,7 +64,7 @@ def outlier_free(
     Trust region masking by the maximum, https://arxiv.org/abs/2512.23075, and SkyRL's outlier tokens. With [1 / c, c]
     this bounds max_t(abs(log(w_bt))) by log(c).
     """
-    inside_BT = token_in_band(proximal_logprobs_BT, behavior_logprobs_BT, mask_BT, lo=lo, hi=hi)
+    inside_BT = ratio_in_band(proximal_logprobs_BT, behavior_logprobs_BT, mask_BT, level="token", lo=lo, hi=hi)
     return (inside_BT | ~mask_BT).all(-1, keepdim=True).expand(mask_BT.shape)
 
 

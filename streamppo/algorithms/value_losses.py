@@ -79,7 +79,7 @@ def value_loss(
 def explained_variance(values_BT: Tensor, returns_BT: Tensor, mask_BT: Tensor) -> float:
     """The share of the returns' variance that the critic explains; a critic worse than a constant gives < 0.
 
-    1 - Var(returns - values) / Var(returns) 0 if the returns have no variance
+    1 - Var(returns - values) / Var(returns)        0 if the returns have no variance
     """
     check_tokens(mask_BT, values_BT=values_BT, returns_BT=returns_BT)
     targets_BT = fill(returns_BT.detach(), mask_BT).double()

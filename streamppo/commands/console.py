@@ -100,7 +100,6 @@ def log_to_stderr() -> Generator[None]:
 
 @contextmanager
 def _stdout_to_stderr() -> Generator[None]:
-    """Redirect the descriptor of standard output, which child processes inherit, to standard error."""
     flush()
     saved = -1
     # Standard output or standard error may be closed.

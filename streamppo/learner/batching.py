@@ -77,7 +77,6 @@ def active_rows(config: Config, batch: PaddedBatch) -> ActiveRows:
 
 
 def _scores_all(config: choices.Algorithm) -> bool:
-    """True if a row's targets may depend on the scores of other rows."""
     in_reward = config.kl.reward_beta > 0 or (config.teacher.on and config.teacher.signal == "reward")
     return config.has_critic or in_reward or isinstance(config.correction, CustomCorrection)
 
@@ -257,10 +256,7 @@ def _split_by_length(
 
 
 def _spans_of_similar(tokens: np.ndarray, lines: np.ndarray, overhead: float) -> list[tuple[int, int]]:
-    """(begin, end) of micro-batches: rows are cut in two, again and again, where that saves the most padding.
-
-    Example: rows have 40, 38, 4, 3 and 2 tokens. A cut after 38 saves 3 * 36 tokens.
-    """
+    """(begin, end) of micro-batches: rows are cut in two, again and again, where that saves the most padding."""
     saved = (tokens[0] - tokens) * np.cumsum(lines[::-1])[::-1]
     cut = int(saved.argmax())
     if saved[cut] <= overhead:

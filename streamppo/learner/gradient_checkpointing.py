@@ -37,10 +37,7 @@ def checkpointing_for(config: Config, model: memory.ModelSizes, longest: int, fr
 
 
 def resolve(config: Config, model: memory.ModelSizes, longest: int, gpu_bytes: int) -> Config:
-    """Return `config` with `model.gradient_checkpointing = "auto"` resolved by `checkpointing_for`.
-
-    The memory of a rank is that of a GPU with `gpu_bytes` or, for ranks on a CPU, that of this machine.
-    """
+    """Resolve gradient checkpointing "auto" in `config` for GPUs of `gpu_bytes` or, without GPUs, for this machine."""
     if config.model.gradient_checkpointing != "auto":
         return config
     free = gpu_bytes if config.learner.gpus else host_memory.total_mib() * 2**20

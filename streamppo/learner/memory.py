@@ -146,10 +146,7 @@ def _count(module: torch.nn.Module) -> int:
 
 
 def _activations(body: Any, name: str) -> tuple[int, int]:
-    """The bytes per token that a layer keeps for the backward pass: of all tensors, and of the largest tensor.
-
-    `name` is the attribute of `body` that holds its layers.
-    """
+    """The bytes per token that a layer keeps for the backward pass: of all tensors, and of the largest tensor."""
     # Rows of one token show what attention keeps for each token. Layers with a recurrent state fill every row up to a
     # chunk, so they need a long row. Some of these layers run on the meta device with only one of the two kinds of row.
     try:
@@ -178,7 +175,6 @@ def _activations_in_rows(body: Any, name: str, rows: int, width: int) -> tuple[i
 
 
 def _activation_bytes(body: torch.nn.Module, rows: int, width: int) -> list[int]:
-    """The bytes of each tensor, except parameters, that a forward pass over `rows` of `width` tokens keeps."""
     parameters = {parameter.untyped_storage()._cdata for parameter in body.parameters()}
     # Keeping the storages themselves prevents a freed address from being used again.
     storages: dict[int, torch.UntypedStorage] = {}

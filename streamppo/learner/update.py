@@ -312,10 +312,7 @@ class Updater:
 
     @phase("optimizer")
     def _optimize(self, epoch: Epoch, *, frozen: bool) -> float | None:
-        """Clip the gradient and make a step. Returns the gradient's norm, or None if no step is due.
-
-        A step with a gradient that is not finite is skipped and counted. Raises `UpdateError` after too many in a row.
-        """
+        """Clip the gradient and make a step. Returns the gradient's norm, or None if no step is due."""
         if epoch.part == "critic" or frozen:
             # Set gradients to None: with zero gradients AdamW would still change the policy and its moments.
             for parameter in self.policy.lm.parameters():
@@ -330,10 +327,7 @@ class Updater:
         return norm
 
     def _skip_step(self, part: Part, number: float) -> float:
-        """Count a step skipped because `number`, a gradient norm or a KL, is not finite; return `number`.
-
-        Raises `UpdateError` after `learner.max_bad_steps` skipped steps in a row.
-        """
+        """Count a skipped step; return `number`, which is not finite. Raises `UpdateError` after too many in a row."""
         in_a_row = 1 + (self.critic_bad_steps if part == "critic" else self.bad_steps)
         self._count_bad(part, in_a_row)
         if in_a_row >= self.config.learner.max_bad_steps:
@@ -358,7 +352,6 @@ def score(policy: Policy | NoReferenceWeights, batch: PaddedBatch, rows: Tensor,
 def _gather(
     batch: PaddedBatch, micro_batches: Sequence[Tensor], scores: Sequence[PolicyOutput], group: dist.ProcessGroup
 ) -> PolicyOutput:
-    """The scores of all ranks' rows, detached, on every rank."""
     gathered = empty_output(batch)
     for rows, scored in zip(micro_batches, scores, strict=True):
         device_rows = to_device(rows, batch.mask_BT.device)

@@ -46,7 +46,6 @@ def replay(path: Path, rows: Sequence[int], changes: Sequence[str], *, trust: bo
 
 
 def _differences(bundle: Bundle, changes: Sequence[str]) -> Iterator[str]:
-    """Yield the known reasons why the weights may not be bit-identical."""
     facts, software = bundle.facts, make.software()
     if changes:
         yield f"--set {' '.join(changes)}"

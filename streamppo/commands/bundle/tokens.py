@@ -83,7 +83,6 @@ def _at(terms: TokenTerms, at: int) -> TokenTerms:
 
 
 def _numbers(config: Config, updated: UpdateResult, row_pass: RowPass, count: int) -> Columns:
-    """Return the numbers of a row in a pass. Numbers of the loss are NaN if `row_pass` has no terms."""
     targets, batch, row, terms = updated.targets, updated.batch, row_pass.row, row_pass.terms
     nan_T = torch.full((count,), torch.nan)
     scored_T = nan_T

@@ -112,7 +112,6 @@ def _shared(config: Config, model: ranks.ModelSizes) -> Findings:
 
 
 def _lack_state(config: Config) -> State:
-    """Return the state of a finding about too little memory: "error" if this machine has enough GPUs for the run."""
     return "error" if placement.plan(config).total("GPU") <= machine.gpus_here() else "not here"
 
 

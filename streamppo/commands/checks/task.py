@@ -149,7 +149,6 @@ def environment(config: Config) -> Findings:
 
 
 def _check_agent(environment: AgentEnvironment) -> None:
-    """Raise `TaskError` if the agent cannot be run on this machine."""
     agent.check(environment)
     command = environment.command
     if command and environment.sandbox is None and shutil.which(command[0]) is None:

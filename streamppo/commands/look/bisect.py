@@ -1,7 +1,4 @@
-"""`streamppo bisect`: finds the first version at which a condition holds.
-
-Conditions on recorded data need neither Ray nor torch. For other conditions bisect_replay.py replays versions.
-"""
+"""`streamppo bisect`: finds the first version at which a condition holds, in records or by bisect_replay.py."""
 
 import json
 from collections.abc import Iterator, Mapping, Sequence

@@ -76,7 +76,6 @@ def inspect_prompt(run: Path, prompt: int) -> int:
 
 
 def _attempts_in_journal(journal: Journal, prompt: int) -> dict[Identity, str]:
-    """Describe the attempts at a prompt that have failed, and the attempts that are in the queue."""
     counters = journal.counters()
     if counters is None:
         return {}

@@ -77,7 +77,6 @@ def list_runs(runs: Path) -> int:
 
 
 def _row(folder: Path) -> list[str]:
-    """Return the cells of a run. An unreadable run has the error in place of its state."""
     shown, error = make_part(lambda: _view(folder))
     shown = shown or View(folder.name, [])
     totals = summaries.line_totals(shown.lines)

@@ -129,7 +129,6 @@ def _in_flight(best: Config) -> list[tuple[str, ...]]:
 
 
 def _changed(base: Proposal, overrides: tuple[str, ...], basis: Basis) -> Proposal | None:
-    """Return `base` with further overrides; None if the configuration is invalid or does not fit."""
     try:
         config = configfile.change(base.config, overrides)
     except ConfigError:

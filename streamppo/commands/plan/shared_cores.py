@@ -1,7 +1,4 @@
-"""Simulates time: timers, and work that shares the cores of a machine evenly.
-
-Example: in one second each of three pieces of work on two cores progresses by 2/3 of a second.
-"""
+"""Simulates time: timers, and work that shares the cores of a machine evenly."""
 
 import heapq
 import itertools

@@ -50,10 +50,7 @@ class BenchResult(msgspec.Struct):
 
 
 def bench(parts: Sequence[Part], rounds: int, to: Path | None, earlier: Path | None) -> int:
-    """Measure `parts`, print a table, write it to `to`.
-
-    Returns 1 if a cost is slower than `earlier`. Raises `RunError`.
-    """
+    """Measure `parts`, print a table, write it to `to`. Returns 1 if a cost is slower. Raises `RunError`."""
     if not SCRIPTS.is_dir():
         raise RunError(
             "streamppo bench needs the repository, whose folder benchmarks/ is in no installed package: "

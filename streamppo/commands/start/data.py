@@ -27,10 +27,7 @@ Rows = Iterator[dict[str, object]]
 
 
 def data(name: Name, folder: Path, to: Path, split: str) -> int:
-    """Write one split of a data set to a parquet file.
-
-    Raises `TaskError` for another layout, or if `to` is not writable.
-    """
+    """Write one split of a data set to the parquet file `to`. Raises `TaskError` for another layout."""
     import pyarrow
     import pyarrow.parquet
 

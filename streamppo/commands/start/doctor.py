@@ -51,7 +51,6 @@ def packages() -> Findings:
 
 
 def _is_for(requirement: Requirement, extra: str) -> bool:
-    """True if streamppo with `extra` ("" for no extra) needs this package on this machine."""
     return requirement.marker is None or requirement.marker.evaluate({"extra": extra})
 
 

@@ -156,7 +156,6 @@ def _print_next_steps(file: Path, choices: text.ProjectChoices) -> int:
 
 
 def _print_line(text: str) -> None:
-    """Print a line, wrapped between words on a terminal."""
     echo(*wrap(harmless(text), console().width).split("\n"))
 
 

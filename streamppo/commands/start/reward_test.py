@@ -42,10 +42,7 @@ log = logging.getLogger(__name__)
 
 
 class TriedCompletion(NamedTuple):
-    """A completion, its reward or the reason of a failure, and the seconds of scoring.
-
-    `text` is None if no completion was sampled. `answer` is the row's.
-    """
+    """A completion, its reward or the reason of a failure, and the seconds of scoring."""
 
     text: ScoredText | None
     answer: str
@@ -231,7 +228,6 @@ def _summary(tried: Sequence[TriedCompletion], reports: Sequence[ScorerReport]) 
 
 
 def _advice(tried: Sequence[TriedCompletion]) -> Iterator[str]:
-    """Say what prevents learning: completions that were cut off, and scores that do not differ."""
     texts = [completion.text for completion in tried if completion.text is not None]
     if cut := sum(text.finish == "length" for text in texts):
         yield f"{cut} of {len(texts)} completions (+) were cut off at the maximum of tokens: raise rollout.max_tokens"

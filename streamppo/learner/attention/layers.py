@@ -26,10 +26,7 @@ CACHE_NAMES = ("cache", "past_key_values")
 
 
 def parent_of_layers(transformer: Any) -> tuple[Any, str]:
-    """Return the module that holds the layers of `transformer`, and the name of its attribute.
-
-    Raises `ModelError` if the layers are at none of `PLACES`.
-    """
+    """Return the module with the layers of `transformer`, and the attribute's name. Raises `ModelError` if unknown."""
     for path in PLACES:
         with suppress(AttributeError):
             transformer.get_submodule(path)

@@ -9,9 +9,6 @@ token c in a layer:
 
     attached    df/dw along all paths: the true gradient
     detached    df/dw with all k_c and v_c constant: without the paths through the context's hidden states
-
-A detached context token costs only a forward pass, about a third of forward and backward, and only its keys and values
-are kept for the backward pass.
 """
 
 from collections.abc import Callable, Iterable

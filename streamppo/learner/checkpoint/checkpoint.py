@@ -173,7 +173,6 @@ def load_newest(
 
 
 def _complete_copies(copies: CheckpointStore) -> list[str]:
-    """The names of the complete copies; none, with a log line, if the address does not answer."""
     try:
         return [f"{version:08d}" for version in copies.versions()]
     except CheckpointError as error:

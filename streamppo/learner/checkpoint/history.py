@@ -1,7 +1,7 @@
 """The history of a run, read from its journal. Needs no torch.
 
-configs the configuration of every update, with which a redone update is made digests hashes of every version's weights:
-a checkpoint with another hash belongs to another run
+configs    the configuration of every update, with which a redone update is made
+digests    hashes of every version's weights: a checkpoint with another hash belongs to another run
 """
 
 from collections.abc import Mapping

@@ -160,7 +160,6 @@ def _shard(policy: Policy, dtype: str, mesh: DeviceMesh, slices: Slices, *, offl
 
 
 def _is_untied(path: str | Path) -> bool:
-    """True if rank 0's files say that the model's head is not tied to its embedding. A collective."""
     if dist.get_rank():
         return from_first_rank(False)
     fetch(path)

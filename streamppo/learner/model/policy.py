@@ -232,7 +232,6 @@ class Policy(nn.Module):
         return self._spread(pass_layout.values, values_N1[:, 0], zeros_BT)
 
     def _spread(self, entries: Entries, result_N: Tensor, zeros_BT: Tensor) -> Tensor:
-        """[B, T], the results of all slices at their entries, and zeros elsewhere."""
         return context_parallel.sum_over_slices(zeros_BT.index_put(entries.entry_2N, result_N), self.slices)
 
     def _hidden(self, transformer: Any, row_layout: RowLayout) -> Tensor:
@@ -245,7 +244,6 @@ class Policy(nn.Module):
 
 
 def _entries(is_scored_BT: Tensor, index_BT: Tensor, device: torch.device) -> Entries:
-    """The entries at which `is_scored_BT` is True; `index_BT` may have more columns."""
     row_N, column_N = is_scored_BT.nonzero(as_tuple=True)
     indices = row_N, column_N, index_BT[row_N, column_N]
     row_N, column_N, index_N = (to_device(index, device) for index in indices)

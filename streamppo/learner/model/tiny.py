@@ -170,7 +170,6 @@ def _accuracy(model: "Qwen2ForCausalLM", problems: Problems) -> float:
 
 
 def _greedy_accuracy(logits_BLV: Tensor, problems: Problems) -> float:
-    """The share of answers in which every token is the most likely one after the right prefix."""
     best_BL = logits_BLV[:, :-1].argmax(-1)
     label_BL = problems.labels_NL[:, 1:]
     right_BL = (best_BL == label_BL) | (label_BL == IGNORED)

@@ -169,7 +169,6 @@ def _of_first_layers(config: Any, model: Any) -> Any:
 
 
 def _load_first_layers(config: Any, files: TensorFiles, sources: Mapping[str, ParameterSource]) -> Any:
-    """Load the model of `config` with transformers, from its tensors in `files`; no other tensor is read."""
     with torch.device("meta"):
         model = classes.make(config)
     rows = [row for name, _ in model.named_parameters() for row in sources[name].rows]

@@ -2,8 +2,7 @@
 
     weights w (float32)  --rounded after each step-->  copy c (bfloat16)  --passes-->  dc (bfloat16), then dw += dc
 
-The result equals FSDP's mixed precision bit for bit; a working copy gathers no weights and never holds a layer's
-gradients twice.
+The result equals FSDP's mixed precision bit for bit.
 """
 
 from collections.abc import Sequence

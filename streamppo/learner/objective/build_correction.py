@@ -1,7 +1,4 @@
-"""Builds the configuration's correction and filters from functions of `algorithms`, and names their metrics.
-
-B trajectories, T completion tokens (padded).
-"""
+"""Builds the configured correction and filters. B trajectories, T completion tokens (padded)."""
 
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -89,11 +86,11 @@ def _rule(choice: choices.Rejection) -> rejections.RejectionRule:
     rule = partial(rejections.RejectionRule, str(choice.__struct_config__.tag))
     match choice:
         case choices.RejectToken(band=(lo, hi)):
-            return rule(partial(rejections.token_in_band, lo=lo, hi=hi))
+            return rule(partial(rejections.ratio_in_band, level="token", lo=lo, hi=hi))
         case choices.RejectSequence(band=(lo, hi)):
-            return rule(partial(rejections.sequence_in_band, lo=lo, hi=hi))
+            return rule(partial(rejections.ratio_in_band, level="sequence", lo=lo, hi=hi))
         case choices.RejectGeometric(band=(lo, hi)):
-            return rule(partial(rejections.geometric_in_band, lo=lo, hi=hi))
+            return rule(partial(rejections.ratio_in_band, level="geometric", lo=lo, hi=hi))
         case choices.RejectOutlier(band=(lo, hi)):
             return rule(partial(rejections.outlier_free, lo=lo, hi=hi))
         case choices.RejectK3(at_most=at_most):

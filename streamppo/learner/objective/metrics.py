@@ -287,12 +287,10 @@ def dropped_shares(
 
 
 def _counts(mask_bT: Tensor) -> Tensor:
-    """The number of tokens in a mask, and the number of responses with at least one token in the mask."""
     return torch.stack([mask_bT.sum(), mask_bT.any(-1).sum()])
 
 
 def _idle_counts(minibatches: Iterable[Minibatch], batch: PaddedBatch) -> tuple[Tensor, Tensor]:
-    """The numbers of tokens and responses in truncated idle rows, and in all idle rows."""
     idle = [minibatch.idle for minibatch in minibatches if minibatch.part != "critic" and minibatch.idle is not None]
     rows = to_device(torch.cat([torch.empty(0, dtype=torch.long), *idle]), batch.mask_BT.device)
     mask_bT = batch.mask_BT[rows]

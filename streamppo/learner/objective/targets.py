@@ -46,8 +46,7 @@ class Targets(NamedTuple):
     `Objective.exploration` selects. `right_BT` is True for the trained tokens of right answers, for `positive_nll`.
 
     `explained` is the share of outcomes that the critic explains (`outcomes_explained`), if segments are cut by length.
-    If it is too small, `policy_waits` is True, and only the critic is trained on the batch. Masking the cut segments
-    would not be enough: all other segments train the ends of completions, not their beginnings.
+    If it is too small, `policy_waits` is True, and only the critic is trained on the batch.
     """
 
     scored: PolicyOutput
@@ -133,7 +132,6 @@ def _rewards(config: Algorithm, batch: PaddedBatch, scored: PolicyOutput, frozen
 
 
 def _explained(config: Config, batch: PaddedBatch, scored: PolicyOutput, rewards_BT: Tensor) -> float | None:
-    """The share of the outcomes' variance that the critic explains; None unless segments are cut by length."""
     choice, segments = config.algorithm.advantage, config.queue.segments
     if segments is None or not segments.max_tokens or not isinstance(choice, Bootstrapped):
         return None

@@ -9,8 +9,6 @@ https://arxiv.org/abs/2006.16668, but without a capacity: no token is left out. 
 pairs and more than `UNEVEN` times its even share, the ranks exchange their pairs in rounds, each of which is computed
 again in the backward pass, so a rank holds the activations of one round.
 
-Example: one of 4 ranks gets three quarters of all pairs, 3 times its even share, in 2 rounds of 1.5 times that share.
-
 N tokens of a rank, D width, M = N * k pairs, P pairs that a rank receives, R ranks.
 """
 
@@ -84,7 +82,6 @@ def _rounds(group: dist.ProcessGroup, experts: int, index_Nk: Tensor) -> list[Ro
 
 
 def _parts(pairs: int, number: int) -> list[int]:
-    """Split `pairs` into `number` parts whose sizes differ by at most one."""
     return [pairs * (n + 1) // number - pairs * n // number for n in range(number)]
 
 

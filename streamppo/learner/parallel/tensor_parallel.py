@@ -122,10 +122,7 @@ def shard_fully(module: nn.Module, mesh: DeviceMesh, cut: TensorParallelSpec, fu
 
 
 def _placement(cut: TensorParallelSpec) -> Callable[[nn.Parameter], object]:
-    """Return a function that maps a split weight to the ranks with the same part, which shard it.
-
-    Raises `ModelError` if this torch's FSDP2 can shard the weights of a module only over the same ranks.
-    """
+    """Return a function that maps a split weight to the ranks that shard it. Raises `ModelError` for an old torch."""
     try:
         from torch.distributed.fsdp._fully_shard._fsdp_common import ShardPlacementResult
     except ImportError:
@@ -145,7 +142,6 @@ def _placement(cut: TensorParallelSpec) -> Callable[[nn.Parameter], object]:
 
 
 def _cut_layers(config: Any, modules: dict[str, nn.Module], mesh: DeviceMesh) -> None:
-    """Split heads and MLP units, by transformers' plan for the model's family."""
     group, blocks = mesh.get_group(PART), dict[str, nn.Module]()
     by_rows, by_columns = _names(config, "colwise"), _names(config, "rowwise")
     for name, module in modules.items():
@@ -197,7 +193,6 @@ def _mesh_info(mesh: DeviceMesh) -> FSDPMeshInfo:
 
 
 def _names(config: Any, style: str) -> set[str]:
-    """The name patterns that have `style` in transformers' plans for the family."""
     plans = (getattr(config, name, None) or {} for name in ("base_model_tp_plan", "base_model_ep_plan"))
     return {name for plan in plans for name, planned in plan.items() if planned == style}
 
@@ -313,7 +308,6 @@ def whole_rows(own_RC: Tensor, parameter: DTensor) -> Tensor:
 
 
 def _bounds(rows: int, parameter: DTensor) -> list[int]:
-    """The bounds that divide `rows` rows between the ranks that split `parameter`."""
     parts = parameter.device_mesh[PART].size()
     return [at * rows // parts for at in range(parts + 1)]
 

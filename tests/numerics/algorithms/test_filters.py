@@ -46,7 +46,7 @@ def test_with_all_advantages_negative_it_is_the_lower_bound_of_the_geometric_mea
     logprobs_BT, behavior_BT, _, mask_BT = COLUMNS
     negative_BT = torch.full(mask_BT.shape, -1.0)
     got = rejections.off_policy_negative(logprobs_BT, behavior_BT, negative_BT, mask_BT, delta=0.02)
-    kept = rejections.geometric_in_band(logprobs_BT, behavior_BT, mask_BT, lo=math.exp(-0.02), hi=1e30)
+    kept = rejections.ratio_in_band(logprobs_BT, behavior_BT, mask_BT, level="geometric", lo=math.exp(-0.02), hi=1e30)
     assert torch.equal(got, mask_BT & ~kept) and got.any() and (mask_BT & ~got).any()
 
 

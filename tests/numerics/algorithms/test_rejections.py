@@ -31,15 +31,15 @@ def slow_k3(row: list[float]) -> float:
 
 SLOW: dict[str, tuple[RejectionRule, Callable[[list[float]], list[bool]]]] = {
     "token": (
-        RejectionRule("token", partial(rejections.token_in_band, lo=0.8, hi=1.2)),
+        RejectionRule("token", partial(rejections.ratio_in_band, level="token", lo=0.8, hi=1.2)),
         lambda row: [0.8 <= math.exp(x) <= 1.2 for x in row],
     ),
     "sequence": (
-        RejectionRule("sequence", partial(rejections.sequence_in_band, lo=0.8, hi=1.2)),
+        RejectionRule("sequence", partial(rejections.ratio_in_band, level="sequence", lo=0.8, hi=1.2)),
         lambda row: [0.8 <= math.exp(sum(row)) <= 1.2] * len(row),
     ),
     "geometric": (
-        RejectionRule("geometric", partial(rejections.geometric_in_band, lo=0.93, hi=1.07)),
+        RejectionRule("geometric", partial(rejections.ratio_in_band, level="geometric", lo=0.93, hi=1.07)),
         lambda row: [0.93 <= math.exp(sum(row) / max(len(row), 1)) <= 1.07] * len(row),
     ),
     "outlier": (
@@ -108,9 +108,9 @@ def test_on_responses_of_one_token_the_rules_of_bands_are_one() -> None:
     proximal_BT, mask_BT = torch.tensor([[-0.1], [-1.0], [-3.0]]), torch.ones(3, 1, dtype=torch.bool)
     behavior_BT = torch.full((3, 1), -1.0)
     for rule in (
-        rejections.token_in_band,
-        rejections.sequence_in_band,
-        rejections.geometric_in_band,
+        partial(rejections.ratio_in_band, level="token"),
+        partial(rejections.ratio_in_band, level="sequence"),
+        partial(rejections.ratio_in_band, level="geometric"),
         rejections.outlier_free,
     ):
         assert rule(proximal_BT, behavior_BT, mask_BT, lo=0.5, hi=2.0).tolist() == [[False], [True], [False]]
@@ -120,7 +120,7 @@ def test_deviations_of_two_signs_cancel_in_the_geometric_mean_and_in_nothing_els
     proximal_BT, behavior_BT = torch.tensor([[-1.0, -3.0, -2.0]]), torch.tensor([[-2.0, -2.0, -2.0]])
     mask_BT = torch.ones(1, 3, dtype=torch.bool)
     columns = proximal_BT, behavior_BT, mask_BT
-    assert rejections.geometric_in_band(*columns, lo=0.99, hi=1.01).all()
+    assert rejections.ratio_in_band(*columns, level="geometric", lo=0.99, hi=1.01).all()
     assert not rejections.outlier_free(*columns, lo=0.5, hi=2.0).any()
     k3 = (math.exp(1) - 2 + math.exp(-1)) / 3
     assert rejections.mean_k3(*columns, at_most=k3 + 1e-5).all()

@@ -107,7 +107,6 @@ async def _body(request: Request) -> bytes:
 
 
 async def _end(process: Process) -> None:
-    """Interrupt the process if it is still running, and kill it after `ENDING_S`."""
     if process.returncode is not None:
         return
     with suppress(ProcessLookupError):

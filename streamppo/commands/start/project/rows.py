@@ -202,7 +202,6 @@ def _fault(value: object) -> str:
 
 
 def _is_prompt(value: object) -> bool:
-    """True for a text, and for messages that do not end with a message of the assistant."""
     if not isinstance(value, list):
         return isinstance(value, str) and bool(value)
     messages = cast("list[object]", value)
