@@ -41,7 +41,7 @@ def kl(logprobs_BT: Tensor, reference_logprobs_BT: Tensor, mask_BT: Tensor, *, k
 
 
 def policy_weights(logprobs_BT: Tensor, sampled_logprobs_BT: Tensor, mask_BT: Tensor) -> Tensor:
-    """[B, T], detached: exp(logprobs - sampled_logprobs), which turn a mean into one over the policy's tokens."""
+    """[B, T], detached: weights exp(logprobs - sampled_logprobs), which turn a mean over samples into the policy's."""
     check_tokens(mask_BT, logprobs_BT=logprobs_BT, sampled_logprobs_BT=sampled_logprobs_BT)
     log_ratio_BT = fill(logprobs_BT.detach(), mask_BT) - fill(sampled_logprobs_BT.detach(), mask_BT)
     return bounded_exp(log_ratio_BT).masked_fill(~mask_BT, 0.0)

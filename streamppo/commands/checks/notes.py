@@ -1,23 +1,14 @@
 """Notes about settings that work but are probably not intended: conflicts, and numbers far outside the usual range."""
 
 from collections.abc import Callable, Iterator
-from operator import attrgetter
+from functools import reduce
 from typing import NamedTuple
 
 from streamppo import process
 from streamppo.commands.checks.finding import Finding, Findings
+from streamppo.config import policy_loss as losses
 from streamppo.config.algorithm import Algorithm, DrGrpo, ReinforcePlusPlus, ReinforcePlusPlusBaseline
 from streamppo.config.correction import NoCorrection, Reject, Topr, Truncate
-from streamppo.config.policy_loss import (
-    Cispo,
-    Clip,
-    CustomLoss,
-    Gmpo,
-    Gspo,
-    ImportanceWeighted,
-    Reinforce,
-    SequenceClip,
-)
 from streamppo.config.sections import LOCAL, Config, longest_completion
 from streamppo.tasks.task import Task
 
@@ -93,18 +84,20 @@ def _queue(config: Config) -> Findings:
 def _loss(config: Config) -> Findings:
     algorithm, loss = config.algorithm, config.algorithm.policy_loss
     kind, steps = loss.__struct_config__.tag, config.learner.steps
-    plain = isinstance(loss, Reinforce | ImportanceWeighted | CustomLoss | Cispo) or loss == Clip()
+    unaffected = losses.Reinforce | losses.ImportanceWeighted | losses.CustomLoss | losses.Cispo
+    plain = isinstance(loss, unaffected) or loss == losses.Clip()
     if steps == 1 and algorithm.proximal == "recompute" and not plain:
         yield _note(
             f"algorithm.policy_loss {kind!r} depends on current / proximal, which is 1 if an update is one step: "
             "raise learner.epochs or learner.minibatches, or take current / behavior by proximal = 'behavior'"
         )
-    if steps > 1 and isinstance(loss, Reinforce):
+    if steps > 1 and isinstance(loss, losses.Reinforce):
         yield _note(
             f"algorithm.policy_loss 'reinforce' has no ratio, and {steps} steps on each batch: after the first step "
             "samples count as if the updated policy had drawn them ('importance_weighted' corrects for that)"
         )
-    if isinstance(loss, Gspo | Gmpo | SequenceClip) and algorithm.aggregation != "sequence-mean-token-mean":
+    of_response = isinstance(loss, losses.Gspo | losses.Gmpo | losses.SequenceClip)
+    if of_response and algorithm.aggregation != "sequence-mean-token-mean":
         yield _note(
             f"algorithm.policy_loss {kind!r} is one loss for a response; aggregation {algorithm.aggregation!r} counts "
             "it once for each token, 'sequence-mean-token-mean' only once"
@@ -173,66 +166,50 @@ def _note(text: str) -> Finding:
 
 
 class Range(NamedTuple):
-    """A setting, the bounds beyond which it is noted, the usual range in words, and a function that gets its value."""
+    """A setting, the bounds beyond which it is noted, and the usual range in words. `value` or `name` finds it."""
 
     name: str
     low: float
     high: float
     usual: str
-    value: Callable[[Config], float | None]
+    value: Callable[[Config], float | None] | None = None
 
 
 def _upper_clip(config: Config) -> float | None:
     loss = config.algorithm.policy_loss
-    return loss.range[1] if isinstance(loss, Clip) else None
+    return loss.range[1] if isinstance(loss, losses.Clip) else None
 
 
 ANY = float("inf")
 RATES = "from 1e-6 for weights of a billion to 1e-3 for those of 0.1 million"
 RANGES = (
-    Range("learner.lr", 1e-9, 1e-2, RATES, attrgetter("learner.lr")),
+    Range("learner.lr", 1e-9, 1e-2, RATES),
     Range("algorithm.critic.lr", 1e-9, 3e-2, "from 1e-6 to 3e-3", lambda config: config.algorithm.critic.lr or None),
-    Range("learner.max_grad_norm", 1e-3, ANY, "from 0.1 to 1", attrgetter("learner.max_grad_norm")),
-    Range("learner.weight_decay", 0.0, 1.0, "from 0 to 0.1", attrgetter("learner.weight_decay")),
-    Range("learner.epochs", 1, 20, "from 1 to 4", attrgetter("learner.epochs")),
-    Range("rollout.temperature", 0.2, 2.0, "from 0.6 to 1.2", attrgetter("rollout.temperature")),
-    Range("rollout.top_p", 0.3, 1.0, "from 0.9 to 1", attrgetter("rollout.top_p")),
-    Range("queue.max_lag", 0, 64, "from 0 to 16", attrgetter("queue.bound")),
-    Range("algorithm.entropy", -0.1, 0.3, "from 0 to 0.01", attrgetter("algorithm.entropy")),
-    Range("algorithm.kl.loss_beta", 0.0, 1.0, "from 0.001 to 0.1", attrgetter("algorithm.kl.loss_beta")),
-    Range("algorithm.kl.reward_beta", 0.0, 1.0, "from 0.001 to 0.1", attrgetter("algorithm.kl.reward_beta")),
-    Range("algorithm.critic.coefficient", 0.0, 10.0, "from 0.1 to 1", attrgetter("algorithm.critic.coefficient")),
-    Range("algorithm.positive_nll", 0.0, 2.0, "about 0.1", attrgetter("algorithm.positive_nll")),
-    Range("algorithm.target_kl", 0.0, 1.0, "from 0.01 to 0.1", attrgetter("algorithm.target_kl")),
-    Range(
-        "algorithm.advantage.lam",
-        0.5,
-        1.0,
-        "from 0.9 to 1",
-        lambda config: getattr(config.algorithm.advantage, "lam", None),
-    ),
-    Range(
-        "algorithm.advantage.gamma",
-        0.9,
-        1.0,
-        "from 0.99 to 1",
-        lambda config: getattr(config.algorithm.advantage, "gamma", None),
-    ),
+    Range("learner.max_grad_norm", 1e-3, ANY, "from 0.1 to 1"),
+    Range("learner.weight_decay", 0.0, 1.0, "from 0 to 0.1"),
+    Range("learner.epochs", 1, 20, "from 1 to 4"),
+    Range("rollout.temperature", 0.2, 2.0, "from 0.6 to 1.2"),
+    Range("rollout.top_p", 0.3, 1.0, "from 0.9 to 1"),
+    Range("queue.max_lag", 0, 64, "from 0 to 16", lambda config: config.queue.bound),
+    Range("algorithm.entropy", -0.1, 0.3, "from 0 to 0.01"),
+    Range("algorithm.kl.loss_beta", 0.0, 1.0, "from 0.001 to 0.1"),
+    Range("algorithm.kl.reward_beta", 0.0, 1.0, "from 0.001 to 0.1"),
+    Range("algorithm.critic.coefficient", 0.0, 10.0, "from 0.1 to 1"),
+    Range("algorithm.positive_nll", 0.0, 2.0, "about 0.1"),
+    Range("algorithm.target_kl", 0.0, 1.0, "from 0.01 to 0.1"),
+    Range("algorithm.advantage.lam", 0.5, 1.0, "from 0.9 to 1"),
+    Range("algorithm.advantage.gamma", 0.9, 1.0, "from 0.99 to 1"),
     Range("algorithm.policy_loss.range", 0.001, 2.0, "from 0.1 to 0.4", _upper_clip),
-    Range(
-        "algorithm.correction.cap",
-        0.0,
-        50.0,
-        "from 1 to 10",
-        lambda config: getattr(config.algorithm.correction, "cap", None),
-    ),
+    Range("algorithm.correction.cap", 0.0, 50.0, "from 1 to 10"),
 )
 
 
 def ranges(config: Config) -> Findings:
     """Note each setting outside its range."""
     for setting in RANGES:
-        value = setting.value(config)
-        if value is not None and not setting.low <= value <= setting.high:
+        path = setting.name.split(".")
+        by_name = reduce(lambda section, field: getattr(section, field, None), path, config)
+        value = setting.value(config) if setting.value else by_name
+        if isinstance(value, int | float) and not setting.low <= value <= setting.high:
             side = "above" if value > setting.high else "below"
             yield _note(f"{setting.name} ({value:g}) is far {side} the usual range: {setting.usual}")

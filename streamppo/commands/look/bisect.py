@@ -4,22 +4,14 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-from streamppo.commands.bisection import (
-    PARAMETERS,
-    Answer,
-    ExaminedVersion,
-    Metrics,
-    Question,
-    UserTest,
-    conclude,
-    lines_of,
-    refuse_metric,
-)
+from streamppo.commands import bisection
+from streamppo.commands.bisection import Answer, ExaminedVersion, Metrics, Question, UserTest
 from streamppo.commands.console import echo, log_to_stderr
 from streamppo.errors import ConfigError
 from streamppo.queue.store import archive
 from streamppo.queue.store.archive import Archive
 from streamppo.tasks import plugins
+from streamppo.tasks.split import counted
 from streamppo.telemetry import metrics_file, progress
 from streamppo.types import Batch
 
@@ -34,8 +26,7 @@ def bisect(run: Path, question: Question, *, as_json: bool) -> int:
     value = "" if answer.value is None else f" ({answer.value:.6g})"
     first = f"first holds at version {answer.version}{value}" if answer.version is not None else "holds nowhere"
     echo(f"{answer.condition}: {first}")
-    updates = "update" if answer.remade == 1 else "updates"
-    echo(f"{answer.sure}; {answer.remade} {updates} replayed")
+    echo(f"{answer.sure}; {counted(answer.remade, 'update')} replayed")
     return 0
 
 
@@ -58,14 +49,14 @@ def _load(path: Path) -> UserTest:
     plugins.export_path()
     function = plugins.function(f"{path}:test", "--test")
     parameters = frozenset(plugins.parameters_of(function, f"--test {path.name}: `test`"))
-    if unknown := sorted(parameters - set(PARAMETERS)):
-        allowed = f"its parameters may be {', '.join(PARAMETERS)}"
+    if unknown := sorted(parameters - set(bisection.PARAMETERS)):
+        allowed = f"its parameters may be {', '.join(bisection.PARAMETERS)}"
         raise ConfigError(f"--test {path.name}: `test` asks for {unknown[0]!r}; {allowed}")
     return UserTest(path.name, function, parameters)
 
 
 def _examine_records(run: Path, question: Question, test: UserTest | None) -> Answer:
-    lines = lines_of(run)
+    lines = bisection.lines_of(run)
     if test is None:
         values = _values(run, lines, question.metric)
         examined = [ExaminedVersion(version, question.holds(value), value) for version, value in sorted(values.items())]
@@ -76,9 +67,9 @@ def _examine_records(run: Path, question: Question, test: UserTest | None) -> An
             for version, batch in _batches(batches, sorted(lines), wanted="batch" in test.parameters)
         ]
     versions = {version.version for version in examined if version.version > 0}
-    is_complete = len(versions) == max(versions, default=0)
+    certain = len(versions) == max(versions, default=0) or question.metric == "accuracy"
     subjects = "evaluations" if question.metric == "accuracy" else "versions"
-    return conclude(question, examined, 0, certain=is_complete or question.metric == "accuracy", subjects=subjects)
+    return bisection.conclude(question, examined, 0, certain=certain, subjects=subjects)
 
 
 def _values(run: Path, lines: Mapping[int, Metrics], metric: str) -> dict[int, float]:
@@ -88,7 +79,7 @@ def _values(run: Path, lines: Mapping[int, Metrics], metric: str) -> dict[int, f
     values = {version: line[metric] for version, line in lines.items() if metric in line}
     if not values:
         known = sorted({name for line in lines.values() for name in line} | {"accuracy"})
-        refuse_metric(metric, known, f"{run}: no update has a metric {metric!r}")
+        bisection.refuse_metric(metric, known, f"{run}: no update has a metric {metric!r}")
     return values
 
 

@@ -17,17 +17,8 @@ from pathlib import Path
 
 from msgspec import structs
 
-from streamppo.commands import replay
-from streamppo.commands.bisection import (
-    Answer,
-    ExaminedVersion,
-    Metrics,
-    Question,
-    UserTest,
-    conclude,
-    lines_of,
-    refuse_metric,
-)
+from streamppo.commands import bisection, replay
+from streamppo.commands.bisection import Answer, ExaminedVersion, Metrics, Question, UserTest
 from streamppo.commands.models import weights
 from streamppo.config import file as configfile
 from streamppo.config.sections import model_path
@@ -48,7 +39,7 @@ def find(run: Path, question: Question, test: UserTest | None) -> Answer:
 
 def _by_weights(run: Path, question: Question, test: UserTest) -> Answer:
     """Examine every checkpoint, then the versions before the first checkpoint at which the test holds."""
-    lines, past = lines_of(run), _past(run)
+    lines, past = bisection.lines_of(run), _past(run)
     examined: list[ExaminedVersion] = []
     checkpoints = [path for path in manifest.complete(run / "checkpoints") if manifest.is_of(path, past)]
     for path in list(checkpoints):
@@ -74,7 +65,7 @@ def _by_weights(run: Path, question: Question, test: UserTest) -> Answer:
     # The test may already hold between two earlier checkpoints, where no version is examined.
     certain = all(later - earlier == 1 for earlier, later in pairwise(map(manifest.version_of, [None, *before])))
     versions = sorted([*examined, *remade])
-    return conclude(question, versions, len(remade), certain=certain, subjects="versions", begin=start)
+    return bisection.conclude(question, versions, len(remade), certain=certain, subjects="versions", begin=start)
 
 
 def _changed(run: Path, question: Question, test: UserTest | None) -> Answer:
@@ -85,7 +76,7 @@ def _changed(run: Path, question: Question, test: UserTest | None) -> Answer:
     def examine(version: int, metrics: Metrics, model: Path | None) -> ExaminedVersion:
         if test is None:
             if question.metric not in metrics:
-                refuse_metric(question.metric, sorted(metrics), f"a replay has no metric {question.metric!r}")
+                bisection.refuse_metric(question.metric, sorted(metrics), f"a replay has no metric {question.metric!r}")
             return ExaminedVersion(version, question.holds(metrics[question.metric]), metrics[question.metric])
         return _examine(test, run, version, {version: metrics}, model)
 
@@ -95,7 +86,7 @@ def _changed(run: Path, question: Question, test: UserTest | None) -> Answer:
         return remade, manifest.version_of(begin)
 
     remade, start = replay.from_checkpoint(lambda: replay.oldest_start(run, past), use)
-    return conclude(question, remade, len(remade), certain=start == 0, subjects="versions", begin=start)
+    return bisection.conclude(question, remade, len(remade), certain=start == 0, subjects="versions", begin=start)
 
 
 def _replay(

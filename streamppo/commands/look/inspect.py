@@ -163,7 +163,7 @@ def _texts(batch: Batch, trajectory: Trajectory, tokenizer: Tokenizer) -> Iterat
         yield f"  completion  {bounded(tokenizer.decode(ints(trajectory.tokens)), MOST_TEXT)!r}"
         return
     nodes = tree.nodes(batch, trajectory, lambda tokens: tokenizer.spell(tokens.tolist()))
-    yield f"  tree        {tree.totals(nodes).words()}"
+    yield f"  tree        {tree.totals(nodes)}"
     most = max(MOST_NAME, MOST_TEXT // len(nodes))
     yield from (f"    {line}" for line in tree.outline(nodes, lambda text: repr(bounded(text, most))))
 

@@ -1,4 +1,4 @@
-"""Finds a trajectory's row of data, with the answer first. The task is built again, and its data may have changed."""
+"""Finds a trajectory's row of data, answer first. The task is built again, and its data may have changed."""
 
 from functools import cached_property
 from pathlib import Path

@@ -21,6 +21,7 @@ from typing import Literal, NamedTuple, TypeAlias
 import numpy as np
 
 from streamppo.rollout.endpoint import reply
+from streamppo.tasks.split import counted
 from streamppo.types import Batch, Floats, Ints, Trajectory, branches, flags, floats, ints, turns
 from streamppo.types.turns import TurnPlace
 
@@ -61,7 +62,7 @@ class TreeNode(NamedTuple):
 
     @property
     def behind(self) -> str:
-        """The token that a branch follows in words; "" for other nodes."""
+        """In words, the token that a branch follows; "" for other nodes."""
         if not self.is_branch:
             return ""
         return "after nothing" if self.parent < 0 else f"after token {self.parent}"
@@ -83,18 +84,6 @@ class TreeNode(NamedTuple):
             yield f"{self.too_old} tokens are too old"
         if self.reused != UNKNOWN:
             yield f"{self.reused} of the {self.context} tokens before it were reused"
-
-
-class TreeTotals(NamedTuple):
-    """The number of turns, of branches, and of sampled tokens that no client received."""
-
-    turns: int
-    branches: int
-    undelivered: int
-
-    def words(self) -> str:
-        undelivered = f", {self.undelivered} tokens not received" if self.undelivered else ""
-        return f"{_count(self.turns, 'turn')}, {_count(self.branches, 'branch')}{undelivered}"
 
 
 def has_tree(trajectory: Trajectory) -> bool:
@@ -138,10 +127,12 @@ def nodes(batch: Batch, trajectory: Trajectory, spell: Spell) -> list[TreeNode]:
     return tree_nodes
 
 
-def totals(tree_nodes: list[TreeNode]) -> TreeTotals:
-    """Count the turns, branches and undelivered tokens of a tree."""
-    counts = sum(node.kind == "turn" for node in tree_nodes), sum(node.is_branch for node in tree_nodes)
-    return TreeTotals(*counts, sum(node.end - node.start for node in tree_nodes if not node.delivered))
+def totals(tree_nodes: list[TreeNode]) -> str:
+    """Return the numbers of turns, branches and undelivered tokens of a tree, in words."""
+    split = sum(node.is_branch for node in tree_nodes)
+    lost = sum(node.end - node.start for node in tree_nodes if not node.delivered)
+    words = f"{counted(sum(node.kind == 'turn' for node in tree_nodes), 'turn')}, {split} branch{'es' * (split != 1)}"
+    return f"{words}, {lost} tokens not received" if lost else words
 
 
 def outline(tree_nodes: list[TreeNode], quote: Callable[[str], str]) -> Iterator[str]:
@@ -189,8 +180,3 @@ def _rewards(trajectory: Trajectory) -> Floats:
 def count_versions(versions: Ints) -> tuple[tuple[int, int], ...]:
     """Return (tokens, version) for consecutive tokens of one version. Example: [3, 3, 4] -> ((2, 3), (1, 4))."""
     return tuple((len(list(run)), version) for version, run in groupby(versions.tolist()))
-
-
-def _count(count: int, noun: str) -> str:
-    plural = {"branch": "branches"}.get(noun, f"{noun}s")
-    return f"{count} {noun if count == 1 else plural}"

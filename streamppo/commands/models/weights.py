@@ -105,7 +105,7 @@ def model_weights(path: str, dtype: str) -> dict[str, Tensor]:
 
 
 def untrained_weights(path: str, dtype: str) -> dict[str, Tensor]:
-    """Return the tensors that training leaves unchanged of the whole model at `path`, by name, in `dtype`.
+    """Return the tensors of the model at `path` that training leaves unchanged, by name, in `dtype`.
 
     These are parameters that transformers freezes, stored buffers, and the parts of a multimodal model besides its text
     model. Raises `ModelError`.

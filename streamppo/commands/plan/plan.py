@@ -22,6 +22,7 @@ from streamppo.config.sections import Config, longest_row
 from streamppo.errors import ConfigError, RunError
 from streamppo.learner import gradient_checkpointing, memory
 from streamppo.queue.rules.state import queue_settings
+from streamppo.tasks.split import counted
 from streamppo.telemetry import metrics_file
 from streamppo.weights.models.settings import read_settings
 
@@ -115,7 +116,7 @@ def on_this_machine(
     if run is not None:
         return _print_comparison(compare_run(run, config, known), to)
     engines = [(f"rollout.actors={count}",) for count in range(1, 1 + max(process.cores(), config.rollout.actors))]
-    echo(f"{process.cores()} cores, costs of {len(runs)} measured {'run' if len(runs) == 1 else 'runs'}", "")
+    echo(f"{process.cores()} cores, costs of {counted(len(runs), 'measured run')}", "")
     tried = proposals.improve(config, known, engines)
     _report(tried, known, to)
     if config.learner.ranks > 1 and not any(run.config.learner.ranks > 1 for run in runs):

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 RUNS_ON = {"flash_attention_4": (9, 10, 11), "flash_attention_3": (9,), "flash_attention_2": (8, 9, 10, 11, 12)}
-"""flash-attn, newest first, with the major compute capabilities on which its backward pass is deterministic."""
+"""Versions of flash-attn, newest first, with the major compute capabilities of a deterministic backward pass."""
 PROBED = (5, 7)
 """The lengths of the two rows that `leak` passes together and alone; both are longer than a convolution's window."""
 LEAK = 1e-3

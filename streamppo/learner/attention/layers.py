@@ -26,7 +26,7 @@ CACHE_NAMES = ("cache", "past_key_values")
 
 
 def parent_of_layers(transformer: Any) -> tuple[Any, str]:
-    """Return the module with the layers of `transformer`, and the attribute's name. Raises `ModelError` if unknown."""
+    """Return the module with the layers of `transformer`, and its attribute. Raises `ModelError` if none is found."""
     for path in PLACES:
         with suppress(AttributeError):
             transformer.get_submodule(path)

@@ -51,7 +51,7 @@ def address_of(config: Config, folder: Path) -> str:
 
 
 def belongs_to(config: Config, folder: Path) -> str:
-    """The reason why the address of the run in `folder` belongs to another folder; "" if it does not, or is silent.
+    """The reason why the address of the run in `folder` belongs to another folder; "" if not, or without an answer.
 
     The address also belongs to another folder if it has checkpoints that the journal lacks, as after `folder` was
     restored from a backup. Raises `JournalError` for a journal that cannot be read.

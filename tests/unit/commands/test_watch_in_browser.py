@@ -20,7 +20,7 @@ from msgspec import structs
 from report_case import ALPHABET, run_folder
 
 from streamppo.commands.look.watching import server
-from streamppo.commands.look.watching.trajectories import BatchContent, Trajectories
+from streamppo.commands.look.watching.trajectories import Trajectories
 from streamppo.config import file as configfile
 from streamppo.config.sections import Config
 from streamppo.queue.store import archive
@@ -241,7 +241,7 @@ def test_the_page_goes_on_with_new_lines_and_what_was_unfolded_stays_so(
     path.write_text("".join(lines[:place]))
     batch = Trajectories.batch
 
-    def then_the_rest(found: Trajectories, update: int | None) -> BatchContent:
+    def then_the_rest(found: Trajectories, update: int | None) -> dict[str, object]:
         """The run continues once the page has its first batch."""
         with path.open("a") as file:
             file.writelines(lines[place:])

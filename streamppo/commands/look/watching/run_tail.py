@@ -25,7 +25,7 @@ AHEAD = 2
 
 
 class CurveSource(Protocol):
-    """A run or a replay whose curves the page shows; `tag` reads new content, and changes if anything has."""
+    """A run or a replay whose curves the page shows; `tag` reads new content, and changes if the content does."""
 
     def tag(self) -> str: ...
 

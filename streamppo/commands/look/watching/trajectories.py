@@ -4,7 +4,7 @@ import math
 from collections.abc import Mapping, Sequence
 from functools import cached_property, lru_cache
 from pathlib import Path
-from typing import TypedDict
+from typing import TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,6 +22,7 @@ from streamppo.telemetry.report import plot
 from streamppo.terminal import bounded
 from streamppo.types import Batch, Floats, Identity, Ints, Trajectory, branches, flags, floats, ints
 
+JsonObject: TypeAlias = dict[str, object]
 KEPT = 4
 SHOWN_TOKENS = 4000
 """Maximum tokens of one completion that are shown."""
@@ -35,94 +36,10 @@ RECORD_COLUMNS = {
     "proximal_logprobs": ("learner's log-prob", "in nats, under the learner's policy at the update's start", "less"),
     "advantages": ("advantage", "the weight of its gradient: above 0, the token becomes more likely", "both"),
 }
-"""The learner's recorded numbers of each token, with their name, meaning and kind of colour."""
+"""The learner's recorded numbers of each token, with their name, meaning and kind of colour.
 
-
-class TokenColumn(TypedDict):
-    """A number for each token of a completion; None if the token was not sampled or its number is missing.
-
-    `kind` chooses the colour: "more" is deeper for larger numbers, "less" for smaller numbers; "both" shows the sign.
-    """
-
-    name: str
-    help: str
-    kind: str
-    values: list[float | None]
-
-
-class ListedTrajectory(TypedDict):
-    """A trajectory in the list of its batch. `lag` is the lag of its oldest token."""
-
-    row: int
-    title: str
-    reward: float
-    components: dict[str, float]
-    tokens: int
-    lag: int
-    finish: str
-    begins: str
-
-
-class RewardPart(TypedDict):
-    """Mean, minimum and maximum of the reward, or of one of its components, over a batch."""
-
-    name: str
-    mean: float
-    lowest: float
-    highest: float
-
-
-class BatchContent(TypedDict):
-    """The batch that made version `update`. `updates` are the first and the last update whose batches are kept.
-
-    `rewards` is an SVG histogram. `parts` are the reward and its components.
-    """
-
-    update: int
-    updates: list[int]
-    rewards: str
-    parts: list[RewardPart]
-    rows: list[ListedTrajectory]
-
-
-class TreeRow(TypedDict):
-    """A node of a trajectory's tree (tree.py) in words. `token` is its first token's place in the shown completion."""
-
-    kind: str
-    name: str
-    level: int
-    behind: str
-    text: str
-    notes: list[str]
-    received: bool
-    token: int | None
-
-
-class OpenedTrajectory(TypedDict):
-    """One trajectory with the numbers of its tokens. `left_out` is the number of tokens at its end that are not shown.
-
-    `row_columns` are (name, value) of the data row's columns; without them `row_missing` is the reason. `tree` are the
-    nodes if there are several turns. `lost` are the spans [first, end) of turns that no client received.
-    """
-
-    update: int
-    row: int
-    title: str
-    prompt: str
-    reward: float
-    components: dict[str, float]
-    explanation: str
-    row_columns: list[tuple[str, str]]
-    row_missing: str
-    texts: list[str]
-    ids: list[int]
-    sampled: list[bool]
-    columns: list[TokenColumn]
-    left_out: int
-    missing: str
-    tree: list[TreeRow]
-    tree_words: str
-    lost: list[tuple[int, int]]
+"more" is deeper for larger numbers, "less" for smaller numbers; "both" shows the sign.
+"""
 
 
 class Trajectories:
@@ -138,8 +55,11 @@ class Trajectories:
     def _decode(self) -> Decode:
         return report.decoder(self._model)
 
-    def batch(self, update: int | None) -> BatchContent:
-        """Return the batch that made version `update` (default: the newest). Raises `JournalError` if there is none."""
+    def batch(self, update: int | None) -> JsonObject:
+        """Return the batch that made version `update` (default: the newest). Raises `JournalError` if there is none.
+
+        `updates` are the first and the last update whose batches are kept, `rewards` is an SVG histogram.
+        """
         batches = archive.open(self._folder)
         versions, version = batches.versions(), batches.version_before(update)
         batch, _ = self._batch(version)
@@ -152,19 +72,23 @@ class Trajectories:
             "rows": [_row(batch, number, self._decode) for number in range(len(batch.trajectories))],
         }
 
-    def open(self, update: int, row: int) -> OpenedTrajectory:
-        """Return trajectory number `row` of a batch. Raises `JournalError` if the batch or the row is missing."""
+    def open(self, update: int, row: int) -> JsonObject:
+        """Return trajectory number `row` of a batch. Raises `JournalError` if the batch or the row is missing.
+
+        `left_out` is the number of tokens at its end that are not shown. `row_columns` are (name, value) of the data
+        row's columns. `lost` are the spans [first, end) of turns that no client received.
+        """
         batch, record = self._batch(update - 1)
         trajectory = self._trajectory(update, row)
+        place = trajectory.identity
         tokens = ints(trajectory.tokens)[:SHOWN_TOKENS]
         data_row = self._rows.row_of(trajectory)
-        columns = _columns(batch, trajectory, {name: column[row] for name, column in record.items()})
         nodes = tree.nodes(batch, trajectory, self._spell) if tree.has_tree(trajectory) else []
         prompt = len(trajectory.prompt_tokens) // 4
         return {
             "update": update,
             "row": row,
-            "title": _title(trajectory),
+            "title": f"prompt {place.prompt}, sample {place.sample}, attempt {place.attempt}, by {trajectory.actor}",
             "prompt": self._decode(ints(trajectory.prompt_tokens)),
             "reward": trajectory.reward,
             "components": trajectory.components,
@@ -174,11 +98,11 @@ class Trajectories:
             "texts": _texts(self._model, self._decode, tokens),
             "ids": tokens.tolist(),
             "sampled": flags(trajectory.mask)[:SHOWN_TOKENS].tolist(),
-            "columns": [{**column, "values": column["values"][:SHOWN_TOKENS]} for column in columns],
+            "columns": _columns(batch, trajectory, {name: column[row] for name, column in record.items()}),
             "left_out": trajectory.num_tokens - len(tokens),
             "missing": "" if "advantages" in record else MISSING,
             "tree": [_tree_row(node, prompt) for node in nodes[:SHOWN_NODES]],
-            "tree_words": tree.totals(nodes).words() if nodes else "",
+            "tree_words": tree.totals(nodes) if nodes else "",
             "lost": [(node.start - prompt, node.end - prompt) for node in nodes if not node.delivered],
         }
 
@@ -199,12 +123,7 @@ class Trajectories:
         return _tokenizer(self._model).decode(tokens.tolist(), skip_special_tokens=False)
 
 
-def _title(trajectory: Trajectory) -> str:
-    identity = trajectory.identity
-    return f"prompt {identity.prompt}, sample {identity.sample}, attempt {identity.attempt}, by {trajectory.actor}"
-
-
-def _row(batch: Batch, number: int, decode: Decode) -> ListedTrajectory:
+def _row(batch: Batch, number: int, decode: Decode) -> JsonObject:
     trajectory = batch.trajectories[number]
     return {
         "row": number,
@@ -218,7 +137,7 @@ def _row(batch: Batch, number: int, decode: Decode) -> ListedTrajectory:
     }
 
 
-def _tree_row(node: tree.TreeNode, prompt: int) -> TreeRow:
+def _tree_row(node: tree.TreeNode, prompt: int) -> JsonObject:
     return {
         "kind": node.kind,
         "name": node.name,
@@ -231,7 +150,7 @@ def _tree_row(node: tree.TreeNode, prompt: int) -> TreeRow:
     }
 
 
-def _parts(trajectories: Sequence[Trajectory]) -> list[RewardPart]:
+def _parts(trajectories: Sequence[Trajectory]) -> list[JsonObject]:
     columns: dict[str, list[float]] = {"reward": [trajectory.reward for trajectory in trajectories]}
     for trajectory in trajectories:
         for name, value in trajectory.components.items():
@@ -242,7 +161,7 @@ def _parts(trajectories: Sequence[Trajectory]) -> list[RewardPart]:
     ]
 
 
-def _columns(batch: Batch, trajectory: Trajectory, record: Mapping[str, Floats]) -> list[TokenColumn]:
+def _columns(batch: Batch, trajectory: Trajectory, record: Mapping[str, Floats]) -> list[JsonObject]:
     mask, versions, logprobs = flags(trajectory.mask), ints(trajectory.versions), floats(trajectory.logprobs)
     columns = [
         _column("lag", "versions between sampling and training", "more", batch.version - versions, mask),
@@ -275,8 +194,9 @@ def _columns(batch: Batch, trajectory: Trajectory, record: Mapping[str, Floats])
     return columns
 
 
-def _column(name: str, text: str, kind: str, values: NDArray[np.generic], mask: NDArray[np.bool_]) -> TokenColumn:
-    numbers = zip(np.asarray(values, dtype=np.float64).tolist(), mask, strict=True)
+def _column(name: str, text: str, kind: str, values: NDArray[np.generic], mask: NDArray[np.bool_]) -> JsonObject:
+    shown = np.asarray(values[:SHOWN_TOKENS], dtype=np.float64).tolist()
+    numbers = zip(shown, mask[:SHOWN_TOKENS], strict=True)
     known = [value if is_sampled and math.isfinite(value) else None for value, is_sampled in numbers]
     return {"name": name, "help": text, "kind": kind, "values": known}
 

@@ -31,7 +31,7 @@ EXAMINED = 64
 """Number of rows by which the columns are chosen."""
 QUOTED = 60
 LONG = 0.99
-"""The share of answers that are not taken as unusually long."""
+"""The share of answers that count as usual; longer answers are ignored."""
 MEASURED = 10_000
 """Number of rows whose lengths are measured."""
 
@@ -69,12 +69,12 @@ class DataRows(NamedTuple):
 
     @property
     def longest_answer(self) -> int:
-        """Tokens of the longest answer that is a text or number; 0 without any."""
+        """Tokens of the longest answer that is a text or number; 0 without such an answer."""
         return max(self.answers, default=0)
 
     @property
     def long_answer(self) -> int:
-        """The number of tokens that `LONG` of the answers do not exceed; 0 without any."""
+        """The number of tokens that `LONG` of the answers do not exceed; 0 without answers."""
         return sorted(self.answers)[math.ceil(LONG * len(self.answers)) - 1] if self.answers else 0
 
     def held_out(self, share: float, longest: int) -> int:

@@ -21,7 +21,7 @@ MOST_TOKENS = 4096
 SMALL_TOKENS = 64
 """Maximum tokens of a small model's completion if no answer was measured."""
 CPU_TOKENS = 2048
-"""Tokens of a pass of a large model on a CPU, which computes larger passes no faster, and needs memory for them."""
+"""Tokens of a pass of a large model on a CPU: a larger pass takes as long for each token, and more memory."""
 VERSIONS = 3
 MIB = 2**20
 
@@ -45,7 +45,7 @@ class Places(NamedTuple):
 
 
 class Sizes(NamedTuple):
-    """The numeric settings of a run. None is the default of the field."""
+    """The numeric settings of a run. None keeps the field's default."""
 
     lr: float
     updates: int

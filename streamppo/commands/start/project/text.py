@@ -20,14 +20,14 @@ class Line(NamedTuple):
 
 
 class Table(NamedTuple):
-    """A table of the file. The first table has no name."""
+    """A TOML table of the configuration file. The first table has no name."""
 
     name: str
     lines: list[Line]
 
 
 class ProjectChoices(NamedTuple):
-    """The choices for a file. `model`, `data` and `rewards` are the paths to write."""
+    """The choices for a configuration file. `model`, `data` and `rewards` are the paths to write."""
 
     name: str
     model: str
