@@ -1,5 +1,6 @@
 """Nothing that a reward's module begins keeps a command alive after its last line; the exit code is the command's."""
 
+import re
 import subprocess
 import sys
 import time
@@ -46,7 +47,7 @@ def ended(folder: Path, what: str, *words: str, before: str = "") -> "subprocess
 @pytest.mark.parametrize("what", HELD)
 def test_a_command_ends_whatever_a_rewards_module_has_begun(tmp_path: Path, what: str) -> None:
     done = ended(tmp_path, what, "check", str(MATH), "cluster.cpus=1", "rollout.actors=8")
-    assert (done.returncode, "errors, " in done.stdout) == (1, True), done.stderr
+    assert (done.returncode, bool(re.search(r"[1-9]\d* errors?, ", done.stdout))) == (1, True), done.stderr
 
 
 @pytest.mark.slow
