@@ -4,7 +4,6 @@ import math
 from collections.abc import Mapping, Sequence
 from functools import cached_property, lru_cache
 from pathlib import Path
-from typing import TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,9 +19,8 @@ from streamppo.errors import JournalError
 from streamppo.queue.store import archive
 from streamppo.telemetry.report import plot
 from streamppo.terminal import bounded
-from streamppo.types import Batch, Floats, Identity, Ints, Trajectory, branches, flags, floats, ints
+from streamppo.types import Batch, Floats, Identity, Ints, JsonObject, Trajectory, branches, flags, floats, ints
 
-JsonObject: TypeAlias = dict[str, object]
 KEPT = 4
 SHOWN_TOKENS = 4000
 """Maximum tokens of one completion that are shown."""
