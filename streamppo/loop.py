@@ -68,10 +68,9 @@ class PendingUpdate(NamedTuple):
 def run(config: Config, folder: Path, *, started: float, interrupts: Interrupts, accept_changes: bool = False) -> int:
     """Make all missing updates of the run in `folder`; the exit code is 0 if all are made. Raises `StreamppoError`.
 
-    A run with updates is continued: the learner loads a checkpoint and repeats the archived batches, which gives the
-    same weights. A run that cannot continue is refused before its folder is changed, as is a run whose data or model
-    changed without `accept_changes`. In all other cases summary.json is written, even after an error. `started` is the
-    `time.perf_counter()` at the command's start.
+    A run with updates continues from a checkpoint. A run that cannot continue, or whose data or model changed without
+    `accept_changes`, is refused before its folder is changed. In all other cases summary.json is written. `started` is
+    the `time.perf_counter()` at the command's start.
     """
     process.log_to_stdout()
     run_folder.refuse_place(folder)
@@ -153,7 +152,6 @@ def train(stages: Stages, record: RunRecord) -> Reports:
 
 
 def _checkpoint(stages: Stages, version: int) -> None:
-    """Start the checkpoint of `version` if one is due. `_finish` saves the checkpoint of the last version."""
     if _due(stages.config.checkpoint.every, version) and version < stages.config.updates:
         folder = str(stages.folder / "checkpoints")
         stages.calls.watch_all([rank.save.remote(folder) for rank in stages.ranks], RunStage.CHECKPOINT)

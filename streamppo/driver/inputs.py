@@ -2,9 +2,8 @@
 
     RUN/inputs.json    the SHA-256 of every file, as computed by the newest driver
 
-A prompt's number selects a data row, so with changed data it would select another row. For this reason a run keeps its
-data and models, unless the user accepts a change. A reward or a custom function of `[algorithm]` may change, and the
-change is logged. Data sets and models on a hub have no local files and are not checked.
+A prompt's number selects a data row, so a run keeps its data and models unless the user accepts a change. A change of a
+reward or of a custom function of `[algorithm]` is only logged. Inputs on a hub are not checked.
 """
 
 import hashlib
@@ -52,10 +51,7 @@ class NamedInput(NamedTuple):
 
 
 def with_clock(config: Config, folder: Path) -> Config:
-    """Set an empty `model.clock` to the clock of the run in `folder`, or to the present time for a new run.
-
-    A chat template may write the date, and a run that is resumed on a later day must render the same prompts.
-    """
+    """Set an empty `model.clock` to the clock of the run in `folder`; a new run gets the present time."""
     if config.model.clock:
         return config
     saved = configfile.load(folder / configfile.CONFIG).model.clock if (folder / configfile.CONFIG).is_file() else ""

@@ -1,7 +1,6 @@
 """Rebuilds lost lines of metrics.jsonl from the archived batches.
 
-A batch contains the rewards, lengths, tokens and lags of its update. Losses, gradients and times are lost with the
-line, but `streamppo replay` recomputes losses and gradients.
+A batch has the rewards, lengths, tokens and lags of its update; `streamppo replay` recomputes losses and gradients.
 """
 
 import logging

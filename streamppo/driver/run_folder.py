@@ -5,9 +5,8 @@ RUN                the driver holds a lock (flock) on the folder while it lives,
 RUN/scale.json     the number of rollout actors that a command requests
 RUN/scale.taken    the accepted request; removed when config.toml has the number
 
-A network file system is refused. SQLite in WAL mode shares memory between processes through a file. On a network file
-system, processes on several machines would see different memory, and a restarted server loses locks. Both damage the
-journal without an error. This module imports neither Ray nor torch.
+A network file system is refused, because on it SQLite in WAL mode damages the journal without an error: processes share
+memory through a file. This module imports neither Ray nor torch.
 """
 
 import fcntl

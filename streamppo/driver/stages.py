@@ -56,11 +56,7 @@ log = logging.getLogger(__name__)
 
 
 class Stages:
-    """The actors of one run, and the unfinished `calls` to them.
-
-    Of the actors with engines, `rollouts` sample and `evaluators` only evaluate. Ray must be running. All actors are
-    created at once, so that they import libraries concurrently.
-    """
+    """A run's actors, all created at once. Of those with engines, `rollouts` sample and `evaluators` only evaluate."""
 
     def __init__(self, config: Config, folder: Path, record: RunRecord, interrupts: Interrupts) -> None:
         self.config = config
@@ -281,11 +277,7 @@ class Stages:
 
 
 class Restarts:
-    """Counts recent restarts. Too many of them end the run, because another restart would not help.
-
-    Deaths of several actors at about the same time count as one restart, because they have one cause, such as a dead
-    node or a network failure. A second death of the same actor is another restart.
-    """
+    """Counts recent restarts. Deaths of different actors at about the same time count once, because nodes may die."""
 
     def __init__(self, watchdog: Watchdog) -> None:
         self._within_s = watchdog.restarts_s

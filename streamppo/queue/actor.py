@@ -8,9 +8,8 @@
     A batch is in the archive, with the learner's record of its tokens, before its version is published.
 
 Queue and ledger share a process, so that publishing is one step: the version becomes known, the lease of its batch
-ends, and engines can pull it. If the queue has shards (shard.py), they hold the tokens of trajectories, and this
-process holds only records. A restarted process prevents its predecessor from writing and rebuilds the queue from the
-journal; the learner pushes the weights again.
+ends, and engines can pull it. With shards (shard.py), this process holds only records. A restarted process prevents its
+predecessor from writing and rebuilds the queue from the journal; the learner pushes the weights again.
 """
 # pyright: reportUnknownMemberType=false
 
@@ -111,7 +110,6 @@ class QueueActor(ArchivedRuns):
 
     @ray.method
     async def new_process_id(self, known: str) -> str:
-        """Wait until the id of this process differs from `known`, and return it: callers detect a restart by it."""
         while self._process_id == known:
             await asyncio.sleep(POLL_S)
         return self._process_id
@@ -182,7 +180,6 @@ class QueueActor(ArchivedRuns):
 
     @ray.method
     async def beat(self, actor: str) -> int:
-        """Record a heartbeat of `actor`; return the number of actors that sample."""
         self._last_call_s[actor] = time.monotonic()
         return len(self._queue.state.issued)
 
@@ -198,10 +195,9 @@ class QueueActor(ArchivedRuns):
         limit: int = 0,
         call: int = 0,
     ) -> bytes:
-        """Store what `actor` has finished since its last delivery, and wait until the journal has it.
+        """Journal what `actor` has finished since its last delivery; return up to `limit` tickets without a wait.
 
-        `cut_for` is the newest version for which `actor` has cut all due segments. The call also returns up to `limit`
-        tickets as `issue` does, without waiting for tickets.
+        `cut_for` is the newest version for which `actor` has cut all due segments.
         """
         self._last_call_s[actor] = time.monotonic()
         if self._queue.limits is None and not self._shards:
@@ -230,31 +226,24 @@ class QueueActor(ArchivedRuns):
 
     @ray.method
     async def take(self, version: int) -> "list[BatchRef] | None":
-        """Return the parts of the batch of the update that starts at `version`, when it is complete.
-
-        Returns None after `stop`, unless a rank received this batch before `stop`: then every rank gets it.
-        """
         return await self._batch_refs(version, lambda read: self._refs.batch(version, read), self._shards.take)
 
     @ray.method
     async def outline(self, version: int) -> "list[BatchRef] | None":
-        """Like `take`, but return the outline of the batch, for a rank that reads only some of its rows."""
         return await self._batch_refs(version, lambda read: self._refs.outline(version, read), self._shards.outline)
 
     @ray.method
     async def tokens(self, version: int, rows: bytes) -> "list[BatchRef] | None":
-        """Like `take`, but return the token ids of the batch's trajectories at `rows` (int32)."""
         return await self._batch_refs(
             version, lambda read: self._refs.tokens(version, rows, read), lambda batch: self._shards.tokens(batch, rows)
         )
 
     @ray.method
     async def publish(self, push: bytes, refs: "list[BucketRef]", record: EncodedRecord, learner: int) -> bytes:
-        """Publish a version when every rank has called with its share. All ranks get a `PublishReply`.
+        """See `BatchSource.publish`; archives and consumes the batch that made the version before engines can pull it.
 
-        Archives and consumes the batch that made the version; then engines can pull the weights. With `learner.exact`,
-        a version that is published again must have its first weights. Raises `Diverged` if they differ, `QueueError`
-        for a learner marked as dead, and `WeightsError` if the shares are not of one version.
+        With `learner.exact`, a version that is published again must have its first weights. Raises `Diverged` if they
+        differ, `QueueError` for a learner marked as dead, and `WeightsError` if the shares are not of one version.
         """
         share = RankShare(decode(push, Push), refs, record)
         if learner < self._learner:

@@ -27,7 +27,7 @@ class BatchSource(Protocol):
 
     @ray.method
     async def take(self, version: int) -> "list[BatchRef] | None":
-        """Wait for the batch of the update from `version`; return the same parts to every call; None after a stop."""
+        """Wait for the batch of the update from `version`; all ranks get the same parts; None after a stop."""
         ...
 
     @ray.method
@@ -42,7 +42,7 @@ class BatchSource(Protocol):
 
     @ray.method
     async def publish(self, push: bytes, refs: "list[BucketRef]", record: EncodedRecord, learner: int) -> bytes:
-        """Receive a rank's share of a version, of group `learner` of ranks; return a `PublishReply` to all shares."""
+        """Receive one rank's share of a version; return a `PublishReply` once all ranks of group `learner` called."""
         ...
 
     @ray.method
@@ -56,14 +56,10 @@ class BatchSource(Protocol):
         ...
 
     @ray.method
-    async def archived_versions(self, run: str) -> list[int]:
-        """Return the versions whose batches are archived in the folder `run`."""
-        ...
+    async def archived_versions(self, run: str) -> list[int]: ...
 
     @ray.method
-    async def archived_batch(self, run: str, version: int) -> bytes:
-        """Return the archived batch of `version`, an encoded `Batch`."""
-        ...
+    async def archived_batch(self, run: str, version: int) -> bytes: ...
 
 
 Source = TypeVar("Source", bound=BatchSource)
@@ -126,7 +122,6 @@ class ArchiveSource(ArchivedRuns):
 
     @ray.method
     async def beat(self, actor: str) -> int:
-        """Ignore the heartbeat and return 0, because no actor samples."""
         return 0
 
     @ray.method

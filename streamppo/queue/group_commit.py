@@ -2,9 +2,8 @@
 
     changed -> commit -> drained -> written -> acknowledged
 
-When `commit` returns, its caller's change is in the journal. If nothing has changed since the last transaction, no
-transaction is written. If a write fails, its changes are lost. From then on every `commit` raises, and nothing is
-acknowledged.
+When `commit` returns, its caller's change is in the journal. If a write fails, its changes are lost, and from then on
+every `commit` raises.
 """
 
 import asyncio
@@ -21,8 +20,7 @@ from streamppo.types import Identity
 class Transaction(NamedTuple):
     """Changes of the queue, the `versions` published with them, and the trajectories that these versions `consumed`.
 
-    The shards no longer need trajectories of prompts before `horizon`. `horizon` is computed together with the changes:
-    a later value could depend on changes that are not in the journal, and a crash may lose those changes.
+    Shards drop trajectories of prompts before `horizon`, computed with the changes: a crash may lose later changes.
     """
 
     changes: Changes

@@ -50,8 +50,7 @@ class PairedDifference(WireStruct, frozen=True):
 def common_version(first_run: Path, second_run: Path, configs: tuple[Config, Config]) -> int | None:
     """The version after which two runs differ; None if task or seed differ, or if no version has equal weights.
 
-    If a run was forked at a version where both runs have equal weights, this is that version (of two, the later one).
-    Otherwise this is the newest version with equal weights.
+    This is the version at which a run was forked (of two, the later one), or else the newest one with equal weights.
     """
     ours, theirs = configs
     if ours.task != theirs.task or ours.seed != theirs.seed:

@@ -183,7 +183,6 @@ def _shard_trajectories(remote: Store, folder: str, token: str) -> Iterator[dict
 
 @contextmanager
 def _naming(remote: Store, name: str) -> Generator[None]:
-    """Raise `JournalError` for an intact copy whose content cannot be decoded."""
     try:
         yield
     except UNREADABLE as error:

@@ -161,10 +161,7 @@ def _slots(
 
 
 def _opened(versions: Mapping[int, PublishedVersion], version: int, most: int, shape: GroupShape) -> int:
-    """The number of slots up to the newest prompt in batches before `version`; at most `most`, the run's opened slots.
-
-    With segments, or after `max_lag` was reduced, many later batches may have only older prompts.
-    """
+    """The number of slots up to the newest prompt in batches before `version`; at most `most`, the run's slots."""
     later = [published for published in versions.values() if published.version > version]
     if dropped := [published.version for published in later if published.archived is None]:
         raise JournalError(

@@ -4,8 +4,7 @@
     batches     all ranks that wait for the batch of one version share one future
     versions    all engines that hold version v share one event, set when a version above v is published
 
-After each change of the queue, `serve` runs before anything is awaited, so that no caller waits for a result that
-exists.
+After each change of the queue, `serve` runs before anything is awaited, so that no caller waits for what exists.
 """
 
 import asyncio
@@ -34,10 +33,7 @@ class Caller:
 
 
 class TicketLine:
-    """Actors that wait for tickets, in the order of their first calls; a repeated call keeps its place.
-
-    An actor has at most one waiting request: a newer request replaces it, and the older one returns no tickets.
-    """
+    """Actors that wait for tickets, in the order of their first calls; of an actor's calls, only the newest waits."""
 
     def __init__(self, rules: QueueRules) -> None:
         self._rules = rules
@@ -166,7 +162,7 @@ class BatchWaiters:
         self.stopped = False
 
     def batch(self, version: int) -> asyncio.Future[Batch | None]:
-        """Return a future of the batch, or of None after a stop. All callers share the future: shield it."""
+        """Return the future of the batch (None after a stop). All callers share it: await it with `asyncio.shield`."""
         if version not in self._wanted:
             self._wanted[version] = asyncio.get_running_loop().create_future()
         future = self._wanted[version]

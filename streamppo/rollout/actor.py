@@ -21,10 +21,7 @@ if TYPE_CHECKING:
 
 
 class RolloutActor:
-    """Passes calls to a worker, all in one event loop. `start` makes the worker; the other calls wait until it exists.
-
-    The constructor imports torch, while the learner loads the model. The driver imports this module without torch.
-    """
+    """Passes calls to a worker, all in one event loop. `start` makes the worker; other calls wait until it exists."""
 
     def __init__(
         self,
@@ -60,17 +57,14 @@ class RolloutActor:
 
     @ray.method
     async def run(self) -> None:
-        """Generate until the actor is killed, or until an exception, which the driver handles."""
         await (await self._ready_worker()).run()
 
     @ray.method
     async def follow(self) -> None:
-        """Swap to each new version until the actor is killed; sample only for evaluations."""
         await (await self._ready_worker()).follow()
 
     @ray.method
     async def evaluate(self, first: int, step: int, min_version: int) -> bytes:
-        """Answer held-out prompts `first`, `first` + `step`, ... at `min_version` or later: an `EvaluationReport`."""
         return encode(await (await self._ready_worker()).evaluate(first, step, min_version))
 
     @ray.method

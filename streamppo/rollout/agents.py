@@ -123,7 +123,6 @@ class Agents:
         return structs.replace(outcome, **{name: text.replace(session.key, HIDDEN) for name, text in texts.items()})
 
     def _episode(self, session: Session, outcome: agent.AgentOutcome, prompt: Prompt) -> Episode:
-        """Make the episode of an ended session, or raise `EnvironmentFailed`. Turns not received are masked."""
         if outcome.reason:
             raise EnvironmentFailed(outcome.reason, session.sampled)
         turns = session.received_turns()

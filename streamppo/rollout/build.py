@@ -189,10 +189,7 @@ def _tokenizer(model_path: str) -> Tokenizer | None:
 def _start(
     config: Config, settings: SGLangEngine, model_path: str, model: "EngineModel", seed: int, *, untied: bool
 ) -> Start:
-    """Connect to the running server in `urls`, or launch SGLang in child processes of the actor. Raises `ModelError`.
-
-    `untied`: the model has a separate head although its config.json ties it, which a server cannot run.
-    """
+    """Connect to the server in `urls`, which cannot run an `untied` head, or launch SGLang. Raises `ModelError`."""
     slots, strings = config.rollout.slots, model.stop.strings
     if settings.urls:
         if untied:

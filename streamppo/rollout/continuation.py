@@ -86,5 +86,4 @@ class Continuation:
 
 
 def _as_recorded(tokens: Ints) -> Completion:
-    """Make a completion of recorded tokens, with placeholders for log-probs and versions."""
     return Completion(tokens, np.zeros(len(tokens), np.float32), np.zeros(len(tokens), np.int32), "stop")

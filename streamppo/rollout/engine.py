@@ -35,8 +35,7 @@ class Sampling(NamedTuple):
 class TokenCandidates(NamedTuple):
     """The candidates of each of T sampled tokens.
 
-    `tokens` holds the candidates of token 0 in rising order, then those of token 1, and so on; `counts` [T] is their
-    number for each token. A count of 0 stands for the whole vocabulary.
+    `tokens` has those of token 0 in rising order, then those of token 1, ...; `counts` [T] is their number (0: all).
     """
 
     tokens: Ints
@@ -74,7 +73,7 @@ class Completion(NamedTuple):
 
 
 class ContextReuse:
-    """Counts context tokens that earlier turns had computed, from `LEAST` on, and those `reused` from the cache."""
+    """Counts context tokens that earlier turns had computed, and the `reused` ones; ignores contexts below `LEAST`."""
 
     LEAST = 64
 
@@ -121,9 +120,8 @@ class Cuts(NamedTuple):
 class Usage(NamedTuple):
     """Counters since the engine started. `idle_s` is the wall time in which the engine had nothing to decode.
 
-    `restarts` is the number of restarts of the engine's processes after a death. `prompted` is the number of prompt
-    tokens, and `reused` the number of those that came from the cache. `kv_ages` counts the reused tokens by age: the
-    engine's version minus the version that computed their keys and values.
+    `restarts` counts restarts of the engine's processes after a death. `prompted` counts prompt tokens, `reused` those
+    from the cache, and `kv_ages` the reused ones by age: the engine's version minus the version that computed them.
     """
 
     tokens: int
@@ -164,15 +162,10 @@ class Engine(Sampler, Protocol):
     async def update_weights(
         self, version: int, tensors: Mapping[str, Tensor], contents: Mapping[str, int] | None = None
     ) -> None:
-        """Swap to `tensors` (HF names) at the next token boundary; return when they are in use.
-
-        Raises `WeightsError`, and keeps the old version, if names, shapes or the hashes `contents` do not fit.
-        """
+        """Swap to `tensors` (HF names, hashes `contents`); return when in use. `WeightsError` keeps the old version."""
         ...
 
-    def usage(self) -> Usage:
-        """Return the counters since the engine started."""
-        ...
+    def usage(self) -> Usage: ...
 
     async def stop(self) -> None:
         """Fail every waiting call with `asyncio.CancelledError` and release everything."""

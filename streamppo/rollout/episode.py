@@ -93,7 +93,6 @@ class Episode(NamedTuple):
         )
 
     def reward(self, scored: Reward) -> Reward:
-        """Return the sum of the scorers' reward and the environment's rewards."""
         if not self.turn_rewards:
             return scored
         scored_turns = scored.turns or (0.0,) * len(self.turn_rewards)
@@ -257,8 +256,7 @@ def one_turn(prompt_tokens: Ints, completion: Completion) -> Episode:
 def place(reward: Reward, mask: Flags, turn_ends: Sequence[int], prefix: int = 0) -> bytes:
     """Return a trajectory's rewards by token, [T - prefix] as a bytes column that sums to `reward.total`.
 
-    The column is empty if the whole reward belongs to the last sampled token. Rewards of the first `prefix` tokens are
-    added to the first sampled token after them.
+    It is empty if the last sampled token has all. Rewards of the first `prefix` tokens move to the next sampled token.
     """
     if not reward.tokens and not reward.turns:
         return b""

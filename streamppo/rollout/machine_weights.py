@@ -12,8 +12,7 @@
 The machine's name is a socket address in Linux's abstract namespace, which is free again when the leader ends. The next
 actor that finds no leader takes the name. Shared memory is freed when the last process that has it ends.
 
-With any number of actors, a machine holds three copies of the model: the served version, the next one, and the one
-being pulled. While an engine is late, the machine also holds the older version of that engine.
+With any number of actors, a machine holds three copies of the model: the served version, the next, and the pulled one.
 """
 
 import asyncio
@@ -76,10 +75,7 @@ class MachinePuller(Puller):
         self._missed_since, self._reason = 0.0, ""
 
     async def newer(self, version: int) -> Push:
-        """See `Puller.newer`. If the engine refused the version, it is hashed before it is returned again.
-
-        Raises `WeightsError` if this leader cannot pull, if the memory is damaged, or if the name cannot be taken.
-        """
+        """See `Puller.newer`. A version that the engine refused is hashed again. Raises `WeightsError`."""
         while True:
             pushes = await self.queue.weights_after.remote(self.name, version, self.replica.version)
             if not pushes:
@@ -230,7 +226,6 @@ class Leadership(NamedTuple):
 
 
 async def _pull_for_all(puller: Puller, leader: Leader) -> None:
-    """Pull and publish every version, in an endless loop. Raises `WeightsError` after repeated failures."""
     damaged, full_since = 0, 0.0
     replica = puller.replica
     while True:

@@ -70,7 +70,6 @@ class Puller:
         self.replica.finish()
 
     async def _fetch_buckets(self, refs: Sequence[BucketRef]) -> AsyncGenerator[Bytes]:
-        """Yield buckets in order, and fetch `AHEAD` more concurrently."""
         to_fetch, under_way = deque(refs), deque[asyncio.Future[Bytes]]()
         try:
             while to_fetch or under_way:

@@ -16,10 +16,7 @@ from streamppo.types import Ints, Reward, Ticket, Trajectory
 
 
 class SegmentWriter:
-    """Makes the segments of one ticket's completion. Without `queue.segments`, the completion is one trajectory.
-
-    The next segment has `identity` and begins after `prefix` tokens. `share` and `aim` are as in `Cuts`.
-    """
+    """Makes a completion's segments, the next with `identity` after `prefix` tokens (`share`, `aim`: see `Cuts`)."""
 
     def __init__(
         self,
@@ -37,10 +34,7 @@ class SegmentWriter:
         self._waiting: Episode | None = None
 
     def cuts(self, so_far: Callable[[Completion], Episode], before: Ints) -> Cuts | None:
-        """Return where the engine cuts the next turn; None if it cuts nowhere.
-
-        `so_far` adds the turn's tokens so far to the episode; `before` are the versions of the episode's tokens.
-        """
+        """Return the cuts of the next turn, or None. `so_far` adds its tokens to the episode with versions `before`."""
         queue, waiting, self._waiting = self._config.queue, before[self.prefix :], None
         if queue.segments is None:
             return None
@@ -57,7 +51,7 @@ class SegmentWriter:
         self._waiting = episode
 
     def cut_waiting(self, version: int) -> int | None:
-        """Cut the waiting episode if due at `version`; return the oldest version left, or None without episode."""
+        """Cut a waiting episode due at `version`; return the oldest version of its rest, or None without episode."""
         queue, episode = self._config.queue, self._waiting
         if episode is None or queue.segments is None or not queue.segments.just_in_time:
             return None

@@ -1,9 +1,7 @@
 """Gets log-probs of every finished completion from a teacher on a server. The trajectory includes them.
 
-    POST URL/generate     prompt + completion with max_new_tokens = 0: SGLang's log-probs of the given tokens
-    POST URL/detokenize   once, at the start: the texts of token ids by the server's tokenizer
-
-The learner does not call the server, so updates can be redone from the archive without it.
+POST URL/generate     prompt + completion with max_new_tokens = 0: SGLang's log-probs of the given tokens
+POST URL/detokenize   once, at the start: the texts of token ids by the server's tokenizer
 """
 
 import asyncio

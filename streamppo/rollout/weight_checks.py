@@ -39,10 +39,7 @@ class Architecture:
         return getattr(self._model, "encoders", ())
 
     def as_saved(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Convert the tensors of a push to the names and shapes of the model's files, and add its stored buffers.
-
-        Example: transformers keeps all experts of a layer in one tensor, and files may have one for each expert.
-        """
+        """Convert a push's tensors to names and shapes of the model's files, such as experts; add stored buffers."""
         from transformers.core_model_loading import revert_weight_conversion
 
         return revert_weight_conversion(self._model, {**tensors, **self._buffers})
@@ -52,10 +49,7 @@ class Architecture:
         return loading.stored_buffers(self._config)
 
     def check_names(self, model: str) -> None:
-        """Raise `ModelError` unless the files of `model` have every tensor that `as_saved` makes of a push.
-
-        transformers does not convert all tensors back. An engine would ignore a tensor with an unknown name.
-        """
+        """Raise `ModelError` unless the files of `model` have every tensor that `as_saved` makes of a push."""
         files = _shapes_in_files(Path(model)) if Path(model).is_dir() else _shapes_on_hub(model)
         for name, tensor in self.as_saved(dict(self._model.named_parameters())).items():
             if files.get(name) != tuple(tensor.shape):

@@ -26,8 +26,8 @@ log = logging.getLogger(__name__)
 class WeightSync:
     """Swaps every new version of `puller` into `engine`, whose first version is in the puller's replica.
 
-    `digest` is the digest of the engine's version. `admitted_lag` is the lag admitted by the newest push; None if the
-    learner does not adapt it. `push_ms` is the time of all swaps together, in milliseconds.
+    `digest` is of the engine's version. `admitted_lag` is the newest push's, or None. `push_ms` is the time of all
+    swaps.
     """
 
     def __init__(self, puller: Puller, engine: Engine, source: EngineTensors) -> None:
@@ -42,8 +42,7 @@ class WeightSync:
     async def run(self) -> None:
         """Swap to every new version, in an endless loop; of several new versions, only the newest is used.
 
-        After a `WeightsError` the next pull is a full version, in case bytes were damaged on the way; shared memory is
-        hashed again. Raises `WeightsError` after `PULLS` failures in a row, and `RunError` if a swap hangs.
+        Pulls a full version after a `WeightsError`; raises it after `PULLS` of them, and `RunError` if a swap hangs.
         """
         refusals = 0
         while True:

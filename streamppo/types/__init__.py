@@ -38,8 +38,7 @@ JsonObject: TypeAlias = dict[str, Any]
 class Message(WireStruct, frozen=True, omit_defaults=True, repr_omit_defaults=True):
     """One turn of a chat. `role` is system, user, assistant or tool.
 
-    `content` is None in a message that only calls tools. A message with the role "tool" answers the call with the id
-    `tool_call_id`. `fields` has other fields for the chat template, for example `reasoning_content`.
+    `content` is None in a message that only calls tools. `fields` has other fields for the chat template.
     """
 
     role: str
@@ -141,8 +140,7 @@ class Reward(WireStruct, frozen=True):
     """A reward with parts. The trajectory's reward is `total`, the sum of `score`, `turns` and `tokens`.
 
     `score` is placed on the last token, `turns[k]` on the last token of turn k, and `tokens[t]` on sampled token t.
-    Each of `components` is logged as reward_NAME, and used by `gdpo` and `resample`. `explanation` is shown to the
-    user.
+    Each of `components` is logged as reward_NAME, and used by `gdpo` and `resample`. The user sees `explanation`.
     """
 
     score: float = 0.0
@@ -314,8 +312,7 @@ class TensorChunk(WireStruct, frozen=True):
 class Push(WireStruct, frozen=True):
     """The description of one pushed version, or of one rank's share of the version.
 
-    Deltas are relative to `base_version`. `frozen` tensors are not sent, because the engines have them. `admitted_lag`
-    is None unless the lag is adaptive.
+    Deltas are relative to `base_version`. Engines have the `frozen` tensors. `admitted_lag` is None if not adaptive.
     """
 
     version: int
@@ -338,9 +335,8 @@ class Push(WireStruct, frozen=True):
 class TokenRecord(WireStruct, frozen=True):
     """The learner's float32 numbers for each completion token of a batch at the start of its update, without padding.
 
-    `values` come from the critic. `proximal_logprobs` are the learner's log-probs, if the learner computed them before
-    the first step. `advantages` are the advantages in the loss, whitened if configured. A column that was not computed
-    is empty.
+    `values` come from the critic, and `proximal_logprobs` from a pass before the first step. `advantages` are those in
+    the loss, whitened if configured. A column that was not computed is empty.
     """
 
     values: bytes = b""

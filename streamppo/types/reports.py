@@ -9,9 +9,8 @@ from streamppo.types.wire import WireStruct
 class QueueReport(WireStruct, frozen=True):
     """The queue's counters since the run began, and the numbers of trajectories that it has at present.
 
-    `tokens` counts sampled tokens by outcome; `delivered` is the sum of the other entries. `cut` counts segments that
-    are followed by another segment, and `orphaned` counts segments whose later segments failed. `skipped_prompts`
-    counts prompts that `algorithm.curriculum` left out.
+    `tokens` counts sampled tokens by outcome; `delivered` is the sum of the others. A later segment follows `cut` ones,
+    and failed after `orphaned` ones. `skipped_prompts` counts prompts that `algorithm.curriculum` left out.
     """
 
     version: int
@@ -92,10 +91,7 @@ class EngineReport(WireStruct, frozen=True):
 
 
 class EvaluationReport(WireStruct, frozen=True):
-    """One actor's greedy answers to held-out prompts.
-
-    `count` is the number of scored answers, and `reason` is why the first of the `failed` ones failed.
-    """
+    """An actor's greedy answers to held-out prompts: `count` were scored, `failed` were not, the first for `reason`."""
 
     actor: str
     correct: int

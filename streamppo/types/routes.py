@@ -44,7 +44,6 @@ def flaw(column: bytes, width: int, tokens: int) -> str | None:
 
 
 def _fits(routes_SE: Routes) -> bool:
-    """Return whether a width of 1 preserves every number and every token without experts."""
     if routes_SE.max(initial=0) > UNKNOWN:
         return False
     lowest_S, highest_S = routes_SE.min(axis=1, initial=UNKNOWN), routes_SE.max(axis=1, initial=-1)

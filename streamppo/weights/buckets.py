@@ -68,9 +68,8 @@ class PackedPush(NamedTuple):
 class Buckets:
     """Memory for one rank's share of a version. `tensors` are views of `arrays` in the shapes of the `shards`.
 
-    A bucket has at most `bucket_bytes`, but a larger shard gets a bucket of its own. The memory is reused for later
-    versions, because fresh pages from the kernel cost more time than hashing their content. A GPU can copy to `pinned`
-    memory asynchronously.
+    A bucket has at most `bucket_bytes`, but a larger shard gets a bucket of its own. The memory is reused: fresh pages
+    cost more time than hashing their content. A GPU can copy to `pinned` memory asynchronously.
     """
 
     def __init__(self, shards: Mapping[str, Shard], bucket_bytes: int, *, pinned: bool = False) -> None:
@@ -91,8 +90,7 @@ class Buckets:
     def push(self, version: int, before: "Buckets | None" = None, *, rank: int = 0, ranks: int = 1) -> PackedPush:
         """Describe the version in `tensors`, and hash all of them.
 
-        `before` holds the previous version in the same layout. With `before`, a bucket is sent as deltas if these take
-        at most half of the bucket's bytes. Other buckets are sent whole.
+        A bucket is sent as deltas to `before`, the previous version, if these take at most half of its bytes.
         """
         tensors = tuple(describe_tensor(name, shard, self.tensors[name]) for name, shard in self._shards.items())
         raw = self._raw()
@@ -175,10 +173,7 @@ def pack_whole(version: int, tensors: Mapping[str, torch.Tensor], bucket_bytes: 
 
 
 def _pin(memory: Bytes) -> None:
-    """Lock `memory` in RAM for copies from a GPU, until it is freed. Raises `CudaError` if the driver refuses.
-
-    Torch's own allocator of pinned memory would round the size up to a power of two.
-    """
+    """Lock `memory` in RAM for copies from a GPU, until it is freed; torch rounds sizes up. Raises `CudaError`."""
     cudart: Any = torch.cuda.cudart()
     address = memory.ctypes.data
     torch.cuda.check_error(int(cudart.cudaHostRegister(address, memory.nbytes, PORTABLE)))

@@ -4,10 +4,9 @@
 
 The bytes of a tensor are read as little-endian 32-bit words. w is a word's index in the whole tensor, and coefficients
 are odd pseudo-random 64-bit numbers. A shard sums its words, and single bytes of words that it shares with another
-shard. The sum over all shards is the hash of the whole tensor, for any sharding and on any device. For this reason the
-learner's shards can be compared with an engine's tensors. This is multilinear hashing (Lemire and Kaser 2012,
-https://arxiv.org/abs/1202.4961): two different tensors have the same hash with a probability of at most 2**-32. The
-hash detects faults, not attacks.
+shard. The sum over all shards is the hash of the whole tensor, for any sharding and on any device. This is multilinear
+hashing (Lemire and Kaser 2012, https://arxiv.org/abs/1202.4961): two different tensors have the same hash with a
+probability of at most 2**-32. The hash detects faults, not attacks.
 """
 
 from collections.abc import Iterable, Mapping

@@ -4,8 +4,7 @@
 
 Elements are compared by their bits, so that -0.0 and the payload of a NaN are preserved. A gap is the distance to the
 previous changed element minus one. If a gap does not fit the gap width, an unchanged element in between is stored too.
-A difference is the exclusive or of the bits of both elements. Between close numbers, the high bytes of a difference are
-0 and compress well.
+A difference is the exclusive or of the bits of both elements.
 """
 
 import numpy as np
@@ -106,10 +105,7 @@ def _different(difference: Numbers) -> tuple[Places, Numbers]:
 
 
 def _split(gaps: Places, gap_width: int) -> tuple[NDArray[np.uint64], Places]:
-    """Return the encoded gaps, and the indices of the gaps before which unchanged elements are inserted.
-
-    Inserted elements split a long gap. The index of the gap occurs once for each of its inserted elements.
-    """
+    """Return the encoded gaps and, once for each inserted unchanged element, the index of the gap that it splits."""
     limit = 256**gap_width
     long = np.flatnonzero(gaps > limit)
     between = np.repeat(long, (gaps[long] - 1) // limit)

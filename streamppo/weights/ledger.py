@@ -12,10 +12,7 @@ T = TypeVar("T")
 
 
 class PublishReply(WireStruct, frozen=True):
-    """The reply to a learner's ranks that have published a version with this digest.
-
-    `whole` is the whole version on which later deltas are based. If `wants_whole`, the next push must be whole.
-    """
+    """The reply to a publication of `digest`; later deltas are based on `whole`, or the next push must be whole."""
 
     digest: str
     whole: int
@@ -67,7 +64,6 @@ class Ledger(Generic[T]):
         return PublishReply(digest=digest, whole=whole, wants_whole=sum(deltas) >= first)
 
     def _chain(self) -> list[LedgerEntry[T]]:
-        """Return the newest whole version and the deltas that follow it without a gap."""
         chain: list[LedgerEntry[T]] = []
         for version in sorted(self._entries):
             entry = self._entries[version]

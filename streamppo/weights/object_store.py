@@ -1,7 +1,6 @@
 """Transfers buckets through Ray's object store. A node that fetched a bucket keeps a copy until no reference is left.
 
-To find a bucket, Ray asks the rank that owns it. If the network to the rank's node fails, Ray waits until TCP times
-out, which takes minutes. For this reason every fetch has a timeout, after which it raises `BucketGone`.
+If the network to a bucket's rank fails, Ray waits for minutes, so a fetch has a timeout, and then raises `BucketGone`.
 """
 
 import asyncio

@@ -117,7 +117,6 @@ class Replica:
         self.push = None
 
     def _take_memory(self, push: Push) -> None:
-        """Reuse or allocate the replica's memory. New memory for deltas gets a copy of the base version."""
         sizes = [tensor.nbytes for tensor in push.tensors]
         if self._memory is not None:
             self._take_shared_memory(push, sizes)

@@ -1,7 +1,6 @@
 """Memory for a version's tensors that processes of one machine share; it is freed when the last of them ends.
 
-A version is in blocks of about `block_bytes`. A larger tensor has a block of its own. Sender and receiver compute the
-places of the tensors from the sizes of the tensors.
+A version is in blocks of about `block_bytes`; a larger tensor has a block of its own. Sizes determine all places.
 """
 
 import os

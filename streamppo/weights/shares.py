@@ -31,8 +31,7 @@ class RankShare(NamedTuple, Generic[T]):
 class ShareCollector(Generic[T, R]):
     """Calls `publish` once for each version when all ranks have added their shares. All ranks get the result.
 
-    Ray may repeat a call: a rank that adds the same share again gets the same result. If a rank adds a share with other
-    weights, the shares of all ranks are collected again.
+    A repeated share gets the same result. After a share with other weights, all ranks' shares are collected again.
     """
 
     def __init__(self, publish: Callable[[RankShare[T]], Awaitable[R]]) -> None:

@@ -1,8 +1,7 @@
 """Files at an fsspec address: an object store (s3://, gs://, ...) or a folder (file://).
 
-A run with an address stores copies of its checkpoints there, for all its nodes. If each node has its own disk
-(`cluster.own_disks`), the run also stores the initial model that it created and the trained model. This module imports
-neither torch nor Ray.
+A run with an address stores copies of its checkpoints there and, with `cluster.own_disks`, also the initial model that
+it created and the trained model. This module imports neither torch nor Ray.
 """
 
 import io

@@ -2,9 +2,8 @@
 
     rank     sender.put(version, buckets) -> references ----> ledger ----> receiver.fetch(reference)     rollout actor
 
-Ranks put buckets and continue. Actors fetch buckets when they are ready. Neither waits for the other: if a bucket's
-rank has died or has replaced the bucket, the fetch raises `BucketGone`, and the actor pulls from the ledger again. The
-transport is not trusted: rollout actors verify the bytes.
+Neither end waits for the other: if a bucket's rank has died or has replaced the bucket, the fetch raises `BucketGone`,
+and the actor pulls from the ledger again. Rollout actors verify the bytes.
 """
 
 from collections.abc import Sequence

@@ -203,7 +203,6 @@ def init_own_ray(**options: Any) -> None:
 
 @contextmanager
 def _readable_start_errors() -> Generator[None]:
-    """Raise `RunError` if Ray's processes do not start in time, or if the paths of their sockets are too long."""
     try:
         yield
     finally:
@@ -238,10 +237,7 @@ def describe(error: BaseException) -> str:
 
 
 def death(refs: Sequence[Call]) -> RayActorError | None:
-    """Return the first error about a dead actor among the calls `refs`; None if no actor has died.
-
-    If one actor of a group dies, a call to another actor may fail with an error that does not name the cause.
-    """
+    """Return the first error about a dead actor among the calls `refs`; None if no actor has died."""
     deadline = time.monotonic() + BLAME_S
     for ref in refs:
         try:

@@ -1,13 +1,11 @@
 """Ends the processes of a run's own Ray that survive their driver.
 
-Ray's raylet dies with the driver. The raylet's children (agents, actors and their processes) end when they notice its
-death. A child that is stopped or waits for Ray does not notice it. For this reason `kill_at_end` starts a watcher
-process. When the driver or the block ends in any way, the watcher kills every process that inherited the mark. Orphans
-have lost their parent, so only the mark identifies them. A program that was started with another environment is not
-found.
+Ray's raylet dies with the driver, and its children (agents, actors and their processes) end when they notice its death.
+A child that is stopped or waits for Ray does not notice it. So `kill_at_end` starts a watcher process, which kills
+every process that inherited the mark when the driver or the block ends in any way. A program that was started with
+another environment is not found.
 
-This file runs as a script with only Python's standard library. The watcher needs Linux. On other systems only Ray's own
-cleanup works.
+This file runs as a script with only Python's standard library. The watcher needs Linux.
 """
 
 import os
@@ -105,10 +103,7 @@ def _kill(pids: Iterator[int]) -> int:
 
 
 def _kill_at_birth(newest: int, value: str) -> int:
-    """For `ROUND_S`, kill each marked process that starts after the process `newest`. Returns their number.
-
-    A process that forks and exits every few milliseconds would end before a scan of all processes reaches it.
-    """
+    """For `ROUND_S`, kill marked processes that start after `newest`, before they exit again; return their number."""
     count, deadline = 0, time.monotonic() + ROUND_S
     while time.monotonic() < deadline:
         last, newest = newest, _newest_pid()

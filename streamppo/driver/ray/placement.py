@@ -4,8 +4,7 @@ separate         a bundle for each rank and each actor; in a cluster one bundle 
 shared GPUs      ranks and actors each need less than one GPU: rank i and rollout actors i, i + ranks, ... share a GPU
 reward models    a bundle for each reward model with GPUs
 
-If bundles were not reserved together, a stage could wait forever for a GPU that another stage holds. A restarted actor
-finds its bundle free. Rollout actors that are added later are placed outside the group.
+Reserved one by one, stages could wait forever for each other's GPUs. Actors that are added later are outside the group.
 """
 
 import logging

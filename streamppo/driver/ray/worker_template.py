@@ -1,17 +1,15 @@
 """Starts Ray's workers as forks of a template: one process that has imported the libraries of ranks and engines.
 
-The import of torch, transformers and Ray takes 7 s of CPU in each worker. The template imports them once, while Ray
-starts. A run then starts sooner, a dead worker is replaced at once, and workers share the memory of the libraries.
+The import of torch, transformers and Ray takes 7 s of CPU; the template imports them once, while Ray starts.
 
 driver      starts the template, and gives Ray the launcher as the Python of its workers (`py_executable`)
 launcher    replaces `python` in the command of a worker; sends its arguments, environment, folder and standard streams
             to the template, and ends when the fork ends
 template    forks, and the fork runs the worker's script
 
-If the template has died, the launcher runs the worker's script itself, as Ray would have done.
-
-This file runs as a script in both roles. The launcher imports only Python's standard library. It needs Linux. A process
-on a GPU is not forked, because GPU libraries read the worker's environment when they are imported.
+If the template has died, the launcher runs the worker's script itself. This file runs as a script in both roles, on
+Linux. The launcher imports only Python's standard library. A process on a GPU is not forked, because GPU libraries read
+the worker's environment when they are imported.
 """
 
 import importlib

@@ -1,9 +1,8 @@
 """The driver's periodic requests: for the names of silent actors, and for reports of the queue and the engines.
 
-A silent actor is alive for Ray but sends no heartbeat: it is stopped, or in a function that does not return. Rollout
-actors and ranks send the queue a heartbeat every `BEAT_S`, concurrently with their work. For this reason neither a long
-swap of weights nor a long collective operation delays heartbeats. If the queue or the driver was stopped, all other
-processes may have been stopped too. Actors then get time to send a heartbeat before they count as silent.
+A silent actor is alive for Ray but sends no heartbeat: it is stopped, or in a function that does not return. Heartbeats
+are sent every `BEAT_S`, concurrently with the actor's work. If the queue or the driver was stopped, actors get time to
+send a heartbeat before they count as silent.
 """
 
 import time
@@ -36,7 +35,7 @@ class Heartbeats:
         self._is_asked = False
 
     def check(self, actors: Sequence[str]) -> None:
-        """Ask the queue which of `actors` are silent. After a pause between calls, the driver was stopped: wait."""
+        """Ask the queue which of `actors` are silent, but not soon after a pause in which the driver was stopped."""
         present = time.monotonic()
         if present - self._called > self._limit_s / 4:
             self._checked = present

@@ -119,10 +119,9 @@ class RolloutPool:
         return [handle.name for handle in self.handles if not handle.at_work]
 
     def evaluate(self, prompts: int, min_version: int, on_reports: Callable[[list[EvaluationReport]], None]) -> None:
-        """Request greedy answers to held-out prompts by engines at `min_version` or later.
+        """Request greedy answers to held-out prompts by engines at `min_version` or later, for `on_reports`.
 
-        The prompts are divided into at least min(`PARTS`, prompts) parts for the actors at work, or for all actors if
-        none is at work. If an actor is lost, another actor gets its parts. `on_reports` gets the reports of all parts.
+        The actors share at least min(`PARTS`, prompts) parts. If an actor is lost, another actor gets its parts.
         """
         reports: list[EvaluationReport] = []
         parts = max(len(self._answering()), min(PARTS, prompts))

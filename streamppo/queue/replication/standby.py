@@ -7,9 +7,8 @@ ADDRESS/archive/00000007.1a2b3c4d5e6f.zarr.zip      a file of the archive, uncha
 ADDRESS/run/0000/config.toml.000000000012-1a2b3c4d  another file that `resume` reads, as of transaction 12, with CRC-32
 ADDRESS/lives/0000                                  marks the copy of a life as complete; the newest one counts
 
-TOKEN identifies the claim (weights/owner.py) of the folder that wrote a file. If two copies of a run's folder continue
-at one address, a restore never mixes their files. The queue copies its journal, and the archive with the parts of all
-shards. Each shard copies its trajectories. copies.py states what a copy guarantees; restore.py restores a run.
+TOKEN identifies the claim (weights/owner.py) of the folder that wrote a file, so that a restore never mixes two copies
+of a run's folder. The queue copies its journal and the archive; each shard copies its trajectories.
 """
 
 import re
@@ -180,10 +179,7 @@ class CopiedJournal(Journal):
 
 
 class CopiedTrajectoryStore(TrajectoryStore):
-    """The journal of shard `number` of the run in the folder `run`; held trajectories are also copied to `address`.
-
-    Each file at the address has the trajectories of one transaction, and is deleted when all of them are dropped.
-    """
+    """The journal of shard `number` of `run`; trajectories are also copied to `address`, a file for a transaction."""
 
     def __init__(self, run: Path, number: int, address: str) -> None:
         super().__init__(run, number)

@@ -36,9 +36,8 @@ class NeededLag:
     left_over: list[int] = field(default_factory=list[int])
 
     def follow(self, left_over: int | None, *, is_full: bool, has_surplus: bool, at_most: int) -> None:
-        """Adapt the lag to a new version.
+        """Adapt the lag to a new version, when `left_over` complete batches are not taken (None: the learner waits).
 
-        `left_over` is the number of complete batches that are not taken; None if the learner waits for a batch.
         `is_full` is true if no slot was left to issue, `has_surplus` if more than lag + 1 batches are held.
         """
         self.since_rise += 1

@@ -105,9 +105,8 @@ class Lease(WireStruct, frozen=True):
 class EndedAttempt(WireStruct, frozen=True, omit_defaults=True):
     """An attempt that was not trained on, and the reason; attempts that were trained on are in the archive.
 
-    `version` is the queue's version when the attempt ended. `stage` is the stage at which the attempt failed; "" if it
-    ended for another reason. `tokens` is the number of sampled tokens; 0 if unknown. `oldest` is the version of the
-    oldest token; -1 if unknown. `reward` is None if no trajectory was stored.
+    It ended at the queue's `version`, by a failure in `stage` or for another reason (""). `tokens` counts its sampled
+    tokens (0: unknown), `oldest` is their oldest version (-1: unknown). `reward` is None if no trajectory was stored.
     """
 
     number: int

@@ -20,8 +20,7 @@ Admission by example, with batch_size = 4, max_lag = 1 and one engine:
     1  1  4 to 7   (1 + 2 - 1) * 4 = 8   the engine has swapped: slots 8 to 11 open
     1  1  7        (1 + 2 - 1) * 4 = 8   slot 5 is abandoned: slot 12 opens
 
-take.py has the rules for segments, slot.py the diagram of a slot's states. Every change is added to
-`QueueState.pending_changes`, for the journal.
+take.py has the rules for segments, slot.py the states of a slot. Every change is added to `QueueState.pending_changes`.
 """
 
 import heapq
@@ -251,7 +250,6 @@ class QueueRules:
         self._touch(following)
 
     def _find_issued(self, identity: Identity) -> Slot | None:
-        """Return the issued slot of `identity`; if there is none, count a duplicate and return None."""
         slot = self.state.slots.get((identity.prompt, identity.sample))
         if slot is None or slot.state is not ISSUED or slot.identity != identity:
             self.state.counts["duplicates"] += 1

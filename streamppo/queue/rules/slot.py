@@ -64,8 +64,7 @@ NEXT: dict[SlotState, tuple[SlotState, ...]] = {
 class TrajectoryRecord(Trajectory, frozen=True):
     """The queue's record of a trajectory whose columns are in a shard (shard.py); the record's columns are empty.
 
-    `ages` are pairs of a version and the number of tokens that it sampled, oldest version first. A trajectory with a
-    `defect` cannot be trained on, and its record keeps all columns.
+    `ages`: pairs of a version and its number of tokens, oldest version first. With a `defect` it keeps all columns.
     """
 
     length: int = 0

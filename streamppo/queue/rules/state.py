@@ -20,11 +20,10 @@ class QueueSettings(NamedTuple):
 
     `flow_lag` <= `max_lag` is the lag that admission aims at. `as_needed` lowers it to the smallest lag at which the
     learner does not wait (ahead.py). `whole_groups` keeps the `samples_per_prompt` trajectories of a prompt together.
-    `resample` says which groups are replaced by other prompts for lack of a signal; None keeps all groups.
-    `curriculum` skips prompts of rows that had such groups; a sample with a reward of at least `correct_at` is right.
-    With `segments`, each unit is one part of a slot. If `hard` is false, `max_lag` bounds only admission, computed with
-    the learner's version, and batches take tokens of any age. `first_lag` is the first value of an adaptive admitted
-    lag.
+    `resample` says which groups are replaced by other prompts for lack of a signal; None keeps all groups. `curriculum`
+    skips prompts of rows that had such groups; a sample with a reward of at least `correct_at` is right. With
+    `segments`, each unit is one part of a slot. If `hard` is false, `max_lag` bounds only admission, computed with the
+    learner's version, and batches take tokens of any age. An adaptive admitted lag begins at `first_lag`.
     """
 
     task: str
@@ -130,8 +129,8 @@ class PendingChanges:
     """Changes since the last write to the journal: changed slots, removed slots, new leases, and endings.
 
     `slots` and `removed` identify a slot by (number, part). For the curriculum, `rows` is set if the rows are new,
-    `zero_variance` has the changed count of each data row, and `skipped` has the count of each skipped prompt's row, by
-    the prompt's first slot.
+    `zero_variance` has the changed count of each row, and `skipped` the count of a skipped prompt's row by its first
+    slot.
     """
 
     slots: dict[tuple[int, int], Slot]

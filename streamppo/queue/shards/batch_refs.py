@@ -1,8 +1,7 @@
 """References by which the ranks get batches from the queue, through Ray's object store.
 
-A batch is encoded in a thread and put into the store one time for all ranks; the queue's event loop sends only
-references. Each node receives the bytes one time, and its ranks read them without a copy. With several ranks, the
-outline is put one time, and each rank requests the tokens of its own rows (batch_parts.py).
+A batch is encoded in a thread and put into the store one time for all ranks; the ranks of a node read the same bytes.
+With several ranks, each requests the tokens of its own rows (batch_parts.py).
 """
 # Ray leaves parts of its signatures untyped.
 # pyright: reportUnknownMemberType=false

@@ -28,8 +28,7 @@ batch. With segments, `segment` is a trajectory's number in its completion, and 
 end of its prompt that belong to earlier segments.
 
 Each writer writes a file under a temporary name of its own. The journal's transaction that records the file's SHA-256
-also gives the file its final name. From then on the file counts. A queue that was marked dead but still writes cannot
-make that transaction.
+also gives the file its final name. A queue that was marked dead but still writes cannot make that transaction.
 """
 
 # pyarrow leaves parts of its signatures untyped.

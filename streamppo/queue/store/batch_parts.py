@@ -2,8 +2,6 @@
 
     batch = join(make_outline(batch), select_tokens(batch, rows))       equal, except that other rows have zero tokens
 
-Each shard of a queue returns its part of a batch or of its outline; `merge` and `merge_outlines` join the parts.
-
 Every rank computes advantages, corrections and metrics from all rows, without token ids. Only forward and backward
 passes need token ids, and only one rank runs them for a row.
 """

@@ -2,8 +2,7 @@
 
     to_batch(*batch_columns(batch, record)) == batch
 
-archive.py describes the columns. `verify` checks the columns of a file before they are used, because the file may come
-from an untrusted source.
+archive.py describes the columns. `verify` checks the columns of a file, because the file may come from anywhere.
 """
 
 # pyright: standard

@@ -36,8 +36,7 @@ log = logging.getLogger(__name__)
 class Database:
     """One SQLite file with `tables`, in the format `number`; several threads may use it in turn.
 
-    A reader sees the content as of the time when it opened the file. Every method raises `JournalError`, which names
-    the file, if SQLite or the disk fails, or if the file is damaged.
+    A reader sees the content as of its opening. Methods raise `JournalError`, which names the file, for every error.
     """
 
     def __init__(self, path: Path, tables: str, number: int, *, read_only: bool = False) -> None:
@@ -84,7 +83,6 @@ class Database:
 
     @contextmanager
     def _transaction(self) -> Generator[sqlite3.Connection]:
-        """Run the block in a transaction: committed at its end, rolled back on an error. Raises `JournalError`."""
         with self._errors_named():
             self._verify_places()
             self._begin()
@@ -112,8 +110,7 @@ class Database:
     def _verify_places(self) -> None:
         """Raise `JournalError` if the file or its log was moved, replaced or deleted, because writes would be lost.
 
-        No content is lost. A moved folder has all files. If only the log is missing, its content is first written to
-        the file. If the file is missing, its content is first copied to a file beside the path.
+        A missing log's content is first written to the file; a missing file's, to a file beside the path.
         """
         lost = next((place for place, opened in self._places.items() if not durable.is_at(place, opened)), None)
         if lost is None:

@@ -4,10 +4,8 @@ runs/NAME/journal.sqlite       held slots, leases, attempts that ended without t
                                each published version, and the counts and skipped prompts of `algorithm.curriculum`
 runs/NAME/journal.tip          the number of the last transaction; a journal that ends before it has lost transactions
 
-A writer starts with `fence`. Earlier writers may still run although they were marked dead. After the fence they can
-neither write rows nor give files of the archive their final names.
-
-A slot's row is deleted when its batch is consumed, because the archive then has the trajectory.
+After a writer's `fence`, earlier writers can neither write rows nor give files of the archive their final names. A
+slot's row is deleted when its batch is consumed, because the archive then has the trajectory.
 """
 
 import os
@@ -241,7 +239,6 @@ class Journal(Database):
 
     @contextmanager
     def _numbered_transaction(self, *, fencing: bool = False) -> Generator[sqlite3.Connection]:
-        """Run the block in a transaction with the next number; afterwards write the number to the tip."""
         with self._errors_named():
             with self._transaction() as db:
                 number = self._transactions()

@@ -2,8 +2,7 @@
 
 runs/NAME/shards/0.sqlite      one row for each trajectory, by its identity
 
-The store has no rules and no state in memory, and a superfluous row does no harm. So a live process of the shard and a
-process that was marked dead may both write here.
+A superfluous row does no harm, so a live process of the shard and a process that was marked dead may both write here.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence

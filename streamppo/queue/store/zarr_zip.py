@@ -1,8 +1,7 @@
 """Writes a zarr group as one zip file, entry for entry as zarr does (format 3, https://zarr-specs.readthedocs.io).
 
-zarr itself takes more than a millisecond of CPU for every array, most of it to switch between threads; a batch has
-about fifteen arrays. zarr can read these files, but streamppo does not use it: zarr runs any codec that a file names,
-and one codec unpickles. `unpack` accepts exactly what `pack` writes, so it is safe to read untrusted files.
+zarr itself takes more than a millisecond of CPU for every array, and runs any codec that a file names; one unpickles.
+`unpack` accepts exactly what `pack` writes, so it is safe to read untrusted files.
 """
 
 # numcodecs has no types.
@@ -51,10 +50,7 @@ class Group(msgspec.Struct, forbid_unknown_fields=True):
 
 
 def pack(columns: Mapping[str, NDArray[np.generic]], attributes: Mapping[str, object]) -> memoryview:
-    """The content of a file with `attributes` and `columns`, one chunk each.
-
-    Columns that compress beyond the bound of `unpack` are stored uncompressed, so that `unpack` accepts the file.
-    """
+    """The content of a file with `attributes` and `columns`, one chunk each, compressed within `unpack`'s bound."""
     assert len(columns) <= MOST_COLUMNS, "more columns than are read"
     contents = {name: _compress(column) for name, column in columns.items()}
     if _is_bomb(sum(array.nbytes for array in columns.values()), sum(map(len, contents.values()))):

@@ -32,9 +32,7 @@ class Decoder(Protocol):
     vocabulary: int
 
     @property
-    def rows(self) -> int:
-        """The number of rows of the cache."""
-        ...
+    def rows(self) -> int: ...
 
     @property
     def room(self) -> int:

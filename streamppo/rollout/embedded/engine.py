@@ -1,13 +1,11 @@
 """The embedded engine, for small models on any device. Continuous batching over fixed rows; swaps between tokens.
 
-    consumes     requests, in order of arrival; weights
-    produces     completions, in order of their end; a free row is filled at the next boundary
-    waits for    requests and weights only
-    unblocks     the callers of `generate` and `update_weights`
+consumes     requests, in order of arrival; weights
+produces     completions, in order of their end; a free row is filled at the next boundary
+waits for    requests and weights only
+unblocks     the callers of `generate` and `update_weights`
 
-    at a boundary:   swap to new weights, if any  ->  admit waiting requests into free rows  ->  step
-
-`_run_loop` runs the steps in a thread, so that the actor's event loop stays free for rewards and deliveries.
+at a boundary:   swap to new weights, if any  ->  admit waiting requests into free rows  ->  step
 """
 
 import asyncio
@@ -43,10 +41,9 @@ Arguments = TypeVarTuple("Arguments")
 
 
 class EmbeddedEngine:
-    """Implements `Engine` with `slots` rows of up to `max_total_tokens` tokens, including the prompt.
+    """Implements `Engine` with `slots` rows of up to `max_total_tokens` tokens. Construct it in a running event loop.
 
-    Construct it in a running event loop. Raises `ModelError` for a model that it cannot run, and `WeightsError` for
-    tensors that do not fit the model.
+    Raises `ModelError` for a model that it cannot run, and `WeightsError` for tensors that do not fit the model.
     """
 
     def __init__(
@@ -219,7 +216,6 @@ class EmbeddedEngine:
         return await asyncio.get_running_loop().run_in_executor(self._thread, function, *arguments)
 
     def _fail_all(self, loop_task: asyncio.Task[None]) -> None:
-        """Fail all waiting calls with the error of `_run_loop`; cancel them if `_run_loop` was cancelled."""
         for future in [future for future in self._pending if not future.done()]:
             if not loop_task.cancelled() and (error := loop_task.exception()):
                 future.set_exception(error)

@@ -23,10 +23,7 @@ NONE: Ints = np.zeros(0, np.int32)
 
 
 class Prefix(NamedTuple):
-    """A row's `tokens`: the first `cached` are in the cache, and the first `root` were the row's first prompt.
-
-    `computed` has the version whose weights computed each cached token.
-    """
+    """A row's `tokens`: the first `root` are its first prompt; versions `computed` have computed the first `cached`."""
 
     tokens: Ints
     cached: int

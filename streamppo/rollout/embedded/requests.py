@@ -11,10 +11,7 @@ from streamppo.types import Ints
 
 
 class EndTokens(NamedTuple):
-    """Token `ids` that end completions. `completes(tokens)` is true if the last token completes a stop string.
-
-    `unknown` are token ids that the tokenizer lacks; they are never sampled.
-    """
+    """Token `ids` that end completions; `completes` finds stop strings; ids `unknown` to the tokenizer are avoided."""
 
     ids: Collection[int] = ()
     completes: Callable[[Ints], bool] | None = None

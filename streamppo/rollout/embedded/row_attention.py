@@ -2,9 +2,9 @@
 
 B rows, P new tokens (padded on the right), T cached tokens, H query heads, K key-value heads, D head width.
 
-transformers calls a registered attention function with each layer's new queries, keys and values, and with the layer's
-window, soft cap and sinks, as it calls flash-attn. The function here, `attend`, also gets an `AttentionPass`, which
-writes the keys and values to the layer's cache, and computes the attention of each row to its cached tokens.
+transformers calls a registered attention function in each layer. The function here, `attend`, also gets an
+`AttentionPass`, which writes keys and values to the layer's cache and computes each row's attention to its cached
+tokens.
 """
 
 from collections.abc import Callable, Sequence
@@ -188,10 +188,7 @@ def attend(
 
 
 def register(note_window: Callable[[int], object] = lambda _: None) -> str:
-    """Register this attention with transformers, which then makes no masks for it; return its name.
-
-    For each mask that a model asks for, `note_window` is called with the mask's sliding window, or 0.
-    """
+    """Register this attention with transformers; return its name. `note_window` gets each mask's window (0: none)."""
     from transformers import AttentionInterface, AttentionMaskInterface
 
     def mask(*_: object, local_size: int | None = None, **_named: object) -> None:

@@ -2,8 +2,7 @@
 
 Rows 0 to `count` - 1 are running, so that a step works on views of the cache. When rows end, the last running rows move
 into their places. `_cached` has each row's number of tokens in the cache; the next step feeds the row's newest token.
-If turns are kept, rows with numbers from `count` up hold ended completions, and a prompt may continue one
-(prefixes.py).
+If turns are kept, rows from `count` on hold ended completions, which a prompt may continue (prefixes.py).
 
 `admit`, `step` and `recompute` run in the engine's thread; while they run, no other method is called.
 """
@@ -39,9 +38,8 @@ PLAIN = np.array([1, 1, 0], np.float32)
 class DecodingRows:
     """Admits, steps and ends completions, at most one in each row of the decoder.
 
-    A prompt and its completion have at most `max_tokens` tokens. `prompted` is the number of prompt tokens; `reused` of
-    them were in the cache or shared with another sample. `kv_ages` counts the reused tokens by age: the engine's
-    version minus the version that computed them.
+    A prompt and its completion have at most `max_tokens` tokens. Of `prompted` prompt tokens, `reused` were cached or
+    shared with another sample; `kv_ages` counts the reused tokens by the number of versions since their computation.
     """
 
     def __init__(self, decoder: Decoder, ends: EndTokens, max_tokens: int) -> None:
@@ -78,7 +76,6 @@ class DecodingRows:
         self._prefixes = Prefixes()
 
     def reserve(self, room: int) -> None:
-        """Enlarge every row to `room` tokens. Raises `ModelError` if there is not enough memory."""
         if room <= self._decoder.room:
             return
         self._decoder.reserve(room)

@@ -34,8 +34,8 @@ class SampledTokens(NamedTuple):
 def sample(logits_BV: Tensor, draws: Draws | None, uniform_B: Tensor) -> SampledTokens:
     """Draw one token for each row: the first whose cumulative probability is above u (float64, 0 < u < 1).
 
-    Without `draws` the distribution is the model's own: temperature 1, no top-p, no top-k. The log-probs of greedy rows
-    are at temperature 1. Raises `ModelError` if logits are not finite.
+    Without `draws` nothing changes the model's distribution. Greedy rows get log-probs at temperature 1. Raises
+    `ModelError`.
     """
     greedy_B = None if draws is None else draws.temperature_B == 0
     candidates_BV = None

@@ -1,7 +1,6 @@
 """Divides the rows of a step into one or two spans, so that a few long rows do not lengthen the attention of all rows.
 
 Attention in a span reads, for each row, as many positions as the span's longest row has.
-
 Example: rows of 512, 16, 16 and 16 tokens are read at 4 * 512 positions in one span, and at 512 + 3 * 16 in two.
 """
 

@@ -1,7 +1,7 @@
 """Reads a turn's reasoning, text and tool calls from the sampled text.
 
-If the tokenizer has a `response_template` (in older versions: `response_schema`), transformers' `parse_response` parses
-the text. For other tokenizers the usual marks are read:
+If the tokenizer has a `response_template` (once `response_schema`), transformers' `parse_response` parses texts, or
+else:
 
     <think>reasoning</think>text<tool_call>{"name": "sum", "arguments": {"a": 1}}</tool_call>
 

@@ -40,8 +40,7 @@ class Request(NamedTuple):
 class Turn:
     """A turn of the policy: under way, or ended with `reply`. `listeners` connections wait for the turn.
 
-    Ended turns have a `number`, from 1 on, in the order in which they end; a turn under way has 0. `ended_before` turns
-    had ended when the context was looked up.
+    Turns are numbered from 1 as they end (0: under way); `ended_before` had ended when the context was looked up.
     """
 
     id: str

@@ -59,7 +59,7 @@ class Row:
         return self._tokens[self._path(at)]
 
     def add(self, at: int, unsampled: Ints, completion: Completion, turn: int) -> tuple[int, int]:
-        """Add turn `turn` after `context(at)` and the tokens `unsampled`; return the last place of both."""
+        """Add the tokens `unsampled` and `turn` after `context(at)`; return the last places of both."""
         sibling = not len(unsampled) and at != len(self) - 1
         if sibling:
             unsampled, at = self._tokens[at : at + 1], self._predecessor(at)

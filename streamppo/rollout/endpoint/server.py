@@ -133,7 +133,6 @@ class Endpoint:
         return Starlette(routes=[*routes, Mount("/key/{key}", routes=routes)], exception_handlers=handlers)
 
     async def _refuse_address(self, request: HttpRequest, error: Exception) -> Response:
-        """Refuse an unknown address or method; the message does not repeat the address's key."""
         path = KEY_IN_PATH.sub("", request.url.path)
         message = (
             f"the endpoint has no {request.method} {path}: it has chat/completions, responses, messages, "

@@ -8,8 +8,8 @@ unblocks     the listeners of a turn
     request -> equal to an undelivered one without listeners? -> join it
             -> else a turn: room -> match -> render what is new -> generate -> add to tree and row -> read -> deliver
 
-A turn continues if its client disconnects, because the program may repeat the request. When the run ends, turns that
-were not received are masked.
+A turn continues if its client disconnects, which may repeat the request. Turns not received by the run's end are
+masked.
 """
 
 import asyncio
@@ -92,8 +92,7 @@ class Session:
     def begin(self, request: Request, *, again: bool = False) -> Turn:
         """Begin a request's turn, or join an equal request's turn without listeners. Raises `RequestRefused`.
 
-        With `again`, the client repeats a request, and may also join a turn that counts as delivered. The caller is a
-        listener until it calls `leave`.
+        With `again`, a repeated request may also join a delivered turn. The caller listens until it calls `leave`.
         """
         if self.ended:
             raise run_ended()
@@ -158,7 +157,6 @@ class Session:
                 turn.task.cancel()
 
     def _with_conversation(self, request: Request) -> Request:
-        """Prepend the conversation up to the answer `request.after`. Raises `RequestRefused`."""
         if not request.after:
             return request
         turn = next((earlier for earlier in self.turns if earlier.id == request.after), None)

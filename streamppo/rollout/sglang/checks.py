@@ -10,7 +10,7 @@ from streamppo.rollout.sglang.wire import CHECKS_PARTS, FLUSHES_PAUSED, NAMES_CA
 def check_version(
     version: tuple[int, ...], streams: str, *, excludes_tokens: bool, routes: bool, has_encoders: bool = False
 ) -> None:
-    """Raise `ModelError` if `version` of SGLang is too old for a setting; `streams` is the name of one with streams."""
+    """Raise `ModelError` if `version` of SGLang is too old for a setting; `streams` names one that needs streams."""
     needs = {streams: STREAMS} if streams else {}
     needs |= {"rollout.top_p or top_k": NAMES_CANDIDATES} if excludes_tokens else {}
     needs |= {"rollout.engine.routes": NAMES_ROUTES} if routes else {}

@@ -8,10 +8,9 @@
     swap     check names and shapes -> swap (session.py) -> write the due segments (stream.py)
     death    restart SGLang with the served version -> resend every request in flight
 
-If a swap fails after names and shapes were checked, SGLang's weights are unknown. SGLang is then ended, and restarted
-with the previous version. No segment or completion is returned while it is unknown which weights sampled it. If SGLang
-dies, a completion with a written segment fails unless it is `restartable`, because its remainder cannot be sampled
-again.
+If a swap fails after names and shapes were checked, SGLang is ended, and restarted with the previous version. No
+segment or completion is returned while it is unknown which weights sampled it. If SGLang dies, a completion with a
+written segment fails unless it is `restartable`, because its remainder cannot be sampled again.
 """
 
 import asyncio
@@ -162,7 +161,6 @@ class SGLangEngine:
         self._copying.shutdown(cancel_futures=True)
 
     async def _keep_alive(self) -> None:
-        """Check SGLang's health in an endless loop and restart it after a death. Raises if the restart fails."""
         while True:
             session = self._session
             with suppress(TimeoutError):
@@ -313,8 +311,7 @@ def _copy_as_files(
 ) -> dict[str, Tensor]:
     """Copy `tensors`, named and split as in the model's files, into `copies`, unless they are in shared memory.
 
-    Tensors in shared memory were checked and do not change. Other tensors are views of the object store, or change with
-    the next version. Raises `WeightsError` as `copy` does.
+    Tensors in shared memory were checked and do not change; others may change. Raises `WeightsError` as `copy` does.
     """
     if shared_memory.is_shared(tensors.values()):
         return architecture.as_saved(tensors)

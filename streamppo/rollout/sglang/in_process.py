@@ -82,7 +82,6 @@ class ProcessLink:
         )
 
     async def stop(self) -> None:
-        """See `Link.stop`. A second call does nothing."""
         if self._thread.has_ended:
             return
         atexit.unregister(self._engine.shutdown)
@@ -98,7 +97,6 @@ class ProcessLink:
             deliver(answer)
 
     async def _call(self, name: str, fields: Mapping[str, object]) -> Answer:
-        """Make a call. Runs in SGLang's thread."""
         from sglang.srt.managers import io_struct
 
         manager = self._engine.tokenizer_manager

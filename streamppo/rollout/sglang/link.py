@@ -1,7 +1,6 @@
 """The protocol of the two connections to SGLang: the actor's own processes (in_process.py), and a server (server.py).
 
-Both connections answer the same calls. A call is the name of an endpoint of SGLang's HTTP server, with the fields of
-the request.
+A call is the name of an endpoint of SGLang's HTTP server, with the fields of the request.
 """
 
 from collections.abc import AsyncGenerator, Awaitable, Callable
@@ -16,30 +15,15 @@ Answer: TypeAlias = Any
 class Link(Protocol):
     """A connection to a running SGLang."""
 
-    @property
-    def version(self) -> tuple[int, ...]:
-        """SGLang's version."""
-        ...
-
-    @property
-    def capacity(self) -> int:
-        """Maximum number of completions that SGLang runs concurrently."""
-        ...
-
-    @property
-    def ranks(self) -> int:
-        """Number of SGLang's processes that share the model."""
-        ...
-
-    @property
-    def is_ordered(self) -> bool:
-        """True if all tokens sampled before a pause arrive before the answer to the pause."""
-        ...
-
-    @property
-    def longest(self) -> int:
-        """Maximum number of tokens in a row (prompt and completion), by SGLang's context and cache."""
-        ...
+    version: tuple[int, ...]
+    capacity: int
+    """Maximum number of completions that SGLang runs concurrently."""
+    ranks: int
+    """Number of SGLang's processes that share the model."""
+    is_ordered: bool
+    """True if all tokens sampled before a pause arrive before the answer to the pause."""
+    longest: int
+    """Maximum number of tokens in a row (prompt and completion), by SGLang's context and cache."""
 
     async def call(self, name: str, /, **fields: object) -> Answer:
         """Call endpoint `name` and return its answer.
@@ -53,9 +37,7 @@ class Link(Protocol):
         """Yield the answers to `generate` as they arrive. Raises as `call` does. Callers must close the generator."""
         ...
 
-    async def abort(self, rid: str) -> None:
-        """Cancel request `rid`."""
-        ...
+    async def abort(self, rid: str) -> None: ...
 
     async def death(self) -> str:
         """Return the reason for SGLang's death; empty while it runs."""

@@ -74,7 +74,6 @@ class EngineThread:
         self._loop.close()
 
     def _cancel_all(self) -> None:
-        """Cancel every task and then stop the loop. Runs in the thread."""
         tasks = asyncio.all_tasks(self._loop)
         for task in tasks:
             task.cancel()
@@ -131,7 +130,6 @@ class ProcessOutput:
             log.info("SGLang: %s", line)
 
     def reason(self) -> str:
-        """Explain the last error; empty if there is none."""
         self._file.seek(0)
         return explain_failure(self._file.read().decode(errors="replace"))
 

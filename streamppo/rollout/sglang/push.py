@@ -30,9 +30,7 @@ class Carrier(Protocol):
     carry     while SGLang is paused: only have SGLang load them
     """
 
-    async def stage(self, tensors: Mapping[str, Tensor]) -> None:
-        """Make `tensors` ready to be loaded."""
-        ...
+    async def stage(self, tensors: Mapping[str, Tensor]) -> None: ...
 
     async def carry(self, version: int, *, flush: bool) -> None:
         """Load the staged weights as `version`; `flush` empties the prefix cache. Raises `ValueError` if refused."""
@@ -44,10 +42,7 @@ Connect: TypeAlias = Callable[[Link], Awaitable[Carrier]]
 
 
 class BySharedMemory:
-    """Flat buckets in shared memory, for an SGLang on this machine. `server`: SGLang is no child of this process.
-
-    Tensors in shared memory are not copied. Others are copied to memory that the next version overwrites.
-    """
+    """Flat buckets in shared memory; tensors in shared memory are not copied. `server`: SGLang is no child process."""
 
     def __init__(self, link: Link, bucket_bytes: int, *, server: bool) -> None:
         self._link, self._bucket_bytes, self._server = link, bucket_bytes, server

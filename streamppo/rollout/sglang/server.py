@@ -69,11 +69,7 @@ class ServerLink:
                 await self.call("abort_request", rid=rid)
 
     async def death(self) -> str:
-        """See `Link.death`.
-
-        /health would sample a token, which a server cannot do while it is paused. The request is repeated once, because
-        a server closes idle connections after a standstill.
-        """
+        """See `Link.death`. A paused server cannot answer /health. Idle connections may be closed, so try twice."""
         try:
             try:
                 answer = await self._client.get("/model_info", timeout=SILENT_S)
@@ -120,10 +116,7 @@ async def _events(response: httpx.Response) -> AsyncGenerator[Answer]:
 async def connect(
     settings: SGLangEngine, key: str, slots: int, strings: Sequence[str], learner: Mapping[str, object], number: int
 ) -> ServerLink:
-    """Wait for the only server of `settings.urls`, and reset state that a dead client may have left in it.
-
-    With all arguments but `number` bound, this function is a `Start`. Raises `ModelError` for an unusable server.
-    """
+    """Wait for the only server of `settings.urls`, and reset state that a dead client may have left in it."""
     (url,) = settings.urls
     async with AsyncExitStack() as undo:
         client = _client(url, key, slots)
@@ -144,7 +137,6 @@ async def connect(
 
 
 def _client(url: str, key: str, slots: int) -> httpx.AsyncClient:
-    """Return a client of the server at `url` that uses no proxy of this machine's environment."""
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=slots, keepalive_expiry=IDLE_S)
     headers = {"Authorization": f"Bearer {key}"} if key else {}
     direct: dict[str, httpx.AsyncBaseTransport | None] = {"http://": None, "https://": None}

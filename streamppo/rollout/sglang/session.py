@@ -21,8 +21,8 @@ from streamppo.rollout.sglang.verify_weights import Attestation
 class SessionSetup(NamedTuple):
     """Settings of all sessions of an engine. `start` starts SGLang; `connect` connects the transport of weights.
 
-    A row has up to `room` tokens. `streams` names the setting that needs streamed tokens ("": none does). Tokens in
-    `unknown` are never sampled, and `encoders` of a multimodal model never loaded. Versions are copied to buckets of
+    A row has up to `room` tokens. `streams` names the setting that needs streams of tokens, or is "". Tokens `unknown`
+    are never sampled. The `encoders` of a multimodal model are not loaded. Versions are copied to buckets of
     `bucket_bytes`, in `shared` memory if SGLang reads them there.
     """
 

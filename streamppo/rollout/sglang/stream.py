@@ -53,10 +53,7 @@ class CompletionStream:
             raise ModelError("SGLang gave up a completion: its stream broke off")
 
     def note_version(self, version: int, *, late: bool = False) -> None:
-        """Record the first token that is certainly sampled with `version`, which the paused SGLang holds.
-
-        `late` replaces the record made at the pause, because more tokens of older weights may have arrived since then.
-        """
+        """Record the first token surely sampled with `version`, which the paused SGLang holds; `late` replaces it."""
         earlier = [start for start in self._version_starts if start[1] != version]
         self._version_starts = [*earlier, (self.length + INTERVAL if self.length or late else 1, version)]
 
@@ -140,7 +137,6 @@ class CompletionStreams:
 
     @contextmanager
     def open(self, cuts: Cuts, version: int, *, candidates: bool) -> Iterator[CompletionStream]:
-        """Open a stream, and close it at the end of the block."""
         stream = CompletionStream(cuts, version, self._certain, candidates=candidates)
         self._open[stream] = None
         try:

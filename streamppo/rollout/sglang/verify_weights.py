@@ -3,12 +3,10 @@
     begin    fill every tensor of SGLang with random values -> load -> check that each was written
     swap     load -> check that each tensor changed since the last load, unless its pushed parts are unchanged
 
-On a CPU SGLang's checksum is a hash that can be computed here too. If a tensor's first checksum equals that of the
-pushed tensors in SGLang's layout, every later checksum must do so too. On a GPU the checksum is another function: it
-only shows that a tensor has changed, so nothing is hashed here.
+On a CPU SGLang's checksum is a hash that can be computed here too: if a tensor's first one equals the expected one,
+every later checksum must. On a GPU the checksum only shows that a tensor has changed.
 
-If SGLang has no checksums, values of every tensor are compared, or log-probs if it returns no values either. Neither
-values nor log-probs can show a skipped expert, so a mixture of experts is then refused.
+Without checksums, values are compared, or log-probs if SGLang returns no values; a mixture of experts is then refused.
 """
 
 # SGLang is not installed where this project is type-checked.
@@ -93,8 +91,7 @@ class Attestation:
 async def begin(link: Link, tensors: Tensors, vocabulary: int, encoders: Sequence[str] = ()) -> Attestation:
     """Choose the best method for an SGLang before its first load of `tensors`; until then it holds random values.
 
-    The `encoders` of a multimodal model and the tables of its positions are in no push, and are not checked. Raises
-    `WeightsError` for a mixture of experts in an SGLang without checksums.
+    `encoders` and tables of positions are not pushed or checked. Raises `WeightsError` for experts without checksums.
     """
     probe = await _by_checksums(CheckedTensors(link, encoders))
     if probe is None:

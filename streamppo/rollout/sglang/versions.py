@@ -37,8 +37,7 @@ def of_tokens(spans: Sequence[Mapping[str, Answer]], count: int) -> Ints:
 def shift_boundaries(versions_N: Ints, oldest: int) -> Ints:
     """Shift every boundary between versions one token later; the first token gets `oldest`.
 
-    SGLang prepares a step while the previous one runs. At a pause in place one step is computed and not yet counted, so
-    SGLang attributes its tokens to the next version. After the shift, a token that the next version did sample counts
-    as one version older.
+    SGLang prepares a step while the previous one runs. At a pause in place, one step is computed and not yet counted,
+    and its tokens would belong to the next version. The first token of the next version then counts as older.
     """
     return np.concatenate([[np.int32(oldest)], versions_N[:-1]]).astype(np.int32)

@@ -180,9 +180,8 @@ def request(
 ) -> dict[str, object]:
     """Return the fields of a `generate` call. Prompts with the same `key` share cached prefixes.
 
-    Every sampling parameter is set, so that no default of the server changes the distribution of the log-probs. With
-    `interval`, the first token is streamed at once, and then `interval` tokens in each message. With `routes`, the
-    experts of all tokens are returned.
+    Every sampling parameter is set, so that no default of the server applies. With `interval`, the first token is
+    streamed at once, and then `interval` tokens in each message. `routes` asks for the experts of all tokens.
     """
     routed: dict[str, object] = {"return_routed_experts": True} if routes else {}
     candidates: dict[str, object] = {"return_sampling_mask": True} if sampling.excludes_tokens else {}
@@ -235,10 +234,9 @@ def completion(
 ) -> Completion:
     """Read the completion in the answer to a `generate` call that was sent at version `oldest`.
 
-    `kv` is the engine's setting for its cache at swaps. `candidates` is true with top-p or top-k; the log-probs are
-    then renormalised over the returned candidates. If SGLang reports no versions, all tokens get `oldest`, so that no
-    lag is understated. If experts are recorded, `routed` is the number of prompt tokens. Raises `ModelError` if the
-    answer is not a completion.
+    `kv` is the engine's setting for its cache at swaps. With `candidates` (top-p or top-k), log-probs are renormalised
+    over them. If SGLang reports no versions, all tokens get `oldest`, so that no lag is understated. If experts are
+    recorded, `routed` is the number of prompt tokens. Raises `ModelError` for other answers.
     """
     meta = answer["meta_info"]
     completed = complete(

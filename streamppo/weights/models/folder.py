@@ -35,10 +35,7 @@ NOTES_OF_QUANTISERS = ("hf_quant_config.json", "quantize_config.json", "quant_co
 
 
 def check(folder: Path) -> Headers | None:
-    """Return the headers of the tensors in a model's folder; None if it has only pickles.
-
-    Raises `ModelError` for another format, quantised weights or wrapped names, and as `headers.folder_headers` does.
-    """
+    """Return the headers of the tensors in a model's folder; None if it has only pickles. Raises `ModelError`."""
     kind(folder)
     stored = headers.folder_headers(folder)
     if stored is not None:

@@ -1,7 +1,6 @@
 """Reads the generation settings of a model, and leaves out those that transformers refuses to read or to write.
 
-Example: many published models have a temperature without sampling, which transformers refuses to save. Without this
-check the error would appear only at the end of training.
+Example: many published models have a temperature without sampling, which transformers refuses to save after training.
 """
 
 import json

@@ -1,12 +1,10 @@
 """Reads the tensors' names, dtypes, shapes and offsets from the headers of the files in a model folder.
 
-Only reading pickles needs torch.
-
     model.safetensors                   one file
     model.safetensors.index.json        several parts; the index names the part of each tensor
     pytorch_model.bin, .bin.index.json  pickles, which only torch can read
 
-Like transformers, this module uses the first of these files that exists.
+Like transformers, this module uses the first of these files that exists. Only reading pickles needs torch.
 """
 
 import json

@@ -81,8 +81,7 @@ def empty(
 def stored_buffers(config: "PretrainedConfig") -> dict[str, Tensor]:
     """Read the buffers in the files of the model that `config` was read from, by name, in float32.
 
-    Training and pushes leave them unchanged. Examples: the bias of DeepSeek-V3's routers, and the scale of each layer
-    of Gemma 4. Raises `ModelError`.
+    They are neither trained nor pushed: for example, the bias of DeepSeek-V3's routers. Raises `ModelError`.
     """
     from transformers.core_model_loading import revert_weight_conversion
 

@@ -7,8 +7,7 @@
     no                 both                       a separate weight
     no                 only the embedding         missing: an error (fit.py)
 
-In the third row, `settings` returns a configuration with `tie_word_embeddings = false`, which is also exported. SGLang
-reads only the configuration, and so has the same model.
+In the third row, `settings` returns a configuration with `tie_word_embeddings = false`, because SGLang reads only this.
 """
 
 import re

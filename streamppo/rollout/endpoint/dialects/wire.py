@@ -59,41 +59,29 @@ Body = Mapping[str, Any]
 
 
 class Stream(Protocol):
-    """Writes the events of one turn."""
+    """Writes the events of one turn: before its first text, for new text, and for the rest and the end."""
 
-    def begin(self) -> bytes:
-        """Return the events before the first text."""
-        ...
+    def begin(self) -> bytes: ...
 
-    def extend(self, partial: Reply) -> bytes:
-        """Return the events of an unfinished turn's new text."""
-        ...
+    def extend(self, partial: Reply) -> bytes: ...
 
-    def end(self, turn: Turn) -> bytes:
-        """Return the events of the remaining text, and of the end."""
-        ...
+    def end(self, turn: Turn) -> bytes: ...
 
 
 class Dialect(Protocol):
-    """Reads requests, and writes answers and errors."""
+    """Reads requests (raises `RequestRefused`), and writes answers, turns as they are sampled, and refusals."""
 
     keep_alive: bytes
 
-    def read(self, body: Body) -> Request:
-        """Read a request. Raises `RequestRefused`."""
-        ...
+    def read(self, body: Body) -> Request: ...
 
     def complete(self, turns: Sequence[Turn], model: str) -> Body:
         """Write the answer to a request, which has one ended turn for each of its `answers`."""
         ...
 
-    def stream(self, turn: Turn, model: str, body: Body) -> Stream:
-        """Write a turn as it is sampled."""
-        ...
+    def stream(self, turn: Turn, model: str, body: Body) -> Stream: ...
 
-    def error(self, error: RequestRefused) -> Body:
-        """Write a refusal."""
-        ...
+    def error(self, error: RequestRefused) -> Body: ...
 
 
 def without(body: Body, ignored: Sequence[str]) -> tuple[Body, tuple[str, ...]]:
