@@ -124,8 +124,7 @@ def _write_summary(record: RunRecord, config: Config) -> Generator[list[Reports]
 def train(stages: Stages, record: RunRecord) -> Reports:
     """Make all missing updates. If a learner rank is lost, restart all ranks. Returns the last counters."""
     config, checkpoints = stages.config, stages.folder / "checkpoints"
-    # If the driver died, the reports of its last updates are lost. These updates are repeated, so that metrics.jsonl
-    # has no gap. For lines that are lost in another way, no update is repeated.
+    # If the driver died, it has not recorded its last updates; they are repeated, so that metrics.jsonl has no gap.
     checkpoint = remote.newest(checkpoints, stages.address, record.complete_to, stages.history())
     newest = stages.begin(manifest.version_of(checkpoint))
     record.drop_unpublished(newest)
@@ -138,8 +137,7 @@ def train(stages: Stages, record: RunRecord) -> Reports:
             record.begin(start)
             rebuild_metrics.write_lost_lines(record, stages.folder)
             pending: deque[PendingUpdate] = deque()
-            # A resume may ask for fewer updates than the run has made. The learner still repeats all updates up to the
-            # newest version, because engines do not take the weights of an older version.
+            # A resume may ask for fewer updates than the run has made, but engines do not take older weights.
             for version in range(start + 1, max(config.updates, newest) + 1):
                 pending.append(PendingUpdate(version, [rank.update.remote() for rank in stages.ranks]))
                 _checkpoint(stages, version)

@@ -1,8 +1,9 @@
-"""The Ray actor of rollout, which passes calls to one `Worker`."""
+"""The Ray actor of rollout, which passes calls to one `Worker`. The driver imports this module without torch."""
 
 import asyncio
 from collections.abc import Mapping
 from concurrent.futures import Future
+from importlib import import_module
 from typing import TYPE_CHECKING
 
 import ray
@@ -37,7 +38,9 @@ class RolloutActor:
 
             from streamppo.rollout import worker
 
-            worker.load_libraries()
+            # The learner loads the model meanwhile.
+            for library in ("auto.tokenization_auto", "llama.modeling_llama"):
+                import_module(f"transformers.models.{library}")
         self._config = decode(config, Config)
         self._start_worker = worker.start
         self._name, self._place, self._queue, self._reward_models = name, place, queue, reward_models

@@ -13,7 +13,6 @@ import logging
 import time
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
-from importlib import import_module
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from msgspec import structs
@@ -73,12 +72,6 @@ class GreedyAnswer(NamedTuple):
     oldest: int
     newest: int
     reason: str = ""
-
-
-def load_libraries() -> None:
-    """Import the parts of transformers that `start` needs, while the learner loads the model."""
-    for name in ("auto.tokenization_auto", "llama.modeling_llama"):
-        import_module(f"transformers.models.{name}")
 
 
 async def start(

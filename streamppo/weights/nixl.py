@@ -69,8 +69,7 @@ class NixlSender:
         blocks = [self._block(array.nbytes) for array in arrays]
         self._used.setdefault(version, []).extend(blocks)
         for block, array in zip(blocks, arrays, strict=True):
-            # The generation changes before the bytes. An actor that reads bytes during the copy finds the new
-            # generation afterwards.
+            # The generation changes first, so that an actor that reads bytes during the copy finds the new one.
             self._generations[block.number] += 1
             block.memory[: array.nbytes] = array
         with self._lock:

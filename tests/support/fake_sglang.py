@@ -9,7 +9,7 @@ import torch
 from transformers import Qwen2Config
 
 from streamppo.errors import ModelError
-from streamppo.rollout.sglang import versions
+from streamppo.rollout.sglang import wire
 from streamppo.rollout.sglang.engine import SGLangEngine, start
 from streamppo.rollout.sglang.session import SessionSetup
 from streamppo.rollout.weight_checks import Architecture
@@ -77,7 +77,7 @@ class Fake:
             await asyncio.sleep(0)
         finally:
             self.running -= 1
-        spans = [{"version": versions.name(self.loaded), "start": 0, "end": 1}]
+        spans = [{"version": wire.version_name(self.loaded), "start": 0, "end": 1}]
         finish = {"type": "length"}
         return {
             "meta_info": {
@@ -160,7 +160,7 @@ class Streaming(Fake):
         await super().carry(version, flush=flush)
         for one in self.requests:
             if one.counted:
-                one.changes.append((versions.name(before), one.counted))
+                one.changes.append((wire.version_name(before), one.counted))
 
     async def stream(self, **fields: Any) -> AsyncGenerator[Any]:
         knobs = fields["sampling_params"]
@@ -234,7 +234,7 @@ class Streaming(Fake):
             meta["output_token_sampling_mask"] = [candidates(one.name, n) for n in places]
             meta["output_token_sampling_logprobs"] = [2 * logprob(n) for n in places]
         if at_end:
-            ends = [*one.changes, (versions.name(self.loaded), one.counted)]
+            ends = [*one.changes, (wire.version_name(self.loaded), one.counted)]
             begins = [0, *(end for _, end in ends)]
             meta["weight_versions"] = [
                 {"version": version, "start": begin, "end": end}

@@ -13,7 +13,7 @@ from streamppo.commands.plan.shared_cores import SharedCores
 from streamppo.commands.plan.workload import StageCosts, Workload
 from streamppo.queue.rules.rules import QueueRules
 from streamppo.queue.rules.slot import SHARD_COLUMNS, TrajectoryRecord
-from streamppo.queue.rules.state import QueueSettings, QueueState, no_changes
+from streamppo.queue.rules.state import PendingChanges, QueueSettings, QueueState
 from streamppo.rollout.worker import GATHER_S
 from streamppo.types import Ticket
 
@@ -206,7 +206,7 @@ class SimulatedQueue:
             else:
                 self._waiting.append((actor, limit, then))
         # Changes are discarded because there is no journal.
-        self.rules.state.pending_changes = no_changes()
+        self.rules.state.pending_changes = PendingChanges()
 
 
 @dataclass(eq=False)

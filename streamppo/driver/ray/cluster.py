@@ -61,8 +61,7 @@ def ray_session(config: Config, interrupts: Interrupts) -> Generator[None]:
     """Run the block with Ray, and leave no process behind. If Ray's shutdown hangs, exit after `CLOSING_S`."""
     is_own = config.cluster.address == LOCAL
     with orphans.kill_at_end() if is_own else nullcontext("") as mark:
-        # A closed terminal signals the whole process group. Ray's processes inherit SIG_IGN and live until the driver
-        # ends them.
+        # A closed terminal signals the process group; Ray's processes inherit SIG_IGN and outlive the signal.
         signal.signal(signal.SIGHUP, signal.SIG_IGN)
         with started_ray(config, mark):
             # Ray has replaced the handlers.

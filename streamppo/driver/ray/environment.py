@@ -27,8 +27,7 @@ OWN_RAY = {
     "RAY_worker_niceness": "0",
     # Ray has this setting for Windows and macOS. Here it makes Ray's servers listen only at 127.0.0.1.
     ray_constants.ENABLE_RAY_CLUSTERS_ENV_VAR: "0",
-    # If the driver dies while one of Ray's processes starts or calls, that process searches for Ray for 15 s, not for
-    # 60.
+    # If the driver dies while a process of Ray starts or calls, the process searches for Ray for 15 s, not for 60.
     "RAY_NUM_REDIS_GET_RETRIES": "2",
     "RAY_gcs_rpc_server_connect_timeout_s": "2",
     "RAY_py_gcs_connect_timeout_s": "3",
@@ -101,8 +100,7 @@ def own_ray_environment(mark: str, log_mark: str, *, forked: bool = False) -> Ge
     ray_constants.ENABLE_RAY_CLUSTER = False
     try:
         yield
-        # Ray creates the token with default permissions, with which other users of the machine could read it.
-        # Path.home raises RuntimeError for a user without a home.
+        # Ray lets other users of the machine read the token. Path.home raises RuntimeError for a user without a home.
         with suppress(OSError, RuntimeError):
             (Path.home() / RAY_TOKEN).chmod(0o600)
     finally:

@@ -134,8 +134,7 @@ def running(
             pass_fds=[listener.fileno()],
             # Ray sets this variable in a worker, but OpenMP reads it when torch is imported.
             env={"OMP_NUM_THREADS": "1", **os.environ},
-            # In a group of its own, the template gets no signals of the driver's group, such as those of a terminal.
-            # All processes are in one session, so a fork can join its launcher's group.
+            # A group of its own gets no signals of a terminal. In one session, a fork can join its launcher's group.
             process_group=0,
         )
     with template:

@@ -200,7 +200,11 @@ class CopiedTrajectoryStore(TrajectoryStore):
         """Drop trajectories, and delete their copies; the next call repeats a deletion that fails."""
         dropped = set(identities)
         super().drop(dropped, first_prompt)
-        for old in self._needless(dropped, first_prompt):
+        with self._lock:
+            for copy, needed in self._needed.items():
+                self._needed[copy] = {identity for identity in needed - dropped if identity.prompt >= first_prompt}
+            needless = [copy for copy, needed in self._needed.items() if not needed]
+        for old in needless:
             if self._copies.delete(self._folder, old):
                 del self._needed[old]
 
@@ -209,12 +213,6 @@ class CopiedTrajectoryStore(TrajectoryStore):
         self._copies.put(self._folder, copy, encode(tuple(map(msgspec.Raw, encoded.values()))))
         with self._lock:
             self._needed[copy] = set(encoded)
-
-    def _needless(self, dropped: set[Identity], first_prompt: int) -> list[str]:
-        with self._lock:
-            for copy, needed in self._needed.items():
-                self._needed[copy] = {identity for identity in needed - dropped if identity.prompt >= first_prompt}
-            return [copy for copy, needed in self._needed.items() if not needed]
 
 
 def open_journal(run: Path, config: Config) -> Journal:

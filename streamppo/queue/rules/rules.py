@@ -218,13 +218,9 @@ class QueueRules:
         state.consume(state.version)
         state.version, state.admitted_lag = version, admitted_lag
         if self.settings.as_needed:
-            self._follow_need(is_full=is_full)
-
-    def _follow_need(self, *, is_full: bool) -> None:
-        state, size = self.state, self.settings.batch_size
-        has_batch, has_surplus = state.version in state.leases, state.held > (state.needed.lag + 1) * size
-        left_over = state.ready_units // self.settings.batch_units if has_batch else None
-        state.needed.follow(left_over, is_full=is_full, has_surplus=has_surplus, at_most=self.settings.flow_lag)
+            has_surplus = state.held > (state.needed.lag + 1) * self.settings.batch_size
+            left_over = state.ready_units // self.settings.batch_units if state.version in state.leases else None
+            state.needed.follow(left_over, is_full=is_full, has_surplus=has_surplus, at_most=self.settings.flow_lag)
 
     def _open_unit(self) -> None:
         state, size = self.state, self.settings.unit_size

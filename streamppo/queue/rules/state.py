@@ -133,19 +133,14 @@ class PendingChanges:
     slot.
     """
 
-    slots: dict[tuple[int, int], Slot]
-    removed: list[tuple[int, int]]
-    leases: list[int]
-    dead_letters: list[DeadLetter]
-    ended: list[EndedAttempt]
-    zero_variance: dict[int, int]
-    skipped: dict[int, int]
+    slots: dict[tuple[int, int], Slot] = field(default_factory=dict[tuple[int, int], Slot])
+    removed: list[tuple[int, int]] = field(default_factory=list[tuple[int, int]])
+    leases: list[int] = field(default_factory=list[int])
+    dead_letters: list[DeadLetter] = field(default_factory=list[DeadLetter])
+    ended: list[EndedAttempt] = field(default_factory=list[EndedAttempt])
+    zero_variance: dict[int, int] = field(default_factory=dict[int, int])
+    skipped: dict[int, int] = field(default_factory=dict[int, int])
     rows: KnownRows | None = None
-
-
-def no_changes() -> PendingChanges:
-    """Make an empty set of changes."""
-    return PendingChanges({}, [], [], [], [], {}, {})
 
 
 @dataclass(slots=True)
@@ -194,7 +189,7 @@ class QueueState:
     tokens: Counter[str] = field(default_factory=Counter[str])
     dropped: Counter[str] = field(default_factory=Counter[str])
     failed: Counter[str] = field(default_factory=Counter[str])
-    pending_changes: PendingChanges = field(default_factory=no_changes)
+    pending_changes: PendingChanges = field(default_factory=PendingChanges)
 
     @property
     def held(self) -> int:

@@ -60,7 +60,9 @@ def choose(settings: QueueSettings, state: QueueState, min_version: int) -> Chos
     """Choose a batch that trains on tokens of `min_version` or later."""
     if settings.segments is None:
         return _choose_completions(settings, state, min_version)
-    if settings.segments.just_in_time and _is_behind(settings, state, min_version):
+    last_cut = state.last_cut if settings.segments.just_in_time else None
+    # Segments to come have tokens of version last_cut - S + 1 or later, which may be too old for the next batch.
+    if last_cut is not None and max(0, last_cut - settings.flow_lag + 1) <= min_version:
         return NONE
     return _choose_segments(settings, state, min_version)
 
@@ -106,12 +108,6 @@ def _num_old_tokens(settings: QueueSettings, unit: Unit, min_version: int) -> in
     else:
         too_old = any(old for old, _ in ages)
     return None if too_old else sum(old for old, _ in ages)
-
-
-def _is_behind(settings: QueueSettings, state: QueueState, min_version: int) -> bool:
-    """True if a segment that is not delivered yet may have tokens that are too old for the batch after this one."""
-    # After a cut for version v, all uncut tokens are of version v - S + 1 or later.
-    return state.last_cut is not None and max(0, state.last_cut - settings.flow_lag + 1) <= min_version
 
 
 def _choose_segments(settings: QueueSettings, state: QueueState, min_version: int) -> ChosenUnits:

@@ -14,7 +14,7 @@ from streamppo.queue.rules.ahead import NeededLag
 from streamppo.queue.rules.curriculum import resampled_prompts
 from streamppo.queue.rules.records import Changes, Counters, Lease, QueueSnapshot, SavedSlot
 from streamppo.queue.rules.slot import NO_CALL, OPEN, READY, Slot, TrajectoryRecord, Unit
-from streamppo.queue.rules.state import NEVER, LeasedBatch, QueueSettings, QueueState, TicketRequest, no_changes
+from streamppo.queue.rules.state import NEVER, LeasedBatch, PendingChanges, QueueSettings, QueueState, TicketRequest
 from streamppo.queue.store.journal import Journal
 
 log = logging.getLogger(__name__)
@@ -22,7 +22,7 @@ log = logging.getLogger(__name__)
 
 def take_changes(settings: QueueSettings, state: QueueState) -> Changes:
     """Return all changes since the last call, for the journal, and clear them."""
-    unwritten, state.pending_changes = state.pending_changes, no_changes()
+    unwritten, state.pending_changes = state.pending_changes, PendingChanges()
     leased = [(version, state.leases[version]) for version in unwritten.leases if version in state.leases]
     return Changes(
         counters=Counters(
@@ -119,14 +119,9 @@ def _add_slot(state: QueueState, saved: SavedSlot, unit_size: int) -> None:
     elif slot.actor is not None:
         state.issues(slot)
         if slot.call != NO_CALL:
-            _add_to_request(state, slot.actor, slot)
-
-
-def _add_to_request(state: QueueState, actor: str, slot: Slot) -> None:
-    """Rebuild an actor's last request: its highest `call`, and all slots of this call."""
-    last, slots = state.calls.get(actor, NEVER)
-    if slot.call >= last:
-        state.calls[actor] = TicketRequest(slot.call, [*slots, slot] if slot.call == last else [slot])
+            last, slots = state.calls.get(slot.actor, NEVER)
+            if slot.call >= last:
+                state.calls[slot.actor] = TicketRequest(slot.call, [*slots, slot] if slot.call == last else [slot])
 
 
 def _saved_slot(slot: Slot) -> SavedSlot:

@@ -137,8 +137,7 @@ class FusedDecoder:
     @torch.inference_mode()
     def extend(self, tokens_BP: Tensor, starts_B: Tensor, lengths_B: Tensor, first: int, longest: int) -> Tensor:
         B, P = tokens_BP.shape
-        # Padding tokens are written at the position after a row's tokens. The next token overwrites them before any
-        # read.
+        # Padding tokens are written after a row's tokens, where the next token overwrites them before any read.
         at_BP = starts_B[:, None] + torch.minimum(torch.arange(P, device=self.device), lengths_B[:, None])
         mask = torch.arange(longest, device=self.device) <= at_BP[:, None, :, None]
         hidden_BPC = self._layers(tokens_BP, _Extension(first, at_BP, mask))

@@ -124,8 +124,7 @@ class ModelDecoder:
     @torch.inference_mode()
     def extend(self, tokens_BP: Tensor, starts_B: Tensor, lengths_B: Tensor, first: int, longest: int) -> Tensor:
         B, P = tokens_BP.shape
-        # Padding tokens are written at the position after a row's tokens. The next token overwrites them before any
-        # read.
+        # Padding tokens are written after a row's tokens, where the next token overwrites them before any read.
         at_BP = starts_B[:, None] + torch.minimum(torch.arange(P, device=self.device), lengths_B[:, None])
         attention_pass = AttentionPass(self._cache, at_BP, first=first, spans=[Span(0, B, longest)])
         return self._logits(tokens_BP, at_BP, lengths_B - 1, attention_pass)

@@ -12,8 +12,7 @@ def activate() -> str | None:
     """Return the name of the platform's class; None with an accelerator, for which SGLang has a platform."""
     if torch.accelerator.is_available():
         return None
-    # On a CPU, SGLang's weights checker would raise, because it synchronizes a GPU before it hashes. Its other code
-    # works.
+    # SGLang's weights checker synchronizes a GPU before it hashes, which would raise on a CPU.
     torch.cuda.synchronize = lambda device=None: None
     return f"{__name__}.Platform"
 

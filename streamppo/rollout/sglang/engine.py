@@ -147,9 +147,8 @@ class SGLangEngine:
         self._count(0)
         idle_s = time.perf_counter() - self._begin - self._busy_s
         counts = (self._swaps, self._swap_s, self._restarts, self._prompted, self._reused)
-        # A request's key names a version, so SGLang reuses only cache entries of this version, whose age is 0. With kv
-        # = "keep", a request that waits in SGLang during a swap reuses entries of the previous version. These entries
-        # are counted with age 0 too.
+        # A request's key names a version, so SGLang reuses only cache entries of age 0. With kv = "keep", however,
+        # requests that wait during a swap reuse entries of the previous version, also counted with age 0.
         return Usage(self._tokens, self._busy_s, idle_s, *counts, {0: self._reused} if self._reused else {})
 
     async def stop(self) -> None:

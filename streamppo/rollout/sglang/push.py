@@ -16,7 +16,7 @@ from uuid import uuid4
 import torch
 from torch import Tensor
 
-from streamppo.rollout.sglang import versions
+from streamppo.rollout.sglang import wire
 from streamppo.rollout.sglang.link import Link
 from streamppo.weights.buckets import ALIGNMENT
 
@@ -197,7 +197,7 @@ def _parts(tensors: Mapping[str, Tensor], bucket_bytes: int) -> Iterator[tuple[N
 
 
 def _request_fields(version: int, *, last: bool, flush: bool) -> dict[str, object]:
-    return {"weight_version": versions.name(version) if last else None, "flush_cache": last and flush}
+    return {"weight_version": wire.version_name(version) if last else None, "flush_cache": last and flush}
 
 
 def _handle(flat: Tensor, places: object, *, text: bool) -> str | bytes:

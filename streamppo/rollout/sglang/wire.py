@@ -9,6 +9,7 @@ import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from importlib import metadata
 from typing import Literal, NamedTuple
+from uuid import uuid4
 
 import numpy as np
 
@@ -19,10 +20,11 @@ from streamppo.config.sections import Config
 from streamppo.config.task import AgentEnvironment
 from streamppo.errors import ModelError
 from streamppo.rollout.engine import Completion, Sampling, TokenCandidates
-from streamppo.rollout.sglang import versions
 from streamppo.rollout.sglang.link import Answer
 from streamppo.types import Floats, Ints, Routes
 
+WRITER = uuid4().hex[:8]
+"""Identifies this process in version names: two runs that use one server would otherwise both push a "7"."""
 OLDEST = (0, 5, 17)
 """The oldest supported version: earlier ones execute code from anyone who can reach their ports."""
 FLUSHES_PAUSED = (0, 5, 21)
@@ -289,9 +291,9 @@ def complete(
     if not count:
         raise ModelError("SGLang gave a completion without tokens")
     spans = meta.get("weight_versions")
-    known = None if spans is None else versions.of_tokens(spans, count)
+    known = None if spans is None else token_versions(spans, count)
     if known is not None and kv == "keep":
-        known = versions.shift_boundaries(known, oldest)
+        known = shift_boundaries(known, oldest)
     return Completion(
         tokens=part.tokens,
         logprobs=part.logprobs,
@@ -301,6 +303,36 @@ def complete(
         candidates=part.candidates,
         cached=meta.get("cached_tokens") or 0,
     )
+
+
+def version_name(version: int) -> str:
+    """Return the name of `version` in SGLang."""
+    return f"{version}-{WRITER}"
+
+
+def token_versions(spans: Sequence[Mapping[str, Answer]], count: int) -> Ints:
+    """Expand SGLang's spans [{version, start, end}] to a version for each token. Raises `ModelError` for gaps."""
+    by_token = np.full(count, -1, np.int32)
+    for span in spans:
+        number, _, writer = str(span["version"]).partition("-")
+        if writer != WRITER:
+            raise ModelError(
+                f"SGLang sampled with weights {span['version']!r}, which this actor never pushed: another program, or "
+                "another run, updates the same server"
+            )
+        by_token[span["start"] : span["end"]] = int(number)
+    if (by_token < 0).any():
+        raise ModelError(f"SGLang does not say which weights sampled token {int(np.argmin(by_token))} of {count}")
+    return by_token
+
+
+def shift_boundaries(versions_N: Ints, oldest: int) -> Ints:
+    """Shift every boundary between versions one token later; the first token gets `oldest`.
+
+    SGLang prepares a step while the previous one runs. At a pause in place, one step is computed and not yet counted,
+    and its tokens would belong to the next version. The first token of the next version then counts as older.
+    """
+    return np.concatenate([[np.int32(oldest)], versions_N[:-1]]).astype(np.int32)
 
 
 def _read_candidates(meta: Mapping[str, Answer], count: int) -> tuple[Floats, TokenCandidates]:

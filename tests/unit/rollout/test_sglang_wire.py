@@ -11,13 +11,13 @@ import pytest
 from streamppo.config.sections import Config
 from streamppo.errors import ConfigError, ModelError
 from streamppo.rollout.engine import Sampling
-from streamppo.rollout.sglang import checks, processes, server, versions, wire
+from streamppo.rollout.sglang import checks, processes, server, wire
 
 PROMPT = np.array([3, 4], np.int32)
 
 
 def span(version: str, start: int, end: int) -> dict[str, Any]:
-    return {"version": versions.name(int(version)) if version.isdigit() else version, "start": start, "end": end}
+    return {"version": wire.version_name(int(version)) if version.isdigit() else version, "start": start, "end": end}
 
 
 def answer(count: int = 3, finish: str = "length", **more: Any) -> dict[str, Any]:
@@ -26,16 +26,16 @@ def answer(count: int = 3, finish: str = "length", **more: Any) -> dict[str, Any
 
 
 def test_spans_become_one_version_for_each_token() -> None:
-    assert versions.of_tokens([span("4", 0, 2), span("6", 2, 3)], 3).tolist() == [4, 4, 6]
+    assert wire.token_versions([span("4", 0, 2), span("6", 2, 3)], 3).tolist() == [4, 4, 6]
 
 
 def test_spans_that_leave_a_token_out_or_name_no_version_of_ours_are_refused() -> None:
     with pytest.raises(ModelError, match="token 1 of 3"):
-        versions.of_tokens([span("4", 0, 1), span("6", 2, 3)], 3)
+        wire.token_versions([span("4", 0, 1), span("6", 2, 3)], 3)
     with pytest.raises(ModelError, match=r"'3-0a1b2c3d', which .* another run, updates the same server"):
-        versions.of_tokens([span("3-0a1b2c3d", 0, 3)], 3)
+        wire.token_versions([span("3-0a1b2c3d", 0, 3)], 3)
     with pytest.raises(ModelError, match="'default', which this actor never pushed"):
-        versions.of_tokens([span("default", 0, 3)], 3)
+        wire.token_versions([span("default", 0, 3)], 3)
 
 
 def test_a_completion_has_the_tokens_that_were_drawn_with_their_log_probs_and_versions() -> None:

@@ -21,7 +21,7 @@ class Chat:
         # Of all dialects, only this one can answer with log-probs.
         wire.refuse_absent({**body, "logprobs": None})
         wire.refuse(body, "best_of", "ask for n answers", 1)
-        answers = wire.num_answers(body, "n")
+        answers = wire.positive(body, "n", "answers") or 1
         if answers > 1 and body.get("stream") is True:
             raise malformed(
                 "n is not possible here with stream: send one request for each answer", "unusable parameter"

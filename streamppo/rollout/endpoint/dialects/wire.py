@@ -204,15 +204,11 @@ def tools(body: Body, read: Callable[[Body], JsonObject]) -> tuple[JsonObject, .
 
 def token_limit(body: Body, *names: str) -> int | None:
     """Return the first of the named token limits that is set. Raises `RequestRefused` if that is no number above 0."""
-    return next((limit for name in names if (limit := _positive(body, name, "tokens")) is not None), None)
+    return next((limit for name in names if (limit := positive(body, name, "tokens")) is not None), None)
 
 
-def num_answers(body: Body, name: str) -> int:
-    """Return the number of answers that a request asks for, by default 1. Raises `RequestRefused`."""
-    return _positive(body, name, "answers") or 1
-
-
-def _positive(body: Body, name: str, unit: str) -> int | None:
+def positive(body: Body, name: str, unit: str) -> int | None:
+    """Return the number of `unit` under `name` in a request, None if it is missing. Raises `RequestRefused`."""
     value = body.get(name)
     if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
         raise malformed(f"{name} is a number of {unit} above 0, not {value!r}")
