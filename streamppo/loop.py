@@ -97,10 +97,7 @@ def run(config: Config, folder: Path, *, started: float, interrupts: Interrupts,
 
 @contextmanager
 def _write_summary(record: RunRecord, config: Config) -> Generator[list[Reports]]:
-    """Write summary.json and report.html after the block, which appends its last counters to the list.
-
-    Both files are written even after an error, and before the shutdown of Ray, which may hang.
-    """
+    """Write summary.json and report.html after the block, also after an error, but before Ray shuts down."""
     outcome = FINISHED
     reports: list[Reports] = []
     try:

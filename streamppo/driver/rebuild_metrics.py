@@ -1,7 +1,4 @@
-"""Rebuilds lost lines of metrics.jsonl from the archived batches.
-
-A batch has the rewards, lengths, tokens and lags of its update; `streamppo replay` recomputes losses and gradients.
-"""
+"""Rebuilds lost lines of metrics.jsonl from archived batches, except losses, gradients and times."""
 
 import logging
 from collections.abc import Mapping

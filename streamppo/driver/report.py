@@ -1,7 +1,4 @@
-"""Writes report.html: one page with a run's metrics, journal, archive and configuration.
-
-A part that cannot be read is named, and the other parts are shown.
-"""
+"""Writes report.html, a page with a run's metrics, journal, archive and configuration; names unreadable parts."""
 
 import json
 import logging

@@ -243,7 +243,6 @@ class Stages:
         self.calls.check_stall(self.config.watchdog.stall_s + self._starts_within(), doing, self._explain_stall)
 
     def _starts_within(self) -> float:
-        """Return the seconds to add to the time limit of a stall while the learner or the engines start."""
         if not self._loaded_ranks:
             return self.config.watchdog.load_s
         # An engine that takes longer than `start_s` raises its own error.
@@ -277,7 +276,7 @@ class Stages:
 
 
 class Restarts:
-    """Counts recent restarts. Deaths of different actors at about the same time count once, because nodes may die."""
+    """Counts recent restarts. Deaths of different actors at about the same time count as one: a node may have died."""
 
     def __init__(self, watchdog: Watchdog) -> None:
         self._within_s = watchdog.restarts_s

@@ -166,7 +166,6 @@ class EngineModel(NamedTuple):
 
 
 def _model(config: Config, model_path: str, hf_config: "PreTrainedConfig", tokenizer: Tokenizer | None) -> EngineModel:
-    """Read the model's settings; log its end tokens and the number of tokens that are never sampled."""
     ends, longest = _stop(config, model_path, hf_config, tokenizer), longest_row(config)
     vocabulary, context = hf_config.get_text_config().vocab_size, positions.longest(hf_config, longest)
     model = EngineModel(hf_config, ends, vocabulary, context, min(context, longest))

@@ -1,7 +1,4 @@
-"""A finished completion of one or several turns, and the columns from which it is made while it is played.
-
-Sampled tokens stay unchanged; observations are tokenised separately and masked.
-"""
+"""A completion of one or several turns: while it is played (`Columns`), and finished (`Episode`)."""
 
 from collections.abc import Sequence
 from copy import copy
@@ -256,7 +253,7 @@ def one_turn(prompt_tokens: Ints, completion: Completion) -> Episode:
 def place(reward: Reward, mask: Flags, turn_ends: Sequence[int], prefix: int = 0) -> bytes:
     """Return a trajectory's rewards by token, [T - prefix] as a bytes column that sums to `reward.total`.
 
-    It is empty if the last sampled token has all. Rewards of the first `prefix` tokens move to the next sampled token.
+    Empty if the last sampled token gets all. Rewards of the first `prefix` tokens move to the next sampled token.
     """
     if not reward.tokens and not reward.turns:
         return b""

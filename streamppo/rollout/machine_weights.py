@@ -105,7 +105,6 @@ class MachinePuller(Puller):
                 raise
 
     def _lead(self) -> bool:
-        """Return True if this actor leads; it begins to lead if no other does."""
         if self._leading is None and (listener := _bind(self._address)) is not None:
             log.info("pulls the weights for all rollout actors of this machine")
             leader, pull = Leader(listener), partial(shared_memory.new, block_bytes=self._block_bytes)

@@ -78,6 +78,5 @@ class WeightSync:
             ) from None
 
     async def reach(self, version: int) -> None:
-        """Wait until the engine holds `version` or a newer one."""
         async with self._swapped:
             await self._swapped.wait_for(lambda: self.engine.version >= version)

@@ -36,10 +36,7 @@ JsonObject: TypeAlias = dict[str, Any]
 
 
 class Message(WireStruct, frozen=True, omit_defaults=True, repr_omit_defaults=True):
-    """One turn of a chat. `role` is system, user, assistant or tool.
-
-    `content` is None in a message that only calls tools. `fields` has other fields for the chat template.
-    """
+    """One turn of a chat; `content` is None if it only calls tools. `fields` has other fields for the chat template."""
 
     role: str
     content: str | None
@@ -78,10 +75,7 @@ class Template(WireStruct, frozen=True, omit_defaults=True, repr_omit_defaults=T
 
 
 class Prompt(WireStruct, frozen=True):
-    """One instance of a task: `messages` for the chat template, or `text`.
-
-    Rewards get the data row `columns`. The engine gets only the last `max_tokens` tokens of the prompt.
-    """
+    """One instance of a task. Rewards get the data row `columns`, and engines the last `max_tokens` tokens."""
 
     text: str
     columns: JsonObject
@@ -241,10 +235,7 @@ class Trajectory(WireStruct, frozen=True, omit_defaults=True):
 
 
 class Failure(WireStruct, frozen=True):
-    """A ticket whose trajectory failed, with the stage and the reason. `tokens` counts tokens of finished completions.
-
-    `version` is the engine's version at the start of sampling, or -1 if unknown. `source` is as in `Trajectory`.
-    """
+    """A failed ticket. `tokens` counts finished completions; `version` is the engine's at the start (-1: unknown)."""
 
     identity: Identity
     actor: str
@@ -310,10 +301,7 @@ class TensorChunk(WireStruct, frozen=True):
 
 
 class Push(WireStruct, frozen=True):
-    """The description of one pushed version, or of one rank's share of the version.
-
-    Deltas are relative to `base_version`. Engines have the `frozen` tensors. `admitted_lag` is None if not adaptive.
-    """
+    """A version or one rank's share of it. Deltas are relative to `base_version`; `frozen` tensors are not sent."""
 
     version: int
     base_version: int | None

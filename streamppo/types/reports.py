@@ -9,8 +9,8 @@ from streamppo.types.wire import WireStruct
 class QueueReport(WireStruct, frozen=True):
     """The queue's counters since the run began, and the numbers of trajectories that it has at present.
 
-    `tokens` counts sampled tokens by outcome; `delivered` is the sum of the others. A later segment follows `cut` ones,
-    and failed after `orphaned` ones. `skipped_prompts` counts prompts that `algorithm.curriculum` left out.
+    `tokens` counts sampled tokens by outcome; `delivered` is the sum of the others. `cut` segments have a successor,
+    `orphaned` ones a failed successor. `skipped_prompts` counts prompts that `algorithm.curriculum` left out.
     """
 
     version: int

@@ -1,7 +1,4 @@
-"""Transfers buckets through Ray's object store. A node that fetched a bucket keeps a copy until no reference is left.
-
-If the network to a bucket's rank fails, Ray waits for minutes, so a fetch has a timeout, and then raises `BucketGone`.
-"""
+"""Transfers buckets through Ray's object store, with timeouts: Ray waits for minutes if the network fails."""
 
 import asyncio
 from collections.abc import Sequence

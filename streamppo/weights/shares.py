@@ -29,10 +29,7 @@ class RankShare(NamedTuple, Generic[T]):
 
 
 class ShareCollector(Generic[T, R]):
-    """Calls `publish` once for each version when all ranks have added their shares. All ranks get the result.
-
-    A repeated share gets the same result. After a share with other weights, all ranks' shares are collected again.
-    """
+    """Calls `publish` once when all ranks have added a version's shares; other weights make the version begin anew."""
 
     def __init__(self, publish: Callable[[RankShare[T]], Awaitable[R]]) -> None:
         self._publish = publish

@@ -74,7 +74,6 @@ class Store:
         self.delete(folder)
 
     def fetch(self, folder: str, name: str, to: Path) -> None:
-        """Fetch one file to `to / name`."""
         aside = to / f"{name}.{uuid4().hex}{durable.ASIDE}"
         source = f"{self._root}/{folder}/{name}"
         with self.naming_errors(), self._reading(source) as remote_file, durable.naming(to, CheckpointError):

@@ -61,10 +61,7 @@ def make_rollout(
 def make_ranks(
     config: Config, queue: "ActorProxy[BatchSource]", placement: Placement, group: int = 0
 ) -> "list[ActorProxy[Rank]]":
-    """Create the learner's ranks, rank 0 first. `group` is the number of groups of ranks that the run had before.
-
-    Callers must call all ranks and wait for all: if one rank fails, the others wait in a collective operation forever.
-    """
+    """Create the ranks of the run's group number `group`. Wait for all of them: a failed rank blocks the others."""
     actor = ray.remote(Rank)
     return [
         actor.options(name=f"learner-{rank}.{group}", max_concurrency=1, **placement.rank(rank)).remote(

@@ -64,7 +64,7 @@ def ray_session(config: Config, interrupts: Interrupts) -> Generator[None]:
         # A closed terminal signals the process group; Ray's processes inherit SIG_IGN and outlive the signal.
         signal.signal(signal.SIGHUP, signal.SIG_IGN)
         with started_ray(config, mark):
-            # Ray has replaced the handlers.
+            # The start of Ray has replaced the handlers.
             interrupts.catch()
             try:
                 yield
@@ -259,7 +259,7 @@ def inside(actor: Actor, function: Callable[..., None], *arguments: object) -> "
 
 
 def refuse_dead_ray() -> None:
-    """Raise `RunError` if a process of our own Ray has died. Without it actors cannot be restarted or ended."""
+    """Raise `RunError` if a process of our own Ray has died, because Ray could not restart or end actors."""
     node = cast("Node | None", worker._global_node)
     services = node.all_processes.items() if node is not None else ()
     for name, processes in services:

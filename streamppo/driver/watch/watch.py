@@ -103,7 +103,6 @@ class WatchedCalls:
             raise RunError(f"no progress for {limit_s:g} s: the driver waits for {doing}; {explain()}")
 
     def _look(self, doing: str, pending: Sequence[Call]) -> list[Call]:
-        """Handle the answers to `pending` and watched calls that arrive within `TICK_S`. Returns the answered calls."""
         # A watched call may also be pending, and `ray.wait` accepts each reference only once.
         ready, _ = ray.wait(list({*pending, *self._watched}), num_returns=1, timeout=TICK_S)
         for ref in ready:

@@ -69,10 +69,7 @@ Entry: TypeAlias = WriteEntry | ConfigureEntry | ForgetEntry
 
 
 class CopiedJournal(Journal):
-    """The journal of the run in the folder `run`; every transaction is also copied to `address`.
-
-    metrics.jsonl is copied at the start, and then at each multiple of `every` versions, unless `every` is 0.
-    """
+    """The run's journal, also copied to `address`; metrics.jsonl is copied at the start and every `every` versions."""
 
     def __init__(self, run: Path, address: str, every: int) -> None:
         super().__init__(run / "journal.sqlite")

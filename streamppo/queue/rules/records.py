@@ -41,10 +41,7 @@ Counts: TypeAlias = tuple[tuple[int, int], ...]
 
 
 class SavedSlot(WireStruct, frozen=True):
-    """A held slot, or one part of a slot with segments: open, issued to `actor` for its request `call`, or ready.
-
-    If the queue has shards, a ready slot has a `record` instead of the `trajectory`.
-    """
+    """A held slot or part: open, issued to `actor` for its request `call`, or ready (with shards: a `record`)."""
 
     number: int
     identity: Identity
@@ -57,7 +54,6 @@ class SavedSlot(WireStruct, frozen=True):
 
     @property
     def stored(self) -> Trajectory | None:
-        """The trajectory or its record; None before delivery."""
         return self.record or self.trajectory
 
     @property

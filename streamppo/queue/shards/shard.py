@@ -44,10 +44,7 @@ RECORD_S = 60.0
 
 
 class BatchPart(WireStruct, frozen=True):
-    """The trajectories of one shard in a batch; `rows` (int32) are their indices in the batch.
-
-    `ends` (int64) are token offsets in the whole batch: row i has the tokens ends[i] : ends[i + 1].
-    """
+    """One shard's trajectories: indices `rows` (int32) in the batch, whose row i has tokens ends[i] : ends[i + 1]."""
 
     version: int
     min_version: int

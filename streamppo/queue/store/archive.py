@@ -150,7 +150,6 @@ class Archive:
         return to_batch(columns, attributes)
 
     def batch_and_record(self, version: int) -> tuple[Batch, dict[str, list[Floats]]]:
-        """The batch and the learner's columns from one read. Raises `JournalError` if it is missing or damaged."""
         columns, attributes = self._read(version)
         return to_batch(columns, attributes), record_columns(columns)
 

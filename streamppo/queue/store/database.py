@@ -1,7 +1,4 @@
-"""SQLite for the journals: WAL mode, rows with checksums, errors that name the file.
-
-SQLite checks only the structure of a file, so every row also has a checksum. The other columns of a row are keys.
-"""
+"""SQLite for the journals: WAL mode, rows with keys and checksums (SQLite has none), errors that name the file."""
 
 import logging
 import sqlite3

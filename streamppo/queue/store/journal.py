@@ -174,7 +174,6 @@ class Journal(Database):
         return QueueSnapshot(counters, tuple(self.slots()), tuple(self.leases()), zero_variance, self.known_rows())
 
     def known_rows(self) -> KnownRows | None:
-        """How prompts map to data rows; None if there was never a curriculum."""
         rows = self._rows("state", "select value, checksum from state where name = 'rows'", KnownRows)
         return rows[0] if rows else None
 

@@ -41,10 +41,7 @@ Arguments = TypeVarTuple("Arguments")
 
 
 class EmbeddedEngine:
-    """Implements `Engine` with `slots` rows of up to `max_total_tokens` tokens. Construct it in a running event loop.
-
-    Raises `ModelError` for a model that it cannot run, and `WeightsError` for tensors that do not fit the model.
-    """
+    """`Engine` with `slots` rows of up to `max_total_tokens` tokens. Construct it in a running event loop."""
 
     def __init__(
         self,

@@ -11,7 +11,7 @@ from streamppo.types import Ints
 
 
 class EndTokens(NamedTuple):
-    """Token `ids` that end completions; `completes` finds stop strings; ids `unknown` to the tokenizer are avoided."""
+    """Token `ids` that end completions, `completes` for stop strings, and never sampled ids `unknown` to tokenizers."""
 
     ids: Collection[int] = ()
     completes: Callable[[Ints], bool] | None = None

@@ -1,7 +1,4 @@
-"""Draws tokens from logits, with the log-prob of each token under the distribution from which it was drawn.
-
-B rows, V vocabulary.
-"""
+"""Draws tokens from logits [B rows, V vocabulary], with their log-probs under the distribution they are drawn from."""
 
 from typing import NamedTuple
 

@@ -33,10 +33,7 @@ THOUGHTS = ("reasoning_content", "reasoning")
 
 
 class TreePlace(NamedTuple):
-    """The stored prefix of a request: `node` is its last message, and `at` is its last token.
-
-    `new_messages` are the messages after it. If there are no new messages, the opening of the next turn is stored, too.
-    """
+    """The stored prefix of a request, up to message `node` and token `at`, and the `new_messages` after it."""
 
     node: int
     at: int

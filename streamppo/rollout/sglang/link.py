@@ -1,7 +1,4 @@
-"""The protocol of the two connections to SGLang: the actor's own processes (in_process.py), and a server (server.py).
-
-A call is the name of an endpoint of SGLang's HTTP server, with the fields of the request.
-"""
+"""The protocol of connections to SGLang's endpoints: of its own processes (in_process.py) or a server (server.py)."""
 
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from typing import Any, Protocol, TypeAlias

@@ -1,7 +1,4 @@
-"""SGLang's processes in an actor: their thread, their main function, their output, and the reason for their failure.
-
-Processes started from the thread end with the thread. Their output goes to a file, which explains a failure.
-"""
+"""SGLang's processes: the thread that ends them, their main function, their output, and why they failed."""
 
 # SGLang, which brings ZeroMQ, is not installed where this project is type-checked.
 # pyright: reportMissingImports=false

@@ -81,7 +81,6 @@ class ServerLink:
         return ""
 
     async def stop(self) -> None:
-        """Close the connections; the server, which the user started, continues running."""
         await self._client.aclose()
 
 
@@ -95,7 +94,7 @@ def _read(answer: httpx.Response, url: str) -> Answer:
     if answer.status_code in GATEWAY and not fields:
         raise ConnectionError(f"status {answer.status_code} at {url}")
     if isinstance(content, str):
-        # For example, SGLang answers an unexpected error with plain text. SGLang's log says more.
+        # For example, SGLang answers an unexpected error with plain text.
         raise ValueError(f"status {answer.status_code}: {content}")
     if answer.is_error or fields.get("success") is False:
         reason = fields.get("message") or fields.get("error") or fields.get("detail")

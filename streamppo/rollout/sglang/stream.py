@@ -53,7 +53,7 @@ class CompletionStream:
             raise ModelError("SGLang gave up a completion: its stream broke off")
 
     def note_version(self, version: int, *, late: bool = False) -> None:
-        """Record the first token surely sampled with `version`, which the paused SGLang holds; `late` replaces it."""
+        """Record the first token surely sampled with `version`, which SGLang holds; `late` replaces a record."""
         earlier = [start for start in self._version_starts if start[1] != version]
         self._version_starts = [*earlier, (self.length + INTERVAL if self.length or late else 1, version)]
 
@@ -146,7 +146,6 @@ class CompletionStreams:
             stream.close()
 
     def note_version(self, version: int, *, late: bool = False) -> None:
-        """Tell all streams that SGLang is paused and holds `version`; `late` as in `CompletionStream`."""
         for stream in self._open:
             stream.note_version(version, late=late)
 

@@ -89,10 +89,7 @@ class Attestation:
 
 
 async def begin(link: Link, tensors: Tensors, vocabulary: int, encoders: Sequence[str] = ()) -> Attestation:
-    """Choose the best method for an SGLang before its first load of `tensors`; until then it holds random values.
-
-    `encoders` and tables of positions are not pushed or checked. Raises `WeightsError` for experts without checksums.
-    """
+    """Choose the best method before an SGLang with random values first loads `tensors`. Raises `WeightsError`."""
     probe = await _by_checksums(CheckedTensors(link, encoders))
     if probe is None:
         if expert := next((name for name in tensors if ".experts." in name), None):
@@ -187,7 +184,6 @@ def _expected_checksums(tensors: Tensors) -> dict[str, str]:
 def _unchanged_tensors(
     unchanged_keys: set[str], held: "set[str] | Mapping[str, str]", before: Tensors | None, tensors: Tensors
 ) -> list[str]:
-    """Return the names of tensors with an unchanged checksum that a load of `tensors` should have changed."""
     names = sorted({_tensor_name(key) for key in unchanged_keys})
     if before is None:
         return names

@@ -1,7 +1,4 @@
-"""Writes requests to SGLang and reads its answers. Pure: does not import SGLang.
-
-Requests and answers contain token ids, never text.
-"""
+"""Writes requests to SGLang and reads its answers, with token ids and without text. Does not import SGLang."""
 
 import base64
 import json

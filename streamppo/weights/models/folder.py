@@ -1,7 +1,4 @@
-"""Refuses folders that hold no trainable model: other formats, quantised weights, names from a wrapped module.
-
-This module imports neither torch nor transformers.
-"""
+"""Refuses folders without a trainable model: other formats, quantised weights, wrapped names. Needs no torch."""
 
 import json
 from collections import Counter

@@ -1,7 +1,4 @@
-"""Reads the generation settings of a model, and leaves out those that transformers refuses to read or to write.
-
-Example: many published models have a temperature without sampling, which transformers refuses to save after training.
-"""
+"""Reads a model's generation settings, without those that transformers refuses to read, or to write after training."""
 
 import json
 from collections.abc import Mapping

@@ -79,10 +79,7 @@ def empty(
 
 
 def stored_buffers(config: "PretrainedConfig") -> dict[str, Tensor]:
-    """Read the buffers in the files of the model that `config` was read from, by name, in float32.
-
-    They are neither trained nor pushed: for example, the bias of DeepSeek-V3's routers. Raises `ModelError`.
-    """
+    """Read the buffers in the files of the model of `config`, which are neither trained nor pushed, in float32."""
     from transformers.core_model_loading import revert_weight_conversion
 
     path = config.name_or_path or ""
