@@ -53,7 +53,6 @@ AHEAD = 2
 """The number of updates that are requested from the learner at a time."""
 
 Reports = tuple[QueueReport, list[EngineReport]]
-"""The counters of the queue and of every rollout actor."""
 
 log = logging.getLogger(__name__)
 

@@ -36,7 +36,6 @@ SAMPLES = 4
 SHOWN_TOKENS = 1000
 REASONS = 20
 ZEROS = {"wait_s": 0.0, "update_s": 0.0, "push_ms": 0.0, "push_mib": 0.0, "lag_histogram": {}}
-"""Entries of an update's line that a replay does not measure."""
 TOKENIZER = "tokenizer.json"
 Decode: TypeAlias = Callable[[Ints], str]
 T = TypeVar("T")

@@ -33,7 +33,6 @@ NETWORK = frozenset({"nfs", "nfs4", "cifs", "smb3", "smbfs", "afs", "9p"}) | fro
 )
 FUSE = "fuse."
 LOCAL_FUSE = frozenset({"fuse.fuse-overlayfs", "fuse.bindfs", "fuse.lxcfs"})
-"""FUSE file systems that are known to be local."""
 LOCK_S = 1.0
 """Seconds for which a driver tries to get the lock. `is_running` holds a lock for a shorter time."""
 SCALE = "scale.json"

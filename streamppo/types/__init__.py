@@ -75,7 +75,7 @@ class Template(WireStruct, frozen=True, omit_defaults=True, repr_omit_defaults=T
 
 
 class Prompt(WireStruct, frozen=True):
-    """One instance of a task. Rewards get the data row `columns`, and engines the last `max_tokens` tokens."""
+    """One instance of a task. Rewards get the data row `columns`; engines get the last `max_tokens` tokens."""
 
     text: str
     columns: JsonObject

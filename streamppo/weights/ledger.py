@@ -12,7 +12,7 @@ T = TypeVar("T")
 
 
 class PublishReply(WireStruct, frozen=True):
-    """The reply to a publication of `digest`; later deltas are based on `whole`, or the next push must be whole."""
+    """The reply to ranks that published `digest`; later deltas are based on `whole`, or on the whole push it wants."""
 
     digest: str
     whole: int

@@ -61,7 +61,7 @@ def make_rollout(
 def make_ranks(
     config: Config, queue: "ActorProxy[BatchSource]", placement: Placement, group: int = 0
 ) -> "list[ActorProxy[Rank]]":
-    """Create the ranks of the run's group number `group`. Wait for all of them: a failed rank blocks the others."""
+    """Create the ranks of the run's group number `group`. Call all of them: a failed rank blocks the others."""
     actor = ray.remote(Rank)
     return [
         actor.options(name=f"learner-{rank}.{group}", max_concurrency=1, **placement.rank(rank)).remote(

@@ -35,7 +35,6 @@ from streamppo.terminal import harmless
 
 Actor: TypeAlias = ActorProxy[Any]
 Call: TypeAlias = ObjectRef[Any]
-"""A call to an actor."""
 BLAME_S = 5.0
 """Time limit for finding the actor whose death made another actor's call fail."""
 CLOSING_S = 10.0

@@ -40,7 +40,6 @@ LIBRARIES = (
     "transformers.models.auto.tokenization_auto",
     "transformers.models.llama.modeling_llama",
 )
-"""The template's first imports, while Ray starts."""
 ACTORS = (
     "ray",
     "streamppo.learner.learner",

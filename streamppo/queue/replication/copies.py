@@ -23,7 +23,6 @@ from streamppo.errors import CheckpointError
 from streamppo.weights.store import Store, row_of, with_crc
 
 JOURNAL, SHARDS, LIVES, ARCHIVE, RUN = "journal", "shards", "lives", "archive", "run"
-"""The folders at a run's address."""
 LIFE = "standby.life"
 """The file in a run's folder with the name of the run's life; without this file the life is `FIRST`."""
 FIRST = "0000"

@@ -31,7 +31,6 @@ from streamppo.types import Identity, Trajectory, flags, ints
 NO_CALL = -1
 """The request number of a slot's later parts: an actor continues a completion without requesting a ticket."""
 WINDOW = 256
-"""The number of slots over which the failure rate is computed."""
 FEWEST = 64
 QUOTED = 3
 

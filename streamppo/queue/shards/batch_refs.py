@@ -21,7 +21,6 @@ from streamppo.types import Batch, Outline, Tokens, WireStruct, encode, ints
 BatchRef: TypeAlias = ray.ObjectRef[NDArray[np.uint8]]
 """An encoded `Batch`, or a part of it, in the object store."""
 Put: TypeAlias = Callable[[NDArray[np.uint8]], BatchRef]
-"""Puts an encoded batch into the object store."""
 KEPT = 2
 """The number of batches that are kept: one rank may request the next batch while another fetches this one."""
 

@@ -24,7 +24,6 @@ FINISH: tuple[Finish, ...] = ("stop", "length", "cut")
 FLAT = {"tokens": ints, "logprobs": floats, "versions": ints, "mask": flags}
 """Columns with one entry for each token of a completion."""
 RECORD_COLUMNS = TokenRecord.__struct_fields__
-"""Columns that the learner adds, which also have one entry for each token of a completion."""
 RAGGED = {
     "token_rewards": floats,
     "candidates": ints,
@@ -54,7 +53,6 @@ TYPES: dict[str, tuple[str, ...]] = {
 }
 """The allowed dtypes of every column, except offsets, which are int64."""
 REQUIRED = frozenset((*IDENTITY[:3], "task", "actor", "finish", "reward", "prompt_tokens", *FLAT))
-"""The columns that every batch has, except offsets."""
 
 
 class Attributes(msgspec.Struct, omit_defaults=True, forbid_unknown_fields=True):

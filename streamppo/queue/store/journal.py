@@ -38,7 +38,6 @@ from streamppo.queue.store.database import LOG, Database, with_checksum
 
 FORMAT = 9
 DEAD_LETTERS = 1000
-"""The number of dead letters that are kept, the newest ones."""
 ALL = range(2**62)
 TIP = struct.Struct("<QI")
 TIP_FILE = "journal.tip"

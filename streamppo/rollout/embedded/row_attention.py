@@ -17,7 +17,6 @@ from torch import Tensor
 from streamppo.rollout.embedded.spans import Span
 
 NAME = "streamppo_rows"
-"""The name under which transformers knows the attention of this file."""
 LAYERS = ("full_attention", "sliding_attention")
 """transformers' kinds of layers that this attention computes."""
 

@@ -22,7 +22,6 @@ SILENT_S = 20.0
 IDLE_S = 2.0
 """Idle connections are closed after this long. SGLang closes them after 5 s, and would lose a request sent then."""
 GATEWAY = (httpx.codes.BAD_GATEWAY, httpx.codes.SERVICE_UNAVAILABLE, httpx.codes.GATEWAY_TIMEOUT)
-"""Statuses of a proxy that does not reach SGLang."""
 log = logging.getLogger(__name__)
 
 

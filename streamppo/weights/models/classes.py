@@ -21,7 +21,6 @@ if TYPE_CHECKING:
 Kind: TypeAlias = Literal["AutoModel", "AutoModelForCausalLM", "AutoModelForSequenceClassification"]
 """What a model computes, by the transformers class that makes it: hidden states, logits, or scores of rows."""
 AXES = 3
-"""The number of positions of a token of a picture: in time, height and width."""
 TEXT_ALONE = (
     "it also reads pictures or sounds, and its text model cannot be told apart: save the text model, with its "
     "tokenizer, as a separate folder"

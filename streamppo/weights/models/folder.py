@@ -26,7 +26,6 @@ QUANTISED = ("qweight", "qzeros", "weight_scale", "weight_scale_inv", "weight_pa
 NARROW = ("F8", "F4", "F6")
 """Prefixes of the names that safetensors gives to dtypes with less than 16 bits."""
 INSIDE = ("*/config.json", "*/*/config.json", "snapshots/*/config.json")
-"""Patterns that find a model's folder inside the given folder."""
 NOTES_OF_QUANTISERS = ("hf_quant_config.json", "quantize_config.json", "quant_config.json")
 """Files next to config.json that describe how weights are quantised."""
 

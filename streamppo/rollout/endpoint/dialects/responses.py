@@ -11,7 +11,6 @@ from streamppo.rollout.endpoint.request import Request, RequestRefused, Turn, ma
 from streamppo.types import JsonObject, Message
 
 OF_ASSISTANT = ("reasoning", "function_call")
-"""Types of items that belong to the assistant's message, besides its text."""
 
 
 class Responses:
