@@ -135,7 +135,7 @@ class QueueActor(ArchivedRuns):
 
     @ray.method
     async def forget(self, before: int) -> None:
-        """Delete archived batches of versions below `before`, and endings at slots older than all held and archived."""
+        """Delete archived batches of versions below `before`, and endings at slots older than all slots in use."""
         archived = [
             version.archived for version in self._published.values() if version.archived and version.version > before
         ]

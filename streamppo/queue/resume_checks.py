@@ -25,7 +25,7 @@ def configs(journal: Journal) -> dict[int, Config]:
 
 
 def newest_config(journal: Journal) -> Config | None:
-    """The run's last configuration; None if the run never began. Raises the errors of `configs`."""
+    """The run's last configuration; None if the run never began. Raises `JournalError` as `configs` does."""
     return next(reversed(configs(journal).values()), None)
 
 

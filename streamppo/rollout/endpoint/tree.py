@@ -123,7 +123,7 @@ def ids(message: Message) -> list[str]:
 
 
 def digest(message: Message) -> bytes:
-    """Hash a message; equal messages have equal hashes. Of an assistant's, only stripped text and calls count."""
+    """Hash a message by its content. Of an assistant's message, only stripped text and calls count."""
     fields: dict[str, object] = {"role": message.role}
     if message.role == "assistant":
         fields |= {"content": message.text.strip(), "calls": [_call(call) for call in message.tool_calls]}

@@ -125,7 +125,7 @@ class CheckedTensors:
 
 
 class Checksums:
-    """Compares checksums of the tensors of `held` before and after a load. `previous` has those before the first."""
+    """Compares checksums of the tensors of `held` before a load (first: `previous`) and after it."""
 
     method: Method = "checksums"
 

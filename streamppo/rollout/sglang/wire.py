@@ -149,7 +149,7 @@ def ranks(config: Config) -> int:
 
 
 def environment(config: Config, *, local: bool) -> dict[str, str]:
-    """Return the environment of SGLang's processes. With `local`, the model is a folder, and they contact no hub."""
+    """Return the environment of SGLang's processes. With `local`, the model is a folder, and no hub is contacted."""
     offline = {"HF_HUB_OFFLINE": "1"} if local else {}
     # SGLang's own caches are already in a persistent folder.
     caches = process.compile_caches() if config.rollout.gpus else {}
