@@ -1,9 +1,4 @@
-"""Converts the columns that rewards get to plain Python values, which are the same in every process.
-
-plain         values of any library     ->   None, bool, int, float, str, bytes, list, dict, Decimal, Fraction, UUID,
-                                             datetime, date, time, timedelta
-pack, unpack  plain values             <->   msgpack, with extensions for types that msgpack lacks
-"""
+"""Converts the columns that rewards get to plain Python values, and packs plain values for msgpack."""
 
 import datetime
 from collections.abc import Callable, Mapping
@@ -62,14 +57,18 @@ def plain(value: object) -> object:
         case list() | tuple() | set() | frozenset():
             return [plain(item) for item in value]
         case datetime.datetime():
-            return _fixed_offset(value)
+            # The offset replaces the time zone; pandas' NaT becomes None.
+            text = value.isoformat()
+            return None if text == "NaT" else datetime.datetime.fromisoformat(text)
         case np.datetime64():
             # `item` would convert nanoseconds to an integer.
             return plain(value.astype("datetime64[us]").item())
         case np.timedelta64():
             return plain(value.astype("timedelta64[us]").item())
         case np.generic() | np.ndarray():
-            return _plain_array(value)
+            numbers = value.tolist()
+            # `tolist` leaves a long double as a numpy number.
+            return float(numbers) if isinstance(numbers, np.floating) else plain(numbers)
         case bytearray() | memoryview():
             return bytes(value)
         case _:
@@ -88,24 +87,10 @@ def _plain_subclass(value: object) -> object:
     raise NotPlain(f"holds values of {type(value).__module__}.{type(value).__qualname__}")
 
 
-def _plain_array(value: np.generic | np.ndarray) -> object:
-    numbers = value.tolist()
-    # `tolist` leaves a long double as a numpy number.
-    return float(numbers) if isinstance(numbers, np.floating) else plain(numbers)
-
-
-def _fixed_offset(value: datetime.datetime) -> datetime.datetime | None:
-    """Replace the time zone of a datetime by its offset; return None for pandas' NaT."""
-    text = value.isoformat()
-    return None if text == "NaT" else datetime.datetime.fromisoformat(text)
-
-
 def _key(name: object) -> object:
     key = plain(name)
     return tuple(key) if isinstance(key, list) else key
 
-
-# --- between processes ---------------------------------------------------------------------------------------
 
 INTEGER, TEXT, PAIRS = 1, 2, 3
 """Codes of the msgpack extensions that are no entry of `TEXTS`."""

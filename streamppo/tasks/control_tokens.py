@@ -48,7 +48,7 @@ class ControlTokens:
         self.added = frozenset(added)
         self.special = frozenset({number for number, token in added.items() if token.special})
         # If a template composes a name from parts, the tokenizer's configuration lists the name. Older transformers
-        # keep this list in init_kwargs.
+        # keep the list of names in init_kwargs.
         listed_names = getattr(tokenizer, LIST_ENTRY, None) or tokenizer.init_kwargs.get(LIST_ENTRY) or ()
         source = "\n".join([*templates, *listed_names])
         markers = [token.content for number, token in added.items() if number not in self.special]

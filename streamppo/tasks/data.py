@@ -52,7 +52,11 @@ class Data:
         *,
         visit: VisitPrompt | None = None,
     ) -> None:
-        source = _source_of_subset(source)
+        evaluation = source.evaluation
+        if evaluation is not None:
+            evaluation = dataset_files.subset_folder(evaluation, source.subset, is_required=False)
+        folder = dataset_files.subset_folder(source.data, source.subset, is_required=True)
+        source = structs.replace(source, data=folder, evaluation=evaluation)
         self._name, self._source, self._tokenizer = name, source, tokenizer
         self._limit, self._visit = limit, visit
         self._omitted: dict[str, str] = {}
@@ -150,16 +154,6 @@ class Data:
             case "truncate":
                 self.lengths["truncated"] += 1
                 return True
-
-
-def _source_of_subset(source: Source) -> Source:
-    """Replace each local folder in `source` by the folder of the source's subset in it."""
-    evaluation = source.evaluation
-    if evaluation is not None:
-        evaluation = dataset_files.subset_folder(evaluation, source.subset, is_required=False)
-    return structs.replace(
-        source, data=dataset_files.subset_folder(source.data, source.subset, is_required=True), evaluation=evaluation
-    )
 
 
 def _evaluation(source: Source) -> tuple[str, str]:

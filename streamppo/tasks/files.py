@@ -64,7 +64,8 @@ def find(folder: Path, split: str) -> SplitFiles:
             f"{folder}: {' and '.join(same)} differ only in their endings, so their rows may be the same: move one "
             "away, or name one of them as `data`"
         )
-    doubtful = [str(name) for name in data if name not in of_split and _mentions(name, split)]
+    mention = re.compile(re.escape(split) + r"(?![a-z0-9])")
+    doubtful = [str(name) for name in data if name not in of_split and any(map(mention.match, name.parts))]
     return SplitFiles([folder / name for name in of_split], doubtful)
 
 
@@ -101,7 +102,3 @@ def _belongs_to(name: Path, split: str) -> bool:
     named = {part for part in name.parts[:-1] if part in SPLITS or part == split}
     named |= {candidate for candidate in SPLITS | {split} if _is_named(_stem(name), candidate)}
     return named == {split}
-
-
-def _mentions(name: Path, split: str) -> bool:
-    return any(re.match(re.escape(split) + r"(?![a-z0-9])", part) for part in name.parts)

@@ -30,10 +30,7 @@ class ShuffledOrder:
 
 
 class RampedOrder:
-    """A curriculum: the first `ramp` positions draw from a growing set of the easiest rows, later positions from all.
-
-    eligible = round(n * (EASIEST + (1 - EASIEST) * position / ramp)) easiest of n rows
-    """
+    """A curriculum: the first `ramp` positions draw from a growing set of the easiest rows, others from all rows."""
 
     def __init__(self, difficulty: Sequence[int], ramp: int, seed: int) -> None:
         self._by_difficulty = np.argsort(np.asarray(difficulty), kind="stable")
@@ -51,11 +48,7 @@ class RampedOrder:
 
 
 class PromptOrder:
-    """Maps the number of a prompt to its source and row. The sources are mixed in a seeded order.
-
-    `orders` has the order of each source, and `weights` its weight, by name. In each block a source has its share of
-    the weights, rounded to 1 / `BLOCK`.
-    """
+    """Maps the number of a prompt to its source and row. Every block mixes sources by `weights` in a seeded order."""
 
     def __init__(self, orders: Sequence[Callable[[int], int]], weights: Mapping[str, float], seed: int) -> None:
         self._orders = orders

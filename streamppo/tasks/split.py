@@ -28,11 +28,7 @@ def key(text: str) -> bytes:
 
 
 def divide(prompts: Sequence[Prompt], keys: Sequence[bytes], share: float, seed: int) -> SplitPrompts:
-    """Hold out a share of the distinct prompts, at least one unless the share is 0, and remove all their rows.
-
-    Example: of 20 rows with 4 distinct prompts of 5 rows each, a share of 0.05 holds out 1 prompt and removes 5 rows.
-    Raises `TaskError` if no training row is left.
-    """
+    """Hold out a share of the distinct prompts, at least one unless it is 0. Raises `TaskError` if no row is left."""
     first: dict[bytes, int] = {}
     for number, key in enumerate(keys):
         first.setdefault(key, number)

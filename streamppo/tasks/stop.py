@@ -55,10 +55,7 @@ class Stop(NamedTuple):
         return frozenset(self.origins)
 
     def text(self, tokens: Ints, finish: str, decode: Callable[[Ints], str]) -> str:
-        """Return the text of a turn as rewards get it: without the stop token, or up to the stop string.
-
-        Example: "46<|im_end|>", and "46\\n\\nQ: 1+" with the string "\\n\\nQ:", both give "46".
-        """
+        """Return the text of a turn as rewards get it: without the stop token, or up to the stop string."""
         if finish == "stop" and int(tokens[-1]) in self.origins:
             return decode(tokens[:-1])
         text = decode(tokens)
@@ -70,7 +67,7 @@ class Stop(NamedTuple):
         """Return a test of tokens [T]: True if the last token completes a stop string. None if there are no strings."""
         if not self.strings:
             return None
-        # A token has at least one byte, so this many tokens contain every stop string.
+        # A token has at least one byte, so `window` tokens contain every stop string.
         window = max(len(string.encode(errors="surrogatepass")) for string in self.strings) + SLACK
 
         def completes(tokens: Ints) -> bool:
@@ -210,8 +207,6 @@ def _ids(value: object, place: str, names: Mapping[str, int]) -> list[int]:
         f"the {place}'s eos_token_id has {value!r}, which is not a token: write a token's number, or a list of numbers"
     )
 
-
-# --- the limit of a completion's length ----------------------------------------------------------------------
 
 LengthLimit: TypeAlias = Callable[[Prompt, Identity | None], int]
 

@@ -96,14 +96,14 @@ def build(
     limit: int | None = None,
     visit: VisitPrompt | None = None,
 ) -> Task:
-    """Build the configured task. Without a `tokenizer` the lengths of prompts are not checked.
-
-    At most `limit` rows of each data set are read. `visit` is called for each row. Raises `TaskError` if the data
-    cannot be read.
-    """
+    """Build the task. Without `tokenizer`, lengths are not checked. `visit` gets every row. Raises `TaskError`."""
     match config:
         case ArithmeticTask():
-            return Task([_arithmetic(config, seed)], seed)
+            rows = arithmetic.rows(config.first, config.second, config.held_out, seed)
+            order = ShuffledOrder(len(rows.training), seed)
+            if config.ramp_prompts:
+                order = RampedOrder(list(map(arithmetic.difficulty, rows.training)), config.ramp_prompts, seed)
+            return Task([PromptStream("arithmetic", rows, order)], seed)
         case DataTask():
             rows = {
                 name: Data(name, source, seed, tokenizer, limit, visit=visit) for name, source in config.sources.items()
@@ -116,14 +116,6 @@ def build(
         case GymTask(dataset=name) | VerifiersTask(environment=name):
             rows = gym.rows(config, seed) if isinstance(config, GymTask) else verifiers.rows(config, seed)
             return Task([PromptStream(name, rows, ShuffledOrder(len(rows.training), seed), notes=rows.notes)], seed)
-
-
-def _arithmetic(config: ArithmeticTask, seed: int) -> PromptStream:
-    rows = arithmetic.rows(config.first, config.second, config.held_out, seed)
-    order = ShuffledOrder(len(rows.training), seed)
-    if config.ramp_prompts:
-        order = RampedOrder([arithmetic.difficulty(prompt) for prompt in rows.training], config.ramp_prompts, seed)
-    return PromptStream("arithmetic", rows, order)
 
 
 def _streams(config: DataTask, data: Mapping[str, Data], seed: int) -> list[PromptStream]:

@@ -230,11 +230,8 @@ class Tokenizer:
             is_role = False
         if end not in ids:
             raise TaskError("the chat template does not end an assistant's turn with a token: no turn can follow it")
-        closed = last in (None, end) if is_role else last is None or self._ends_turn(last, end)
+        closed = last in (None, end) if is_role else last in (None, end, self.eos_id, *self._control.special)
         return ids.index(end) + 1 if closed else 0
-
-    def _ends_turn(self, last: int | None, end: int | None) -> bool:
-        return last in (end, self.eos_id) or last in self._control.special
 
     def encode_turn(self, completion: str, finish: str) -> Ints:
         """Return the ids [T] of a turn; `finish` "stop" adds the end of the turn. Raises `TaskError` without ids."""
@@ -305,10 +302,7 @@ class Tokenizer:
 
 
 def unknown(path: str | Path, rows: int) -> tuple[int, ...]:
-    """Return the ids below `rows` that the tokenizer at `path` lacks; none if there is no tokenizer.
-
-    Transformers, whose import takes seconds, is used only if tokenizer.json lacks some ids.
-    """
+    """Return the ids below `rows` that the tokenizer at `path` lacks; none if there is no tokenizer."""
     if _ids_in_file(Path(path) / "tokenizer.json").issuperset(range(rows)):
         return ()
     try:

@@ -2,7 +2,7 @@
 
 import re
 import unicodedata
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from streamppo.config.model import BUILTIN
@@ -50,11 +50,7 @@ def prepare(config: Config) -> Lesson:
 
 
 def warmup_of_task(task: Task) -> Lesson:
-    """Make the warm-up data of a task: its demonstrations, and the characters of all prompts and answers.
-
-    Raises `TaskError` for prompts of messages, answers that are not text, rows longer than `CONTEXT`, and more than
-    `CHARACTERS` characters.
-    """
+    """Make the warm-up data of a task. Raises `TaskError` for messages, answers that are not texts, and long rows."""
     measure = Characters()
     problems = [_problem(prompt, measure) for prompt in task.demonstrations]
     used: set[str] = set()
@@ -67,7 +63,8 @@ def warmup_of_task(task: Task) -> Lesson:
         )
     if any("\ud800" <= character <= "\udfff" for character in used):
         raise TaskError(f"{BUILTIN}: a prompt or an answer has half of a surrogate pair, which is not a character")
-    return Lesson(_sort_characters(used), problems, max(map(_length, problems)))
+    alphabet = "".join(sorted(used, key=lambda character: (not character.isalnum(), character)))
+    return Lesson(alphabet, problems, max(map(_length, problems)))
 
 
 def _problem(prompt: Prompt, measure: Characters) -> Prompt:
@@ -104,7 +101,3 @@ def _normal(text: str) -> str:
 
 def _answer(prompt: Prompt) -> str:
     return gold.completion(prompt.columns.get("answer"))
-
-
-def _sort_characters(characters: Iterable[str]) -> str:
-    return "".join(sorted(characters, key=lambda character: (not character.isalnum(), character)))

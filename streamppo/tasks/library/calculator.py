@@ -31,14 +31,11 @@ class Calculator:
     async def step(self, text: str) -> Observation | Done:
         if text.endswith("="):
             self._calls += 1
-            return Observation(f"{_sum(text[:-1] or self._question)}=")
+            numbers = (text[:-1] or self._question).split("+")
+            shown = sum(map(int, numbers)) if all(number.isdigit() for number in numbers) else "+"
+            return Observation(f"{shown}=")
         right = float(text == self._answer)
         return Done(right, {"tool": float(self._calls > 0), "right": right})
-
-
-def _sum(expression: str) -> str:
-    numbers = expression.split("+")
-    return str(sum(map(int, numbers))) if all(number.isdigit() for number in numbers) else "+"
 
 
 def demonstrations(problems: Sequence[Prompt]) -> Sequence[Prompt]:

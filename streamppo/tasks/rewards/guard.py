@@ -62,8 +62,12 @@ class Guard(Generic[P, E]):
             await asyncio.sleep(self._limits.backoff_s * 2 ** (attempt - 1) * random.uniform(0.5, 1.5))
             outcome = await self._call_in_turn(*arguments, **named)
         self._calls += 1
-        if outcome.reason:
-            self._note(outcome.reason)
+        if reason := outcome.reason:
+            is_known = reason in self._reasons
+            if not is_known and len(self._reasons) < KINDS:
+                log.warning("%s failed: %s", self._name, reason)
+                is_known = True
+            self._reasons[reason if is_known else OTHERS] += 1
         return outcome
 
     def report(self, respawns: int) -> ScorerReport:
@@ -119,9 +123,3 @@ class Guard(Generic[P, E]):
             log.warning(
                 "%s: %d calls failed and none succeeded; calls wait: %s", self._name, self._failures, outcome.reason
             )
-
-    def _note(self, reason: str) -> None:
-        known = reason in self._reasons or len(self._reasons) < KINDS
-        if known and reason not in self._reasons:
-            log.warning("%s failed: %s", self._name, reason)
-        self._reasons[reason if known else OTHERS] += 1

@@ -114,18 +114,13 @@ class Rewards:
                     f", and those of the prompts are {', '.join(map(repr, sorted(sources)))}{NAMED}"
                 )
 
-    # --- combining -------------------------------------------------------------------------------------------
-
-    def _weights(self, names: list[str]) -> list[float]:
-        """Return the scorers' weights. With `model_first`, functions get 0 if `names` has a scorer of another kind."""
-        scorers = [self._scorers[name] for name in names]
-        models_only = self._combine_as == "model_first" and any(map(_is_model, scorers))
-        return [scorer.weight if _is_model(scorer) or not models_only else 0.0 for scorer in scorers]
-
     def _combine(self, scored: list[tuple[str, Reward]]) -> Reward:
         if not self._several and self._scorers[scored[0][0]].weight == 1.0:
             return scored[0][1]
-        weights = self._weights([name for name, _ in scored])
+        scorers = [self._scorers[name] for name, _ in scored]
+        # With `model_first`, functions get the weight 0 beside a scorer of another kind.
+        models_only = self._combine_as == "model_first" and any(map(_is_model, scorers))
+        weights = [scorer.weight if _is_model(scorer) or not models_only else 0.0 for scorer in scorers]
         components: dict[str, float] = {}
         for name, reward in scored:
             prefix = f"{name}/" if self._several else ""
@@ -144,8 +139,6 @@ class Rewards:
                 if reward.explanation
             ),
         )
-
-    # --- building --------------------------------------------------------------------------------------------
 
     async def _build(self, name: str, scorer: choices.Scorer) -> ScorerGuard:
         match scorer:

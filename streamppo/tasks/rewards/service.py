@@ -25,7 +25,9 @@ class Service:
         try:
             match self._config:
                 case ServiceScorer(url=url):
-                    return (check_scored(await self._post(url, _question(texts[0], columns[0])), texts[0]),)
+                    names = ("prompt", "messages", "completion_messages", "completion", "finish", "source")
+                    question = {name: getattr(texts[0], name) for name in names}
+                    return (check_scored(await self._post(url, {**question, "columns": columns[0]}), texts[0]),)
                 case JudgeScorer() as judge:
                     return (await self._judge(judge, texts[0], columns[0]),)
         # A foreign server's answer may have any form, so reading it may raise any exception.
@@ -36,7 +38,9 @@ class Service:
         await self._client.close()
 
     async def _judge(self, judge: JudgeScorer, text: ScoredText, columns: Row) -> Outcome:
-        question = _fill(judge.question, {**columns, "prompt": text.prompt, "completion": text.completion})
+        values = {**columns, "prompt": text.prompt, "completion": text.completion}
+        # Only known names in braces are replaced: a completion may contain other braces.
+        question = re.sub(r"\{(\w+)\}", lambda m: str(values[m[1]]) if m[1] in values else m[0], judge.question)
         answer = await self._post(
             f"{judge.url.rstrip('/')}/chat/completions",
             {
@@ -58,20 +62,3 @@ class Service:
 
     async def _post(self, url: str, body: Mapping[str, object]) -> object:
         return json.loads(await self._client.post(url, body))
-
-
-def _question(text: ScoredText, columns: Row) -> dict[str, object]:
-    return {
-        "prompt": text.prompt,
-        "messages": text.messages,
-        "completion_messages": text.completion_messages,
-        "completion": text.completion,
-        "finish": text.finish,
-        "source": text.source,
-        "columns": columns,
-    }
-
-
-def _fill(template: str, values: Row) -> str:
-    """Replace only known names in braces: a completion may contain other braces."""
-    return re.sub(r"\{(\w+)\}", lambda m: str(values[m[1]]) if m[1] in values else m[0], template)

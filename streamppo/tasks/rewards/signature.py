@@ -1,8 +1,4 @@
-"""The signature of a reward: which trainer's style it has (styles.py), and which columns it gets.
-
-A reward may be a `def`, an `async def`, a class with `__call__`, or an object with `__call__`, as TRL's factories
-return.
-"""
+"""The signature of a reward (a function, a class or an object): its style (styles.py), and the columns that it gets."""
 
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Set
@@ -74,7 +70,9 @@ def detect_signature(reward: object, name: str, arguments: Mapping[str, object])
     is_async = inspect.iscoroutinefunction(function)
     takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters)
     style, style_names = _style(parameters, name)
-    _check_bound(bound - preset, named, style_names, f"reward.function {name!r}", takes_all=takes_all)
+    plugins.check_names(bound - preset, named.keys() - style_names, f"reward.function {name!r}", takes_all=takes_all)
+    if conflicts := style_names & (bound - preset):
+        raise TaskError(f"reward.function {name!r}: {min(conflicts)!r} is not an argument: it is the scored trajectory")
     column_parameters = {key: p for key, p in named.items() if key not in style_names and key not in bound}
     required_columns = frozenset(key for key, p in column_parameters.items() if p.default is p.empty)
     # A trainer that passes no columns leaves a parameter its default, even if a column has its name.
@@ -92,15 +90,6 @@ def detect_signature(reward: object, name: str, arguments: Mapping[str, object])
         takes_all and style.takes_columns,
         bound,
     )
-
-
-def _check_bound(
-    bound: Iterable[str], named: Iterable[str], style_parameters: Set[str], subject: str, *, takes_all: bool
-) -> None:
-    """Raise `TaskError` if a `bound` argument is no parameter, or a parameter that gets the scored trajectory."""
-    plugins.check_names(bound, set(named) - style_parameters, subject, takes_all=takes_all)
-    if conflicts := style_parameters & set(bound):
-        raise TaskError(f"{subject}: {min(conflicts)!r} is not an argument: it is the scored trajectory")
 
 
 def _callable_of(reward: object, name: str) -> Callable[..., object]:
@@ -180,12 +169,10 @@ def _invoke(reward: LoadedReward, texts: Texts, columns: Columns) -> object:
     if signature.style is TRAJECTORY:
         return function(texts[0], **selected[0])
     arguments = signature.style.arguments(signature.style_parameters, texts, columns)
-    return function(**arguments, **(_column_lists(selected) if signature.style.is_batched else selected[0]))
-
-
-def _column_lists(rows: list[dict[str, object]]) -> dict[str, list[object]]:
-    names = dict.fromkeys(name for row in rows for name in row)
-    return {name: [row.get(name) for row in rows] for name in names}
+    if not signature.style.is_batched:
+        return function(**arguments, **selected[0])
+    names = dict.fromkeys(name for row in selected for name in row)
+    return function(**arguments, **{name: [row.get(name) for row in selected] for name in names})
 
 
 def _outcomes(style: Style, value: object, texts: Texts) -> tuple[Outcome, ...]:

@@ -53,10 +53,6 @@ def _completion(text: ScoredText, row: Row) -> object:
     return chat(text.completion_messages) if text.messages else text.completion
 
 
-def _answer(text: ScoredText, row: Row) -> object:
-    return row.get("answer")
-
-
 def _extra_info(text: ScoredText, row: Row) -> object:
     """Return the row's `extra_info` with the two entries that verl's reward managers add."""
     turns = 1 + max(1, len(text.turns)) + len(text.observations)
@@ -87,7 +83,7 @@ VERL = Style(
     {
         "data_source": lambda text, row: text.source,
         "solution_str": lambda text, row: text.completion,
-        "ground_truth": _answer,
+        "ground_truth": lambda text, row: row.get("answer"),
         "extra_info": _extra_info,
     },
     marks=(frozenset({"solution_str", "ground_truth"}),),

@@ -43,11 +43,8 @@ class Bubblewrap:
         self._disk_bytes = disk_mib * 2**20
 
     async def run(self, program: str, stdin: str, limits: RunLimits) -> Ran:
-        return await asyncio.to_thread(self._run, program, stdin, limits)
-
-    def _run(self, program: str, stdin: str, limits: RunLimits) -> Ran:
         env = {"OMP_NUM_THREADS": "1", "PYTHONHASHSEED": "0"}
-        return run(program, stdin, limits, disk_bytes=self._disk_bytes, env=env)
+        return await asyncio.to_thread(run, program, stdin, limits, disk_bytes=self._disk_bytes, env=env)
 
 
 def run(
@@ -61,10 +58,7 @@ def run(
     inherits: tuple[int, ...] = (),
     address_mib: int | None = None,
 ) -> Ran:
-    """Run a Python program as `Sandbox.run` does. The program can read `files`, and has the descriptors `inherits`.
-
-    `address_mib` bounds the address space of each process; by default it is `limits.memory_mib`.
-    """
+    """Run a program as `Sandbox.run` does, with access to `files` and the descriptors `inherits`."""
     # bubblewrap copies the program into the sandbox from an unlinked file.
     with tempfile.TemporaryFile() as source, capture.StartSignal() as started:
         source.write(program.encode(errors="replace"))

@@ -270,7 +270,8 @@ def verdict(code: str, operations: list[Operation], answers: list[dict[str, Data
     reason = ""
     try:
         names = _stand_ins(tree, trace) | trace.exceptions.names()
-        tree = _without_asserts(tree) if first_time and trace.guesses else tree
+        # Without asserts, the first run reaches all operations of a test.
+        tree = ast.fix_missing_locations(_Asserts().visit(tree)) if first_time and trace.guesses else tree
         exec(compile(rewrite(tree), "test", "exec"), names)
     except Unusable as error:
         return {"unusable": str(error)}
@@ -337,11 +338,6 @@ def _stand_ins(tree: ast.Module, trace: Trace) -> dict[str, object]:
 class _Asserts(ast.NodeTransformer):
     def visit_Assert(self, node: ast.Assert) -> ast.Expr:
         return ast.copy_location(ast.Expr(node.test), node)
-
-
-def _without_asserts(tree: ast.Module) -> ast.Module:
-    """Replace asserts by their expressions, so that the first run reaches all operations of a test."""
-    return ast.fix_missing_locations(_Asserts().visit(tree))
 
 
 def _run_in_fork(run: Callable[[], dict[str, Data]], timeout_s: float) -> dict[str, Data]:

@@ -86,11 +86,12 @@ class Process:
         culprit = self.page.read().call
         if culprit not in self.calls and len(self.calls) == 1 and not self.killed:
             (culprit,) = self.calls
+        ending = f"killed by {signal.Signals(-status).name}" if status < 0 else f"exit code {status}"
         for number, waiting in self.calls.items():
             if waiting.done():
                 continue
             if number == culprit and not self.killed:
-                waiting.set_result((Outcome(reason=f"its process died: {_ending(status)}", whole=True),))
+                waiting.set_result((Outcome(reason=f"its process died: {ending}", whole=True),))
             else:
                 waiting.set_exception(CallLost(innocent=culprit != 0))
 
@@ -98,7 +99,3 @@ class Process:
         for waiting in self.calls.values():
             if not waiting.done():
                 waiting.set_exception(Orphaned())
-
-
-def _ending(status: int) -> str:
-    return f"killed by {signal.Signals(-status).name}" if status < 0 else f"exit code {status}"

@@ -1,7 +1,4 @@
-"""A memory page shared by an async reward's process and its actor: the call of the running step, and a step count.
-
-The actor can read the page while the process's interpreter is blocked, and after the process has died.
-"""
+"""A memory page that tells the actor the running step of a reward's process, even of a blocked or dead process."""
 
 import asyncio
 import mmap
@@ -22,10 +19,7 @@ T = TypeVar("T")
 
 
 class Step(NamedTuple):
-    """`steps` is the number of steps so far. `call` is the number of the call that the running step belongs to.
-
-    `call` is 0 if no step runs, or if the running step belongs to no call.
-    """
+    """The number of steps so far, and the call of the running step; 0 if no step runs, or a step of no call."""
 
     steps: int = 0
     call: int = 0
@@ -46,14 +40,12 @@ class SharedPage:
 
 def create() -> int:
     """Allocate a page; return its file descriptor, which the caller must close."""
-    fd = os.memfd_create("streamppo-page") if hasattr(os, "memfd_create") else _file()
+    if hasattr(os, "memfd_create"):
+        fd = os.memfd_create("streamppo-page")
+    else:
+        fd, path = tempfile.mkstemp()
+        os.unlink(path)
     os.truncate(fd, FORMAT.size)
-    return fd
-
-
-def _file() -> int:
-    fd, path = tempfile.mkstemp()
-    os.unlink(path)
     return fd
 
 

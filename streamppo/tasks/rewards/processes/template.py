@@ -129,9 +129,6 @@ class TemplateProcess:
                 raise TemplateDied(f"the template process of {self._function!r} has died") from error
 
 
-# --- output --------------------------------------------------------------------------------------------------
-
-
 def forward_output(source: int, function: str) -> None:
     """Forward `source` to standard output in a thread, until every writer has closed `source`; then close it."""
     try:

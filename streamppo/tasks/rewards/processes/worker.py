@@ -116,7 +116,11 @@ def _run_fork(
         if reward.signature.is_async:
             asyncio.run(_serve_async(channel, page, reward, memory_mib))
         else:
-            _serve(channel, reward, memory_mib)
+            # The actor enforces the time limit.
+            while True:
+                call = wire.receive(channel, wire.Call)
+                outcomes = _name_limit(signature.call(reward, call.texts, call.columns), memory_mib)
+                wire.send(channel, wire.ScoringAnswer(number=call.number, outcomes=outcomes))
     except (EOFError, asyncio.IncompleteReadError, ConnectionError):
         code = 0
     except SystemExit as error:
@@ -154,13 +158,6 @@ def _name_limit(outcomes: tuple[Outcome, ...], memory_mib: int) -> tuple[Outcome
         else outcome
         for outcome in outcomes
     )
-
-
-def _serve(channel: socket.socket, reward: LoadedReward, memory_mib: int) -> NoReturn:
-    while True:
-        call = wire.receive(channel, wire.Call)
-        outcomes = _name_limit(signature.call(reward, call.texts, call.columns), memory_mib)
-        wire.send(channel, wire.ScoringAnswer(number=call.number, outcomes=outcomes))
 
 
 async def _serve_async(channel: socket.socket, page: SharedPage, reward: LoadedReward, memory_mib: int) -> NoReturn:
