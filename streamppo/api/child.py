@@ -1,7 +1,4 @@
-"""The process that trains for a script or notebook: `python -m streamppo.api.child DESCRIPTOR`.
-
-DESCRIPTOR is the file descriptor of a socket to the script. When the socket closes, the process sends itself SIGTERM.
-"""
+"""The process of a script's run: `python -m streamppo.api.child FD`. When the socket FD closes, it gets SIGTERM."""
 
 import logging
 import os

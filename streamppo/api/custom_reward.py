@@ -154,9 +154,6 @@ class _File:
         )
 
 
-# --- definitions and their names -----------------------------------------------------------------------------
-
-
 def _codes(definition: object) -> Iterator[CodeType]:
     """Yield the code object of a function below its decorators, or of each method in the source of a class."""
     for member in vars(definition).values() if isinstance(definition, type) else [definition]:
@@ -207,9 +204,6 @@ def _submodules(name: str, module: ModuleType, text: str) -> set[str]:
         if dotted.startswith(f"{name}.") and isinstance(sys.modules.get(submodule), ModuleType):
             names.add(submodule)
     return names
-
-
-# --- values --------------------------------------------------------------------------------------------------
 
 
 def _literal(value: object) -> str | None:

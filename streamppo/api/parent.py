@@ -129,8 +129,10 @@ class _Child:
         if self._is_interrupted:
             raise KeyboardInterrupt
         for message in self._messages():
+            if message.error == Interrupted.__name__:
+                raise Interrupted(code - 128)
             if message.error:
-                raise _error(message, code)
+                raise getattr(errors, message.error)(message.text)
         if code or folder is None:
             cause = signal.Signals(-code).name if code < 0 else f"exit code {code}"
             raise RunError(f"{folder or 'the run'}: its process has died ({cause}); its output says more")
@@ -165,10 +167,3 @@ class _Child:
 
     def _folder(self) -> Path | None:
         return next((Path(message.folder) for message in self._messages() if message.folder), None)
-
-
-def _error(message: RunReply, code: int) -> StreamppoError:
-    if message.error == Interrupted.__name__:
-        return Interrupted(code - 128)
-    kind: type[StreamppoError] = getattr(errors, message.error)
-    return kind(message.text)

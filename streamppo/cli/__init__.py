@@ -93,9 +93,6 @@ def _refuse_deleted_folder() -> None:
         raise RunError("the current folder has been deleted: change to another one, and try again") from error
 
 
-# --- training ------------------------------------------------------------------------------------------------
-
-
 @app.command
 def run(
     config: ConfigFile,

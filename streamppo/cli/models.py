@@ -86,9 +86,6 @@ def try_versions(
     return command.try_versions(folder, question, as_json=json)
 
 
-# --- updates ---------------------------------------------------------------------------------------------------
-
-
 @app.command
 def replay(
     place: Annotated[Path, Parameter(name="RUN", help="The folder of a run, or the file of a bundle.")],

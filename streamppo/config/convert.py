@@ -1,8 +1,4 @@
-"""Converts the parsed TOML of a configuration to a `Config`, or lists all mistakes in it.
-
-Each value is checked against its field's type. Rules between the fields of a table are checked only if all values in
-the table are valid.
-"""
+"""Converts the parsed TOML of a configuration to a `Config`, or lists all mistakes in it."""
 
 import math
 from collections.abc import Sequence
@@ -73,8 +69,6 @@ class _Reader:
         most = f" and at most {MOST}" if too_large else ""
         return self._add_mistake(name, f"must be {describe_type(node)}{most}, not {format_value(value)}")
 
-    # --- tables ----------------------------------------------------------------------------------------------
-
     def _struct(self, node: inspect.StructType, value: object, name: str) -> object:
         if not isinstance(value, dict):
             return self._type_mistake(node, value, name)
@@ -108,8 +102,6 @@ class _Reader:
         tree = cast(Tree, value)
         converted = {key: self.value(node.value_type, part, _join(name, key)) for key, part in tree.items()}
         return INVALID if INVALID in converted.values() else converted
-
-    # --- choices ---------------------------------------------------------------------------------------------
 
     def _union(self, node: inspect.UnionType, value: object, name: str, default: object) -> object:
         if value is None and any(isinstance(option, inspect.NoneType) for option in node.types):
@@ -183,9 +175,6 @@ def _is_table(value: object) -> bool:
 def _is_within(node: inspect.IntType | inspect.FloatType, value: float) -> bool:
     above = (node.gt is None or value > node.gt) and (node.ge is None or value >= node.ge)
     return above and (node.lt is None or value < node.lt) and (node.le is None or value <= node.le)
-
-
-# --- words ---------------------------------------------------------------------------------------------------
 
 
 def describe_type(node: inspect.Type) -> str:

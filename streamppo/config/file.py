@@ -46,11 +46,7 @@ SHOWN = 5
 
 
 def load(path: Path, overrides: Sequence[str] = ()) -> Config:
-    """Read the configuration in `path`, apply `overrides` ("learner.lr=3e-4"), and check the result.
-
-    A missing `name` becomes the file's name. Raises
-    `ConfigError` with the file and line, or the override, of every mistake.
-    """
+    """Read the configuration in `path`, apply `overrides`, and check it all. Raises `ConfigError` with all mistakes."""
     try:
         # A file that the user names may be a shell's pipe, `<(...)`. A file in a run's folder must not be a pipe.
         with durable.reading(path, whole=True) if path.name == CONFIG else path.open("rb") as file:
@@ -100,18 +96,14 @@ def _hint(folder: Path) -> str:
 
 
 def existing(run: Path) -> Path:
-    """Return the absolute path of a run's folder.
-
-    Raises `CheckpointError` if the folder has no run, or has a visible pipe or device, whose reading may never end,
-    or a sparse file, whose reading may exhaust the memory.
-    """
+    """Return the absolute path of a run's folder. Raises `CheckpointError` for no run, pipes and sparse files."""
     run = run.resolve()
     if not (run / CONFIG).is_file():
         if (run / "config.json").is_file():
             raise CheckpointError(f"{run}: made by an earlier version of streamppo: only that version can continue it")
         raise CheckpointError(f"{run}: no run found{_hint(run)}")
-    # A path that no longer exists was a temporary file of a run in progress. Hidden files, such as an editor's lock,
-    # are never opened.
+    # The reading of a pipe may never end. A path that no longer exists was a temporary file of a run in progress.
+    # Hidden files, such as an editor's lock, are never opened.
     shown = [path for path in run.iterdir() if not path.name.startswith(".")]
     if foreign := [path.name for path in shown if not (path.is_file() or path.is_dir()) and os.path.lexists(path)]:
         raise CheckpointError(f"{run / min(foreign)}: neither a file nor a folder; streamppo writes only these")
@@ -151,9 +143,6 @@ def _resolve(tree: Tree, overrides: Sequence[str], path: Path, text: str) -> Con
     if config is None or sentences:
         raise ConfigError("\n".join(sentences))
     return config
-
-
-# --- paths --------------------------------------------------------------------------------------------------
 
 
 def _make_absolute(tree: Tree, folder: Path) -> None:
@@ -200,9 +189,6 @@ def _changed(value: object, change: Callable[[str], str]) -> object:
         return value
     path, colon, attribute = value.partition(".py:")
     return change(path + ".py") + ":" + attribute if colon else change(value)
-
-
-# --- location of a mistake -----------------------------------------------------------------------------------
 
 
 def explain(

@@ -25,12 +25,13 @@ def parse(texts: Sequence[str], rewrite: Rewrite = list) -> list[Override]:
     invalid = [text for text in texts if not text.partition("=")[0].strip() or "=" not in text]
     if invalid:
         raise ConfigError("\n".join(f"override {text!r} is not of the form section.field=value" for text in invalid))
-    parts = [text.partition("=") for text in texts]
-    if invalid := [text for text, (_, _, value) in zip(texts, parts, strict=True) if len(_tree(value.strip())) > 1]:
+    parts = [(name.strip(), value.strip()) for name, _, value in (text.partition("=") for text in texts)]
+    if invalid := [text for text, (_, value) in zip(texts, parts, strict=True) if len(_tree(value)) > 1]:
         raise ConfigError(
             "\n".join(f"override {text!r} sets more than one field: give each by itself" for text in invalid)
         )
-    return _kinds_first(rewrite([Override(name.strip(), _value(value.strip())) for name, _, value in parts]))
+    # Text that is not TOML, such as a word without quotes, is a string.
+    return _kinds_first(rewrite([Override(name, _tree(value).get("value", value)) for name, value in parts]))
 
 
 def apply(tree: Tree, overrides: Sequence[Override]) -> list[str]:
@@ -80,11 +81,6 @@ def _apply(tree: Tree, override: Override) -> str | None:
         table.clear()
     table[last] = override.value
     return None
-
-
-def _value(text: str) -> object:
-    """Return the value of `text` in TOML. Text that is not TOML, such as a word without quotes, is a string."""
-    return _tree(text).get("value", text)
 
 
 def _tree(text: str) -> Tree:

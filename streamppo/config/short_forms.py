@@ -107,9 +107,6 @@ def _table(tree: Tree, name: str) -> Tree:
     return cast(Tree, table) if isinstance(table, dict) else {}
 
 
-# --- kinds written as strings --------------------------------------------------------------------------------
-
-
 def with_kinds(tree: Tree) -> Tree:
     """Replace each kind that is written as a string by a table: `advantage = "grpo"` -> `{ kind = "grpo" }`."""
     return cast(Tree, _with_kinds((_root(),), tree))

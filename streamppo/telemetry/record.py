@@ -1,9 +1,4 @@
-"""Records a run's numbers on the terminal, in metrics.jsonl, and at the end in summary.json.
-
-runs/NAME/metrics.jsonl    one line for each event
-runs/NAME/summary.json     the numbers of the whole run; written when the driver ends. The file does not exist while a
-                           driver runs, or after the driver was killed
-"""
+"""Records a run's numbers on the terminal, in metrics.jsonl, and when the driver ends in summary.json."""
 
 import json
 import logging

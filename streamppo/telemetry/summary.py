@@ -6,6 +6,7 @@ whole run. The numbers under `engines` cover only the engines that ran at the en
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from itertools import accumulate
 from typing import NotRequired, TypedDict
 
 import msgspec
@@ -222,23 +223,11 @@ def _lag(histograms: Sequence[Mapping[str, int]]) -> LagSummary:
     total = sum(histogram.values())
     if not total:
         return {"mean": None, "p99": None, "max": None, "histogram": {}}
-    mean = sum(lag * count for lag, count in histogram.items()) / total
-    return {
-        "mean": mean,
-        "p99": _percentile(histogram, 0.99),
-        "max": max(histogram),
-        "histogram": dict(sorted(histogram.items())),
-    }
-
-
-def _percentile(histogram: Mapping[int, int], share: float) -> int:
-    """Return the smallest lag such that at least `share` of all tokens have this lag or a smaller lag."""
-    least, count = share * sum(histogram.values()), 0
-    for lag in sorted(histogram):
-        count += histogram[lag]
-        if count >= least:
-            return lag
-    return max(histogram)
+    ordered = sorted(histogram.items())
+    mean = sum(lag * count for lag, count in ordered) / total
+    counts = accumulate(count for _, count in ordered)
+    p99 = next(lag for (lag, _), count in zip(ordered, counts, strict=True) if count >= 0.99 * total)
+    return {"mean": mean, "p99": p99, "max": max(histogram), "histogram": dict(ordered)}
 
 
 def _ends(values: Sequence[float], window: int) -> StartAndEnd:

@@ -1,9 +1,4 @@
-"""Converts a run's lines to a trace for Perfetto and chrome://tracing: what each stage did over time.
-
-The format is Chromium's Trace Event Format with times in microseconds. Updates, their parts, and pushes are slices.
-Evaluations, restarts, and the driver's starts and ends are instants. The queue's trajectories, the engines' tokens per
-second and the time of each phase are counters.
-"""
+"""Converts a run's lines to Chromium's Trace Event Format, for Perfetto: slices, instants and counters."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TypeAlias
@@ -33,9 +28,6 @@ def _named(kind: str, lane: int, name: str) -> Event:
     return {"name": kind, "ph": "M", "ts": 0, "pid": PROCESS, "tid": lane, "args": {"name": name}}
 
 
-# --- slices --------------------------------------------------------------------------------------------------
-
-
 def _slices(lines: Sequence[Line]) -> Iterator[Event]:
     updated = pushed = 0.0
     for line in lines:
@@ -63,9 +55,6 @@ def _update(line: UpdateLine, begin: float) -> Iterator[Event]:
 
 def _slice(lane: str, name: str, begin_s: float, lasts_s: float, shown: Mapping[str, object]) -> Event:
     return _event("X", lane, name, begin_s) | {"dur": round(1e6 * lasts_s), "args": dict(shown)}
-
-
-# --- instants and counters -----------------------------------------------------------------------------------
 
 
 def _instants(lines: Sequence[Line]) -> Iterator[Event]:

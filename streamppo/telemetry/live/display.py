@@ -17,6 +17,7 @@ from typing import TypeAlias
 from rich.console import Console
 from rich.text import Text
 
+from streamppo import process
 from streamppo.config.sections import Config
 from streamppo.telemetry.diagnosis import Diagnosis
 from streamppo.telemetry.live.screen import Screen, ScreenRow
@@ -31,8 +32,6 @@ REPORTS_S = 2.0
 """Seconds between two reports of queue and engines for the live view."""
 STDOUT = 1
 MEMINFO = Path("/proc/meminfo")
-CGROUP = Path("/sys/fs/cgroup")
-"""Mount point of a container's cgroup."""
 GIB = 2**30
 
 log = logging.getLogger(__name__)
@@ -174,10 +173,10 @@ def memory_in_use() -> tuple[float, float] | None:
     try:
         rows = dict(line.split(":", 1) for line in MEMINFO.read_text().splitlines())
         total, free = (int(rows[name].split()[0]) * 1024 for name in ("MemTotal", "MemAvailable"))
-        limit = CGROUP / "memory.max"
+        limit = process.CGROUPS / "memory.max"
         if limit.is_file() and (text := limit.read_text().strip()).isdigit() and int(text) < total:
-            counts = dict(line.split() for line in (CGROUP / "memory.stat").read_text().splitlines())
-            used = int((CGROUP / "memory.current").read_text()) - int(counts["inactive_file"])
+            counts = dict(line.split() for line in (process.CGROUPS / "memory.stat").read_text().splitlines())
+            used = int((process.CGROUPS / "memory.current").read_text()) - int(counts["inactive_file"])
             return used / GIB, int(text) / GIB
         return (total - free) / GIB, total / GIB
     except (OSError, ValueError, KeyError):

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from streamppo.telemetry import timeline
 from streamppo.telemetry.diagnosis import Diagnosis
-from streamppo.telemetry.metrics_file import EngineLine, EvaluationLine, Line, SampleLine, UpdateLine, numbers
+from streamppo.telemetry.metrics_file import Line, SampleLine, UpdateLine, numbers
 from streamppo.telemetry.timeline import EngineInterval
 
 WINDOW = 20
@@ -55,25 +55,30 @@ class RunState:
             self._add_update(line)
         elif "remade" in line:
             self.curves["reward"] += [line["reward"]] if "reward" in line else []
-        elif "evaluation" in line:
-            self._add_evaluation(line)
+        elif "evaluation" in line and line["accuracy"] is not None:
+            # Evaluations end in any order, and a resumed run repeats some of them.
+            self.held_out = sorted((dict(self.held_out) | {line["evaluation"]: line["accuracy"]}).items())
         elif "queue" in line:
             self.ready, self.in_flight = line["queue"], line["in_flight"]
         elif "engine" in line:
-            self._add_engine(line)
+            previous = self.engines.get(line["engine"])
+            self.engines[line["engine"]] = timeline.engine_interval(previous and previous.line, line)
+            self.sampled = line["sampled"] or self.sampled
         elif "restart" in line:
             self.restarts += 1
             # The actor that died writes no more lines.
             self.engines = {} if line["restart"] == "rollout" else self.engines
         elif "part" in line:
-            self._begin_part()
+            # The earlier engines have ended, and the pause between two parts is no run time.
+            self.engines = {}
+            self.paces.clear()
+            self.ready = self.in_flight = 0
+            self.ended = ""
         elif "end" in line:
             self.ended = line["end"]
 
     def warn(self, text: str) -> None:
         self.warning, self.warned_s = text, self.wall_s
-
-    # --- derived numbers -------------------------------------------------------------------------------------
 
     @property
     def present_warning(self) -> str:
@@ -128,8 +133,6 @@ class RunState:
             totals.update({int(lag): count for lag, count in histogram.items()})
         return dict(sorted(totals.items()))
 
-    # --- lines -----------------------------------------------------------------------------------------------
-
     def _add_update(self, line: UpdateLine) -> None:
         self.version = max(self.version, line["update"])
         metrics = numbers(line)
@@ -139,21 +142,3 @@ class RunState:
         self.newest = metrics
         self.lags.append(line["lag_histogram"])
         self.paces.append(line)
-
-    def _add_evaluation(self, line: EvaluationLine) -> None:
-        if line["accuracy"] is not None:
-            # Evaluations end in any order, and a resumed run repeats some of them.
-            accuracies = dict(self.held_out) | {line["evaluation"]: line["accuracy"]}
-            self.held_out = sorted(accuracies.items())
-
-    def _add_engine(self, line: EngineLine) -> None:
-        previous = self.engines.get(line["engine"])
-        self.engines[line["engine"]] = timeline.engine_interval(previous and previous.line, line)
-        self.sampled = line["sampled"] or self.sampled
-
-    def _begin_part(self) -> None:
-        """Reset engines and speeds: the earlier engines have ended, and the pause between two parts is no run time."""
-        self.engines = {}
-        self.paces.clear()
-        self.ready = self.in_flight = 0
-        self.ended = ""

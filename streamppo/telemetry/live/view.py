@@ -65,9 +65,6 @@ def final_rows(state: RunState, columns: int) -> list[Text]:
     return texts
 
 
-# --- the layouts ---------------------------------------------------------------------------------------------
-
-
 def _narrow(state: RunState, width: int, room: int) -> list[Text]:
     """Choose sections by importance until `room` rows are used. If all sections fit, make the curves taller."""
 
@@ -122,9 +119,6 @@ def _join_columns(left: Text, right: Text, half: int) -> Text:
     row = left.copy()
     row.truncate(half, pad=True)
     return row.append(" " * GAP).append_text(right)
-
-
-# --- rows ----------------------------------------------------------------------------------------------------
 
 
 def _title(state: RunState, width: int) -> Text:

@@ -170,7 +170,10 @@ def curves(run_view: View) -> str:
 
 def charts(views: Sequence[View]) -> list[Chart]:
     """Draw each panel for which `views` have data, and a panel of the reward's components; flat charts come last."""
-    lines = [_by_version(run_view) for run_view in views]
+    lines = [
+        [{"update": version_of(line), **line} for line in summary.updates_in_order(run_view.lines)]
+        for run_view in views
+    ]
     components = sorted({name for run in lines for line in run for name in line if name.startswith("reward_")})
     panels = [*PANELS, *([Panel("Parts of the reward", tuple(components))] if components else [])]
     panel_charts = [_chart(panel, views, lines) for panel in panels]
@@ -192,10 +195,6 @@ def _chart(panel: Panel, views: Sequence[View], lines: Sequence[Sequence[Mapping
     is_flat = all(curve.is_flat for curve in curves)
     drawing, legend = plot.curves(curves, "update", panel.unit), curves if len(curves) > 1 else []
     return Chart(panel.title, drawing, sentences, legend, is_flat=is_flat, says=panel.says)
-
-
-def _by_version(run_view: View) -> list[Mapping[str, object]]:
-    return [{"update": version_of(line), **line} for line in summary.updates_in_order(run_view.lines)]
 
 
 def _points(metric: str, run_view: View, run: Sequence[Mapping[str, object]]) -> list[Point]:

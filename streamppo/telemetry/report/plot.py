@@ -1,8 +1,4 @@
-"""Draws charts as SVG: curves, bars, heat maps over time, and a timeline. The page's style has light and dark colours.
-
-The page's script computes values from the points of a curve and from the ranges of the axes in `data-box`. The library
-bokeh would need 2 s of CPU and 1.3 MB for the same charts.
-"""
+"""Draws charts as SVG, from whose `data-box` the page's script reads values. bokeh would need 2 s of CPU and 1.3 MB."""
 
 import math
 from collections import Counter

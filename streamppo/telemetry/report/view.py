@@ -10,14 +10,14 @@ from typing import NamedTuple, TypeVar
 from markupsafe import Markup, escape
 
 from streamppo.errors import StreamppoError
-from streamppo.telemetry import context_reuse, progress, timeline
+from streamppo.telemetry import context_reuse, metrics_file, progress, timeline
 from streamppo.telemetry import summary as summaries
 from streamppo.telemetry.attempts import AttemptTable
 from streamppo.telemetry.diagnosis import Sign
-from streamppo.telemetry.metrics_file import FINISHED, EvaluationLine, Line, RemadeLine, UpdateLine, version_of
+from streamppo.telemetry.metrics_file import FINISHED, EvaluationLine, Line, version_of
 from streamppo.telemetry.progress import WORSE
 from streamppo.telemetry.report.plot import MOST_POINTS, Event, abbreviate
-from streamppo.telemetry.summary import LineTotals, Summary
+from streamppo.telemetry.summary import Summary
 from streamppo.telemetry.timeline import EngineInterval
 from streamppo.types import QueueReport
 
@@ -132,7 +132,9 @@ def headline(view: View) -> list[NamedNumber]:
     rows += [
         NamedNumber("time", duration(totals["wall_s"]), f"in {totals['parts']} parts" if totals["parts"] > 1 else "")
     ]
-    rows += _ends(totals)
+    for name, ends in (("held-out accuracy", totals["eval_accuracy"]), ("reward", totals["reward"])):
+        if ends["start"] is not None and ends["final"] is not None:
+            rows.append(NamedNumber(name, f"{ends['final']:.3f}", f"{ends['start']:.3f} at the start"))
     lag = totals["trained_lag"]
     if lag["mean"] is not None:
         rows.append(NamedNumber("lag of trained tokens", f"{lag['mean']:.2f}", f"versions; at most {lag['max']}"))
@@ -170,14 +172,6 @@ def compare_headlines(views: Sequence[View]) -> RunsTable | None:
     )
 
 
-def _ends(totals: LineTotals) -> list[NamedNumber]:
-    rows: list[NamedNumber] = []
-    for name, ends in (("held-out accuracy", totals["eval_accuracy"]), ("reward", totals["reward"])):
-        if ends["start"] is not None and ends["final"] is not None:
-            rows.append(NamedNumber(name, f"{ends['final']:.3f}", f"{ends['start']:.3f} at the start"))
-    return rows
-
-
 def ledger(view: View) -> tuple[list[NamedNumber], str]:
     """Return the number of tokens with each outcome, and a sentence that compares their sum with the delivered tokens.
 
@@ -190,8 +184,10 @@ def ledger(view: View) -> tuple[list[NamedNumber], str]:
         return [], ""
     tokens, version = view.queue.tokens, view.queue.version
     updates = [line for line in summaries.updates_in_order(view.lines) if version_of(line) <= version]
-    missing, in_batches = version - len(updates), _in_batches(updates)
-    trained, masked, all_tokens = in_batches["tokens_trained"], in_batches["tokens_too_old"], in_batches["tokens"]
+    missing, counts = version - len(updates), [metrics_file.numbers(line) for line in updates]
+    trained, masked, all_tokens = (
+        round(sum(count.get(name, 0) for count in counts)) for name in ("tokens_trained", "tokens_too_old", "tokens")
+    )
     unknown = tokens["consumed"] - all_tokens if missing else 0
     parts = [
         ("trained on", trained, ""),
@@ -219,15 +215,6 @@ def _sum(delivered: int, total: int, version: int, missing: int) -> str:
         lines = "line of 1 update is" if missing == 1 else f"lines of {missing:,} updates are"
         return f"{text}exactly the sum. The {lines} missing, so the queue's count is used for their tokens."
     return f"{text}exactly the sum of the learner's and the queue's counts."
-
-
-def _in_batches(updates: Sequence[UpdateLine | RemadeLine]) -> dict[str, int]:
-    names = ("tokens", "tokens_trained", "tokens_too_old")
-    values = {name: [line.get(name, 0) for line in updates] for name in names}
-    return {
-        name: round(sum(number for number in numbers if isinstance(number, int | float)))
-        for name, numbers in values.items()
-    }
 
 
 def lengths(view: View) -> list[NamedNumber]:

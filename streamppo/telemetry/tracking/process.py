@@ -60,7 +60,8 @@ def follow(run: TrackedRun) -> None:
         tracker = _open_tracker(structs.replace(run, id=progress.id))
     tail, points = Tail(Path(run.folder), progress.sent), Points(progress.version)
     _save(path, Progress(tracker.id, tail.end, points.version))
-    while not _has_ended(POLL_S):
+    # The driver writes only one line, so standard input is readable from then on only if it has ended.
+    while not select.select([STDIN], [], [], POLL_S)[0]:
         with _limit(SEND_S):
             _send(path, tracker, tail, points)
     with _limit(CLOSE_S):
@@ -128,11 +129,6 @@ def _save(path: Path, progress: Progress) -> None:
     # sent again.
     durable.aside(path).write_bytes(msgspec.json.encode(progress))
     os.replace(durable.aside(path), path)
-
-
-def _has_ended(wait_s: float) -> bool:
-    """Return whether standard input has ended, after at most `wait_s` seconds. The driver writes nothing more to it."""
-    return bool(select.select([STDIN], [], [], wait_s)[0])
 
 
 @contextmanager

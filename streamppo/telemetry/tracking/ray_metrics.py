@@ -1,8 +1,4 @@
-"""Sets the gauges as metrics of Ray. A cluster's nodes export them to its Prometheus as ray_streamppo_...
-
-Ray sends gauges asynchronously, so the driver does not wait. Ray drops a gauge that was not set for some time, for
-example the accuracy between two evaluations. So all gauges are set again with every line.
-"""
+"""Sets the gauges as metrics of Ray. Ray drops a gauge that is not set for some time, so each line sets all gauges."""
 
 import logging
 import time

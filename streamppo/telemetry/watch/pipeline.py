@@ -60,7 +60,9 @@ def waits(state: RunState) -> str:
 
 def actors(lines: Sequence[Line]) -> list[Actor]:
     """Return the rollout actors that have a line in the newest part of the run."""
-    newest = {interval.line["engine"]: interval for interval in timeline.engine_intervals(_newest_part(lines))}
+    begins = [place for place, line in enumerate(lines) if "part" in line]
+    part = lines[begins[-1] :] if begins else lines
+    newest = {interval.line["engine"]: interval for interval in timeline.engine_intervals(part)}
     return [
         Actor(name, f"{last.line['version']:,}", _abbreviate(last.tokens_per_s), f"{last.idle:.0%}")
         for name, last in sorted(newest.items())
@@ -82,9 +84,6 @@ def newest_updates(run_view: View) -> Markup:
     # An actor's interval begins at its previous line, which may be older than `begin_s`.
     part = [line for line in run_view.lines if line["wall_s"] >= begin_s or "engine" in line or "part" in line]
     return plot.timeline(view.events(View(run_view.name, part)), begin_s)
-
-
-# --- charts --------------------------------------------------------------------------------------------------
 
 
 def _waiting(lines: Sequence[Line]) -> Chart:
@@ -127,11 +126,6 @@ def _reuse(lines: Sequence[Line]) -> Chart:
 def _chart(title: str, curves: Sequence[Curve], unit: str, text: str) -> Chart:
     drawn = [curve for curve in curves if curve.points]
     return Chart(title, plot.curves(drawn, "seconds", unit), [("over the seconds of the run", text)], drawn)
-
-
-def _newest_part(lines: Sequence[Line]) -> Sequence[Line]:
-    begins = [place for place, line in enumerate(lines) if "part" in line]
-    return lines[begins[-1] :] if begins else lines
 
 
 def _abbreviate(number: float | None) -> str:

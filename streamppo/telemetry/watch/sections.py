@@ -67,6 +67,7 @@ MACROS = cast(_Macros, environment().get_template("sections.html").module)
 def sections(runs: Sequence[RunView]) -> dict[str, str]:
     """Return the HTML of each section by name. Curves and headlines show all runs, other sections the first run."""
     first, views = runs[0], [run.view for run in runs]
+    restarts = [line for line in first.view.lines if "restart" in line][-RESTARTS:][::-1]
     charts = cache(lambda: page.charts(views))
     parts: dict[str, Callable[[], Markup]] = {
         "head": lambda: MACROS.head(first, _time_left(first)),
@@ -75,17 +76,13 @@ def sections(runs: Sequence[RunView]) -> dict[str, str]:
         "more": lambda: MACROS.curves([chart for chart in charts() if not _is_first(chart)]),
         "pipeline": lambda: MACROS.pipeline(first),
         "data": lambda: MACROS.data(first.view),
-        "trouble": lambda: MACROS.trouble(first.view, _restarts(first.view)),
+        "trouble": lambda: MACROS.trouble(first.view, restarts),
     }
     return {name: view.section(part) for name, part in parts.items()}
 
 
 def _is_first(chart: page.Chart) -> bool:
     return chart.title in FIRST and not chart.is_flat
-
-
-def _restarts(run_view: View) -> list[RestartLine]:
-    return [line for line in run_view.lines if "restart" in line][-RESTARTS:][::-1]
 
 
 def _headline(run: RunView) -> list[NamedNumber]:

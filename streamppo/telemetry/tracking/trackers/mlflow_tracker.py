@@ -1,7 +1,7 @@
 """MLflow: sends to the server at MLFLOW_TRACKING_URI, or to the library's default on this machine."""
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from mlflow import MlflowClient  # pyright: ignore[reportMissingImports]
 from mlflow.entities import Metric, Param  # pyright: ignore[reportMissingImports]
@@ -30,7 +30,9 @@ class MLflow:
         existing = self._client.get_experiment_by_name(run.project)
         experiment = existing.experiment_id if existing else self._client.create_experiment(run.project)
         self.id = self._client.create_run(experiment, run_name=run.name).info.run_id
-        self._send_config(run.config)
+        params = [Param(name, str(value)[:LONGEST]) for name, value in run.config.items()]
+        for begin in range(0, len(params), MOST_PARAMS):
+            self._client.log_batch(self.id, params=params[begin : begin + MOST_PARAMS])
 
     def send(self, points: Sequence[Point]) -> None:
         metrics = [
@@ -44,8 +46,3 @@ class MLflow:
     def close(self, outcome: str) -> None:
         """Set the run's final status: FINISHED if the run made all its updates, otherwise KILLED."""
         self._client.set_terminated(self.id, "FINISHED" if outcome == FINISHED else "KILLED")
-
-    def _send_config(self, config: Mapping[str, object]) -> None:
-        params = [Param(name, str(value)[:LONGEST]) for name, value in config.items()]
-        for begin in range(0, len(params), MOST_PARAMS):
-            self._client.log_batch(self.id, params=params[begin : begin + MOST_PARAMS])

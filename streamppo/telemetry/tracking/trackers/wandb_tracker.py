@@ -1,7 +1,4 @@
-"""Weights & Biases: sends to its server, or with WANDB_MODE=offline to files in runs/NAME/wandb for `wandb sync`.
-
-WANDB_API_KEY, WANDB_BASE_URL, WANDB_ENTITY and the library's other environment variables apply.
-"""
+"""Weights & Biases: sends to its server, or with WANDB_MODE=offline to files in runs/NAME/wandb for `wandb sync`."""
 
 import secrets
 from collections.abc import Sequence
