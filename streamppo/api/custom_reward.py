@@ -34,7 +34,7 @@ Definition = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
 
 
 def write_out(reward: Callable[..., object]) -> RewardSource:
-    """Return the name of `reward`, and its source if the script has it. Raises `TaskError` if it needs the script."""
+    """Return the name of `reward`, and its source if the script has it. Raises `TaskError` if the source needs more."""
     name = _name(reward)
     if name == "<lambda>":
         raise TaskError("reward: a lambda has no source that can stand alone: write it as a `def`")

@@ -8,8 +8,8 @@ environment of functions and programs has OPENAI_BASE_URL, OPENAI_API_KEY, ANTHR
 STREAMPPO_PROMPT. A function returns a number, a `Reward`, a `Done`, or None if a scorer gives the reward. A program may
 print {"reward": 1.0} as its last line.
 
-Agents run in the processes of reward functions (tasks/rewards/processes), which return a `Reward`. So the result of a
-run, an `AgentOutcome`, is sent as JSON in the explanation of a `Reward`.
+Agents run in the processes of reward functions (tasks/rewards/processes), which return a `Reward`. The result of a run,
+an `AgentOutcome`, is sent as JSON in the explanation of this `Reward`.
 """
 
 import asyncio
@@ -181,7 +181,7 @@ class Agent:
 
 
 class _Threads(ThreadPoolExecutor):
-    """The thread pool of `asyncio.to_thread`. Its threads stay for the next run."""
+    """The thread pool of `asyncio.to_thread`, whose threads stay for the next run."""
 
     def __init__(self) -> None:
         super().__init__(thread_name_prefix="agent")

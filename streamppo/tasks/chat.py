@@ -79,7 +79,7 @@ def _text(content: object, where: str) -> object:
 
 
 def _read_arguments(call: object) -> object:
-    """Parse the arguments of a call if they are JSON, as OpenAI writes them: a template encodes them again."""
+    """Parse the arguments of a call, which OpenAI writes as JSON: a template would encode the JSON a second time."""
     match call := _parse_column(call):
         case {"function": {"arguments": str(text)}}:
             known = cast("dict[str, dict[str, object]]", call)

@@ -38,10 +38,7 @@ def text_arguments(chat: Chat) -> Chat:
 
 
 def named_answers(chat: Chat) -> Chat:
-    """Return the messages with the name of the tool in each tool's answer.
-
-    Hermes' templates demand the name; in OpenAI's messages an answer has only the id of the call.
-    """
+    """Return the messages with the tool's name in each answer, which Hermes' templates demand and OpenAI leaves out."""
     calls = [call for message in chat for call in message.get("tool_calls", ())]
     names = {call.get("id"): call["function"]["name"] for call in calls if _has_name(call)}
     return [

@@ -1,7 +1,7 @@
 """Separates a tokenizer's control tokens from untrusted text that spells their names.
 
 A row or a tool's output may contain "<|im_end|>" or "<tool_call>". A tokenizer would turn every such name into the
-control token. Here only names that the chat template writes become control tokens:
+control token. `ControlTokens` makes control tokens only of names that the chat template writes:
 
     escape    names in the messages are replaced by letters and a number before the template is rendered
     ids       a twin of the tokenizer, whose control tokens have private names, tokenises the rendered text:

@@ -90,7 +90,7 @@ class Data:
         ]
 
     def remove(self, excluded: set[bytes]) -> None:
-        """Remove training prompts whose keys are in `excluded`. Raises `TaskError` if none is left."""
+        """Remove training prompts whose keys are in `excluded`. Raises `TaskError` if no training prompt is left."""
         self.training = split.exclude(self.training, self.keys, excluded)
         self.keys = split.exclude(self.keys, self.keys, excluded)
         if not self.training:

@@ -29,7 +29,7 @@ DEVELOPMENT = {"test", "docs", "peers"}
 
 
 def export_path() -> None:
-    """Put the current folder first on the import path. Raises `RunError` if it hides a module that Ray imports."""
+    """Put the current folder first on the import path. Raises `RunError` if a file there hides a library."""
     folder = os.getcwd()
     if shadowing := _shadowing_modules(Path(folder)):
         raise RunError(
@@ -123,7 +123,7 @@ def remedy(error: BaseException) -> str:
 
 
 def extra_of(module: str, requirements: Iterable[str]) -> str:
-    """Return the extra in `requirements` that installs a module; "" if none or several do."""
+    """Return the extra in `requirements` that installs a module; "" for a module of no extra or of several."""
     extras = set[str]()
     for requirement in map(Requirement, requirements):
         if requirement.name.lower().replace("-", "_") == module.lower():

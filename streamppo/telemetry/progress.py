@@ -53,7 +53,7 @@ def is_below(candidate: ScoredVersion, baseline: ScoredVersion) -> bool:
 
 
 def is_worse(evaluations: Sequence[EvaluationLine]) -> bool:
-    """Return whether the last evaluation is below the first by more than the noise."""
+    """Return whether the last evaluation is less accurate than the first by more than the noise."""
     scored = evaluations_with_score(evaluations)
     return len(scored) > 1 and is_below(scored[-1], scored[0])
 

@@ -16,7 +16,7 @@ LARGEST = 1e16
 
 
 class Outcome(WireStruct, frozen=True):
-    """A `reward`, or the `reason` for a failure. With neither, the scorer does not score the text."""
+    """A `reward`, or the `reason` for a failure. Without `reward` and `reason`, the scorer does not score the text."""
 
     reward: Reward | None = None
     reason: str = ""

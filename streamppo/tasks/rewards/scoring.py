@@ -174,7 +174,7 @@ class Rewards:
 
 
 def detect(scorer: choices.FunctionScorer) -> tuple[signature.Signature, bool]:
-    """Return a function's signature, and True if it runs in the actor. Raises `TaskError` for invalid functions."""
+    """Return a function's signature, and True if the function runs in the actor. Raises `TaskError`."""
     function = plugins.load(scorer.function, "reward.function")
     reward_signature = signature.detect_signature(function, scorer.function, scorer.arguments)
     is_ours = getattr(function, "__module__", "").startswith("streamppo.")

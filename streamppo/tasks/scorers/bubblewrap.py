@@ -1,7 +1,7 @@
 """The default sandbox: Linux namespaces made by bubblewrap (https://github.com/containers/bubblewrap).
 
-A program has its own users, processes, network (without an interface), shared memory and files. It can read /usr and
-our Python with its packages. /tmp and /dev/shm are writable, empty and small, and are deleted when the program has
+A program has its own users, processes, network (without an interface), shared memory and files. A program can read /usr
+and our Python with its packages. /tmp and /dev/shm are writable, empty and small, and are deleted when the program has
 ended. The program sees no home folder, no folder of a run, and no other processes.
 """
 

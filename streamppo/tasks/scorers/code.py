@@ -113,7 +113,7 @@ class CodeTests:
 
     @staticmethod
     def place(arguments: Mapping[str, object]) -> str:
-        """Return a phrase with the sandbox of the scorer's `arguments`. Raises `TaskError` if it does not work here."""
+        """Describe the sandbox in the scorer's `arguments`. Raises `TaskError` if the sandbox does not work here."""
         name = str(arguments.get("sandbox", DEFAULT))
         _sandbox(name)
         return f"programs run in {name}{', which does not isolate them' if name.endswith('sandbox:Local') else ''}"

@@ -154,7 +154,7 @@ def _encode_library_value(value: object, other: Callable[[object], Data]) -> Dat
 
 
 def data_alone(_: object) -> NoReturn:
-    """Raise `NotData`. This callback is for `encode` and `decode` where only data is allowed."""
+    """Raise `NotData`: the callback for `encode` and `decode` where only data is allowed."""
     raise NotData
 
 

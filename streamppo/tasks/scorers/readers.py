@@ -40,4 +40,4 @@ READERS: Mapping[str, Reader] = {
     "streamppo.tasks.library.arithmetic:score": lambda row: gold.text(row.get("answer")),
     "streamppo.tasks.library.gym:score": _problem,
 }
-"""The reader of each scorer. Other scorers have none, because the form of their rows is unknown."""
+"""The reader of each scorer. A scorer is left out if the form of its rows is unknown."""

@@ -8,7 +8,7 @@ from streamppo.telemetry.live.state import RunState
 
 LABEL = 10
 WAITS = 0.1
-"""The learner or the engines wait if they are idle for at least this share of their time."""
+"""The learner waits, or the engines wait, if idle for at least this share of the time."""
 BUCKETS = ((0, 0), (1, 1), (2, 2), (3, 4), (5, 8), (9, None))
 """Buckets of lags. All lags from 9 on share a bucket, so that the row fits the terminal."""
 TALL_BAR = 24

@@ -19,7 +19,7 @@ PARTS = 16
 NAME = 64.0
 """The width reserved for the name of the x axis."""
 MOST_ROWS = 16
-"""A heat map has a row for each number up to `MOST_ROWS`. Its top row also counts all larger numbers."""
+"""A heat map has a row for each number up to `MOST_ROWS`. The top row also counts all larger numbers."""
 TICKS, X_TICKS = 4, 6
 FEW = 12
 """A curve with fewer points has a dot at each point."""

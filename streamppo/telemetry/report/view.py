@@ -297,7 +297,7 @@ AGENTS = {
     "over budget": "beyond max_turns or max_tokens",
     "undelivered tokens": "sampled but not received, and not trained on",
 }
-"""The meaning of agents' counters, in the order of the table. Other counters follow after these."""
+"""The meaning of agents' counters, in the order of the table. Counters without a meaning here follow."""
 
 
 def agents(view: View) -> list[NamedNumber]:

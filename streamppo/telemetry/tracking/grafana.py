@@ -23,7 +23,7 @@ ROWS = {
 """The open rows, and the metrics with a panel in each. One more row is closed, and has all other metrics."""
 LAST_ROW = "Everything else"
 COUNTERS = ("engine_tokens_", "engine_busy_s_", "engine_idle_s_")
-"""Gauges that only grow. Their panels show the increase per second."""
+"""Gauges that only grow. The panels of these gauges show the increase per second."""
 WIDTH, HEIGHT, COLUMNS = 8, 7, 3
 
 

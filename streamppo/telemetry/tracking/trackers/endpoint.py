@@ -1,7 +1,7 @@
 """Serves the newest numbers as text on 127.0.0.1, from where Prometheus reads them.
 
-The server answers only requests whose Host is a loopback name. Otherwise a foreign web page could read the numbers
-through a domain name that resolves to 127.0.0.1 (DNS rebinding).
+The server answers only requests whose Host is a loopback name: a foreign web page could read the numbers through a
+domain name that resolves to 127.0.0.1 (DNS rebinding).
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
