@@ -2,6 +2,7 @@
 
 import base64
 import json
+import logging
 import shutil
 from importlib.util import find_spec
 from pathlib import Path
@@ -11,7 +12,7 @@ from streamppo import durable
 from streamppo.weights.models.settings import REFUSALS, local_folder, naming
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+    from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 FILES = (
     *("tokenizer*", "vocab*", "merges.txt", "spiece.model", "sentencepiece*", "*.tiktoken", "tekken.json"),
@@ -25,6 +26,8 @@ ASCII = (*b"\t\n", *range(32, 127))
 """Bytes each of which is a character and, in tekken.json, a token."""
 PROBE = "  1 + 1 = 2,\n\tnaïve façade: 東京 ½ 🙂  "
 """A text that tokenizers with different rules split differently."""
+
+log = logging.getLogger(__name__)
 
 
 def load(path: str | Path) -> "PreTrainedTokenizerBase":
@@ -43,9 +46,34 @@ def read(path: str | Path) -> "PreTrainedTokenizerBase":
     except Exception as error:
         raise ValueError(_reason(Path(path), error)) from error
     _compare_tekken(tokenizer, Path(path))
+    tokenizer = _with_rules_of_file(tokenizer, path)
     if tokenizer.chat_template is None:
         tokenizer.chat_template = _processor_template(path)
     return tokenizer
+
+
+def _with_rules_of_file(tokenizer: "PreTrainedTokenizerBase", path: str | Path) -> "PreTrainedTokenizerBase":
+    """Return `tokenizer`, or one with the rules of tokenizer.json if only those keep the characters of a text.
+
+    Transformers 5 replaces the rules by those of the class that tokenizer_config.json names. For DeepSeek R1's Llamas
+    the class is another family's, whose rules drop all spaces.
+    """
+    from transformers import PreTrainedTokenizerFast
+
+    if not isinstance(tokenizer, PreTrainedTokenizerFast) or _keeps_characters(tokenizer):
+        return tokenizer
+    try:
+        of_file = PreTrainedTokenizerFast.from_pretrained(str(path))
+    except REFUSALS as error:
+        log.debug("%s: there is no tokenizer.json that can be read: %s", path, error)
+        return tokenizer
+    return of_file if _keeps_characters(of_file) else tokenizer
+
+
+def _keeps_characters(tokenizer: "PreTrainedTokenizerFast") -> bool:
+    """Return True if the text of the probe's tokens is the probe. SentencePiece may add or drop spaces at its ends."""
+    backend = tokenizer.backend_tokenizer
+    return backend.decode(backend.encode(PROBE, add_special_tokens=False).ids).strip() == PROBE.strip()
 
 
 def _processor_template(path: str | Path) -> str | None:
@@ -71,7 +99,20 @@ def _reason(folder: Path, error: Exception) -> str:
     is_pieces = (folder / PIECES).is_file() and not (folder / FAST).is_file()
     if is_pieces and find_spec("sentencepiece") is None:
         return f"it has {PIECES} and no {FAST}, and needs the library sentencepiece: pip install sentencepiece protobuf"
+    if _is_tekken(folder):
+        return f"{_transformers()} cannot read its {TEKKEN} ({type(error).__name__}: {error}); add the model's {FAST}"
     return f"{type(error).__name__}: {error}"
+
+
+def _is_tekken(folder: Path) -> bool:
+    """Return True if Mistral's tekken.json is the only file of a tokenizer."""
+    return (folder / TEKKEN).is_file() and not (folder / FAST).is_file() and not (folder / PIECES).is_file()
+
+
+def _transformers() -> str:
+    from transformers import __version__
+
+    return f"transformers {__version__}"
 
 
 def _compare_tekken(tokenizer: "PreTrainedTokenizerBase", folder: Path) -> None:
@@ -79,7 +120,7 @@ def _compare_tekken(tokenizer: "PreTrainedTokenizerBase", folder: Path) -> None:
 
     Some releases of transformers do not count the special tokens, whose ids come first.
     """
-    if not (folder / TEKKEN).is_file() or (folder / FAST).is_file() or (folder / PIECES).is_file():
+    if not _is_tekken(folder):
         return
     try:
         content = json.loads(durable.read(folder / TEKKEN))
@@ -90,10 +131,8 @@ def _compare_tekken(tokenizer: "PreTrainedTokenizerBase", folder: Path) -> None:
         raise ValueError(f"{TEKKEN} is damaged: {type(error).__name__}: {error}") from error
     wrong = [text for text, number in expected.items() if tokenizer.encode(text, add_special_tokens=False) != [number]]
     if wrong:
-        from transformers import __version__
-
         raise ValueError(
-            f"transformers {__version__} reads its {TEKKEN} wrongly: {wrong[0]!r} is not the token "
+            f"{_transformers()} reads its {TEKKEN} wrongly: {wrong[0]!r} is not the token "
             f"{expected[wrong[0]]}; add the model's {FAST}, or install a later transformers"
         )
 

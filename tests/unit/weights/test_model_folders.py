@@ -13,6 +13,7 @@ import folder_faults
 import model_families
 import model_folders
 import pytest
+import tokenizer_kinds
 import torch
 from safetensors.torch import load_file, save_file
 from transformers import (
@@ -369,6 +370,32 @@ def test_numbers_that_differ_from_those_of_tekken_are_refused(healthy: Callable[
     (tmp_path / "other" / "tekken.json").write_text("{}")
     with pytest.raises(ValueError, match=r"tekken\.json is damaged: KeyError"):
         tokenizer._compare_tekken(another, tmp_path / "other")
+
+
+def test_an_older_tekken_that_transformers_cannot_read_is_named(tmp_path: Path) -> None:
+    tekken(tmp_path, special=20)
+    content = json.loads((tmp_path / "tekken.json").read_text())
+    del content["special_tokens"]
+    (tmp_path / "tekken.json").write_text(json.dumps(content))
+    try:
+        tokenizer.read(tmp_path)
+    except ValueError as error:
+        assert "cannot read its tekken.json (KeyError" in str(error) and "add the model's tokenizer.json" in str(error)
+
+
+def test_a_tokenizer_whose_class_drops_spaces_gets_the_rules_of_its_file(tmp_path: Path) -> None:
+    """As DeepSeek R1's Llamas: a byte-level tokenizer.json under the name of the class of Llama 2."""
+    made = tokenizer_kinds.make("byte_bpe", "llama3")
+    made.save_pretrained(tmp_path)
+    entries = json.loads((tmp_path / "tokenizer_config.json").read_text())
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({**entries, "tokenizer_class": "LlamaTokenizerFast"}))
+    LlamaConfig(**BODY).save_pretrained(tmp_path)
+    for source in (tmp_path, tmp_path / "exported"):
+        loaded = tokenizer.read(source)
+        assert loaded(tokenizer.PROBE)["input_ids"] == made(tokenizer.PROBE)["input_ids"]
+        assert loaded.decode(loaded(" a  b\n")["input_ids"], skip_special_tokens=True) == " a  b\n"
+        assert (loaded.eos_token, loaded.chat_template) == (made.eos_token, made.chat_template)
+        tokenizer.write(loaded, source, tmp_path / "exported")
 
 
 def test_a_tokenizer_of_pieces_names_the_library_that_it_needs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
