@@ -59,9 +59,9 @@ def _draw(logp_BV: Tensor, uniform_B: Tensor) -> Tensor:
     if V <= LARGE:
         # In float32 the sum over a vocabulary would lose rare tokens.
         return _first_above(logp_BV.double().exp().cumsum(-1), uniform_B)
-    p_BV = logp_BV.new_zeros(B, -(-V // BLOCK) * BLOCK)
     # In a large vocabulary, float64 sums over all tokens would take most of a step's time.
     p_BV = logp_BV.new_zeros(B, -(-V // BLOCK) * BLOCK)
+    torch.exp(logp_BV, out=p_BV[:, :V])
     p_BNW = p_BV.view(B, -1, BLOCK)
     mass_BN = p_BNW.sum(-1).double()
     cumulative_BN = mass_BN.cumsum(-1)
