@@ -9,15 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from streamppo.algorithms.masked import (
-    at_least_float32,
-    check_sequences,
-    check_tokens,
-    fill,
-    sequence_count,
-    sequence_sum,
-    spread,
-)
+from streamppo.algorithms import masked
 from streamppo.algorithms.scan import group_sums, next_unmasked, reverse_scan
 from streamppo.algorithms.value_losses import explained_variance
 
@@ -59,10 +51,10 @@ def gae(
     https://arxiv.org/abs/1506.02438. lam = 0 is the one-step TD error, lam = 1 is Monte Carlo minus the value. `lam`
     may be a [B] tensor, see `adaptive_lambda`.
     """
-    check_tokens(mask_BT, rewards_BT=rewards_BT, values_BT=values_BT)
-    check_sequences(mask_BT, bootstrap_B=bootstrap_B)
+    masked.check_tokens(mask_BT, rewards_BT=rewards_BT, values_BT=values_BT)
+    masked.check_sequences(mask_BT, bootstrap_B=bootstrap_B)
     check_fraction(gamma=gamma, lam=lam)
-    values_BT, rewards_BT = fill(values_BT, mask_BT).detach(), fill(rewards_BT, mask_BT)
+    values_BT, rewards_BT = masked.fill(values_BT, mask_BT).detach(), masked.fill(rewards_BT, mask_BT)
     next_values_BT = next_unmasked(values_BT, mask_BT, bootstrap_B.detach())
     delta_BT = rewards_BT + gamma * next_values_BT - values_BT
     decay_BT = (gamma * column(lam, values_BT)).expand_as(values_BT)
@@ -100,7 +92,7 @@ def adaptive_lambda(lengths_B: Tensor, alpha: float) -> Tensor:
     """
     if alpha <= 0:
         raise ValueError(f"alpha must be positive, got {alpha}")
-    lengths_B = at_least_float32(lengths_B).clamp(min=1)
+    lengths_B = masked.at_least_float32(lengths_B).clamp(min=1)
     return (1 - 1 / (alpha * lengths_B)).clamp(0.0, 1.0)
 
 
@@ -114,7 +106,7 @@ def outcomes_explained(
 
     `known_B` [B] is True for sequences that have all their rewards; the variances are over their tokens.
     """
-    check_sequences(mask_BT, known_B=known_B)
+    masked.check_sequences(mask_BT, known_B=known_B)
     known_BT, bootstrap_B = mask_BT & known_B[:, None], torch.zeros_like(values_BT[:, 0])
     outcomes_BT = gae(rewards_BT, values_BT, known_BT, bootstrap_B, gamma=gamma, lam=1.0).returns
     return explained_variance(values_BT, outcomes_BT, known_BT)
@@ -129,10 +121,10 @@ def sequence_level(scores_B: Tensor, baseline_B: Tensor, mask_BT: Tensor) -> Adv
     REINFORCE with a baseline (Williams 1992, https://doi.org/10.1007/BF00992696). baseline_B is the critic's value of
     the prompt. Use a loss with one ratio per response (`sequence_losses`). For responses of one token this is `gae`.
     """
-    check_tokens(mask_BT)
-    check_sequences(mask_BT, scores_B=scores_B, baseline_B=baseline_B)
-    advantages_B = at_least_float32(scores_B) - at_least_float32(baseline_B).detach()
-    return AdvantageEstimate(spread(advantages_B, mask_BT), spread(at_least_float32(scores_B), mask_BT))
+    masked.check_tokens(mask_BT)
+    masked.check_sequences(mask_BT, scores_B=scores_B, baseline_B=baseline_B)
+    scores_B, baseline_B = masked.at_least_float32(scores_B), masked.at_least_float32(baseline_B).detach()
+    return AdvantageEstimate(masked.spread(scores_B - baseline_B, mask_BT), masked.spread(scores_B, mask_BT))
 
 
 class Moments(NamedTuple):
@@ -145,13 +137,13 @@ class Moments(NamedTuple):
 
 def moments(x_BT: Tensor, mask_BT: Tensor, group_ids_B: Tensor | None) -> Moments:
     """The `Moments` of x over the batch or, with group_ids_B, over each sequence's group."""
-    check_tokens(mask_BT, x_BT=x_BT)
-    values_BT = fill(x_BT, mask_BT).double()
-    sums_B = (sequence_sum(values_BT, mask_BT), sequence_sum(values_BT.square(), mask_BT))
-    sums_3B = torch.stack([sequence_count(mask_BT).double(), *sums_B])
+    masked.check_tokens(mask_BT, x_BT=x_BT)
+    values_BT = masked.fill(x_BT, mask_BT).double()
+    sums_B = (masked.sequence_sum(values_BT, mask_BT), masked.sequence_sum(values_BT.square(), mask_BT))
+    sums_3B = torch.stack([masked.sequence_count(mask_BT).double(), *sums_B])
     if group_ids_B is None:
         return Moments(*sums_3B.sum(-1).unbind())
-    check_sequences(mask_BT, group_ids_B=group_ids_B)
+    masked.check_sequences(mask_BT, group_ids_B=group_ids_B)
     return Moments(*group_sums(sums_3B, group_ids_B).unbind())
 
 
@@ -174,7 +166,7 @@ def whiten(
         variance = variance * sums.tokens / (sums.tokens - 1).clamp(min=1)
     scale = (variance + VARIANCE_FLOOR).rsqrt()
     if group_ids_B is not None:
-        mean, scale = spread(mean, mask_BT), spread(scale, mask_BT)
-    values_BT = fill(x_BT, mask_BT)
+        mean, scale = masked.spread(mean, mask_BT), masked.spread(scale, mask_BT)
+    values_BT = masked.fill(x_BT, mask_BT)
     whitened_BT = (values_BT.double() - mean) * scale + (0.0 if shift_mean else mean)
     return whitened_BT.to(values_BT.dtype).masked_fill(~mask_BT, 0.0)

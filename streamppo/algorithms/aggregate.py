@@ -10,14 +10,7 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from streamppo.algorithms.masked import (
-    at_least_float32,
-    check_sequences,
-    check_tokens,
-    fill,
-    sequence_count,
-    sequence_sum,
-)
+from streamppo.algorithms import masked
 from streamppo.algorithms.scan import group_sums, leaders
 
 Aggregation = Literal["token-mean", "sequence-mean-token-mean", "sequence-mean-token-sum", "prompt-mean", "constant"]
@@ -53,18 +46,16 @@ def denominators(mask_BT: Tensor, *, constant: float = 1.0, prompt_B: Tensor | N
     `constant` is the divisor of the "constant" aggregation: any fixed length, such as the longest allowed response.
     `prompt_B` is the prompt of each sequence, for "prompt-mean".
     """
-    check_tokens(mask_BT)
+    masked.check_tokens(mask_BT)
     if constant <= 0:
         raise ValueError(f"constant must be positive, got {constant}")
-    counts_B = sequence_count(mask_BT)
-    prompts = None if prompt_B is None else _prompts(counts_B, prompt_B)
+    counts_B = masked.sequence_count(mask_BT)
+    prompts = None
+    if prompt_B is not None:
+        tokens_B, order_B = group_sums(counts_B.double()[None], prompt_B)[0], prompt_B.argsort(stable=True)
+        is_first_B = leaders(prompt_B) == torch.arange(len(prompt_B), device=prompt_B.device)
+        prompts = Prompts(float((is_first_B & (tokens_B > 0)).sum()), prompt_B[order_B], tokens_B[order_B])
     return Denominators(float(counts_B.sum()), float((counts_B > 0).sum()), float(constant), prompts)
-
-
-def _prompts(counts_B: Tensor, prompt_B: Tensor) -> Prompts:
-    tokens_B, order_B = group_sums(counts_B.double()[None], prompt_B)[0], prompt_B.argsort(stable=True)
-    is_first_B = leaders(prompt_B) == torch.arange(len(prompt_B), device=prompt_B.device)
-    return Prompts(float((is_first_B & (tokens_B > 0)).sum()), prompt_B[order_B], tokens_B[order_B])
 
 
 def aggregate(
@@ -88,17 +79,17 @@ def aggregate(
     selects the tokens that contribute. `lengths_B` is each sequence's unmasked count BEFORE filtering. `prompt_B` is
     each sequence's prompt, needed only for "prompt-mean". Raises ValueError if the minibatch has no unmasked token.
     """
-    check_tokens(mask_BT, loss_BT=loss_BT)
-    check_sequences(mask_BT, lengths_B=lengths_B)
+    masked.check_tokens(mask_BT, loss_BT=loss_BT)
+    masked.check_sequences(mask_BT, lengths_B=lengths_B)
     if denominators.tokens <= 0 or denominators.sequences <= 0:
         raise ValueError("every token of the minibatch is masked: there is nothing to average over")
     if kind == "token-mean":
-        return fill(loss_BT, mask_BT).sum() / denominators.tokens
+        return masked.fill(loss_BT, mask_BT).sum() / denominators.tokens
     if kind == "sequence-mean-token-sum":
-        return fill(loss_BT, mask_BT).sum() / denominators.sequences
+        return masked.fill(loss_BT, mask_BT).sum() / denominators.sequences
     if kind == "constant":
-        return fill(loss_BT, mask_BT).sum() / (denominators.sequences * denominators.constant)
-    sums_B = sequence_sum(loss_BT, mask_BT)
+        return masked.fill(loss_BT, mask_BT).sum() / (denominators.sequences * denominators.constant)
+    sums_B = masked.sequence_sum(loss_BT, mask_BT)
     if kind == "prompt-mean":
         if denominators.prompts is None or prompt_B is None:
             raise ValueError("prompt-mean needs the prompt of every sequence")
@@ -107,4 +98,4 @@ def aggregate(
         return (sums_B / tokens_B.clamp(min=1).to(sums_B)).sum() / num_prompts
     if kind != "sequence-mean-token-mean":
         raise ValueError(f"unknown aggregation {kind!r}")
-    return (sums_B / at_least_float32(lengths_B).clamp(min=1).to(sums_B)).sum() / denominators.sequences
+    return (sums_B / masked.at_least_float32(lengths_B).clamp(min=1).to(sums_B)).sum() / denominators.sequences

@@ -15,17 +15,8 @@ from typing import NamedTuple, TypeAlias, TypeVar
 import torch
 from torch import Tensor
 
+from streamppo.algorithms import masked
 from streamppo.algorithms.corrections import Correction, log_weights
-from streamppo.algorithms.masked import (
-    bounded_exp,
-    check_finite,
-    check_tokens,
-    fill,
-    on_last_token,
-    refuse,
-    sequence_sum,
-    spread,
-)
 from streamppo.algorithms.policy_losses import TokenLoss, token_log_ratio
 
 Inputs = TypeVar("Inputs", bound=tuple[Tensor, ...])
@@ -98,16 +89,16 @@ def custom_advantage(
     With `function = groups.rloo(scores_B, group_ids_B)` this is RLOO. Raises `ValueError` for a result that is not a
     tensor of [B] or [B, T], for advantages that are not finite, and for a function that changes its inputs.
     """
-    rewards_BT = fill(rewards_BT, mask_BT)
-    scores_B = sequence_sum(rewards_BT, mask_BT)
+    rewards_BT = masked.fill(rewards_BT, mask_BT)
+    scores_B = masked.sequence_sum(rewards_BT, mask_BT)
     inputs = AdvantageInputs(rewards_BT, scores_B, group_ids_B, mask_BT, lag_BT, truncated_B)
     advantage = _tensor(check_inputs_unchanged(function, "advantage")(inputs), "advantage")
     if advantage.shape not in (mask_BT.shape, scores_B.shape):
         shapes = f"[B] = {tuple(scores_B.shape)} or [B, T] = {tuple(mask_BT.shape)}"
         raise ValueError(f"the advantage has shape {tuple(advantage.shape)}; it must be {shapes}")
-    advantage_BT = spread(advantage, mask_BT) if advantage.dim() == 1 else advantage
-    check_finite(mask_BT, advantage=advantage_BT)
-    return fill(advantage_BT, mask_BT).detach()
+    advantage_BT = masked.spread(advantage, mask_BT) if advantage.dim() == 1 else advantage
+    masked.check_finite(mask_BT, advantage=advantage_BT)
+    return masked.fill(advantage_BT, mask_BT).detach()
 
 
 def try_custom_advantage(function: CustomAdvantage) -> None:
@@ -121,7 +112,7 @@ def try_custom_advantage(function: CustomAdvantage) -> None:
     mask_BT[0, -2:] = False
     mask_BT[1, 1] = False
     truncated_B = torch.arange(len(scores_B)) == 2
-    columns = on_last_token(scores_B, mask_BT), group_ids_B, mask_BT, mask_BT.long(), truncated_B
+    columns = masked.on_last_token(scores_B, mask_BT), group_ids_B, mask_BT, mask_BT.long(), truncated_B
     first_BT, again_BT = (custom_advantage(*columns, function=function) for _ in range(2))
     check_repeatable(first_BT, again_BT, "the advantages change")
 
@@ -168,13 +159,13 @@ def custom_correction(
     weight 0 counts as dropped. Raises `ValueError` for a result that is not a [B, T] tensor of finite weights >= 0, and
     for a function that changes its inputs.
     """
-    check_tokens(mask_BT, lag_BT=lag_BT, trained_BT=trained_BT)
+    masked.check_tokens(mask_BT, lag_BT=lag_BT, trained_BT=trained_BT)
     log_ratio_BT = log_weights(proximal_logprobs_BT, behavior_logprobs_BT, mask_BT, level="token")
     inputs = CorrectionInputs(
-        proximal_logprobs_BT=fill(proximal_logprobs_BT.detach(), mask_BT),
-        behavior_logprobs_BT=fill(behavior_logprobs_BT.detach(), mask_BT),
+        proximal_logprobs_BT=masked.fill(proximal_logprobs_BT.detach(), mask_BT),
+        behavior_logprobs_BT=masked.fill(behavior_logprobs_BT.detach(), mask_BT),
         log_ratio_BT=log_ratio_BT,
-        ratio_BT=bounded_exp(log_ratio_BT).masked_fill(~mask_BT, 0.0),
+        ratio_BT=masked.bounded_exp(log_ratio_BT).masked_fill(~mask_BT, 0.0),
         lag_BT=lag_BT.masked_fill(~mask_BT, 0),
         mask_BT=mask_BT,
         trained_BT=trained_BT,
@@ -184,9 +175,9 @@ def custom_correction(
         raise ValueError(
             f"the weights have shape {tuple(result_BT.shape)}; they must be [B, T] = {tuple(mask_BT.shape)}"
         )
-    check_finite(mask_BT, weights=result_BT)
-    refuse("weights", result_BT, mask_BT & (result_BT < 0), "below 0: it would reverse the gradient")
-    weights_BT = fill(result_BT.detach(), mask_BT).to(log_ratio_BT.dtype)
+    masked.check_finite(mask_BT, weights=result_BT)
+    masked.refuse("weights", result_BT, mask_BT & (result_BT < 0), "below 0: it would reverse the gradient")
+    weights_BT = masked.fill(result_BT.detach(), mask_BT).to(log_ratio_BT.dtype)
     keep_BT = mask_BT & (weights_BT > 0)
     return Correction(weights_BT, keep_BT, {"function": mask_BT & ~keep_BT})
 
@@ -257,15 +248,15 @@ def custom_loss(
     With `function = -advantages_BT * ratio_BT` this is `policy_losses.importance_weighted`. Raises `ValueError` for a
     result that is not a [B, T] tensor.
     """
-    check_tokens(mask_BT, behavior_logprobs_BT=behavior_logprobs_BT)
+    masked.check_tokens(mask_BT, behavior_logprobs_BT=behavior_logprobs_BT)
     log_ratio_BT, advantages_BT = token_log_ratio(logprobs_BT, proximal_logprobs_BT, advantages_BT, mask_BT)
-    ratio_BT = bounded_exp(log_ratio_BT)
+    ratio_BT = masked.bounded_exp(log_ratio_BT)
     constants = proximal_logprobs_BT.detach(), behavior_logprobs_BT.detach()
     inputs = LossInputs(logprobs_BT, *constants, log_ratio_BT, ratio_BT, advantages_BT, mask_BT)
     loss_BT = _tensor(function(inputs), "loss")
     if loss_BT.shape != mask_BT.shape:
         raise ValueError(f"the loss has shape {tuple(loss_BT.shape)}; it must be [B, T] = {tuple(mask_BT.shape)}")
-    return TokenLoss(fill(loss_BT, mask_BT), torch.zeros_like(mask_BT), ratio_BT.detach())
+    return TokenLoss(masked.fill(loss_BT, mask_BT), torch.zeros_like(mask_BT), ratio_BT.detach())
 
 
 def try_custom_loss(function: CustomLoss) -> None:

@@ -185,17 +185,13 @@ def _activation_bytes(body: torch.nn.Module, rows: int, width: int) -> list[int]
             storages[storage._cdata] = storage
         return tensor
 
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor), FusedAttentionMode():
-        _pass(body, rows, width)
-    return [storage.nbytes() for storage in storages.values()]
-
-
-def _pass(body: torch.nn.Module, rows: int, width: int) -> None:
     tokens = torch.zeros(rows, width, dtype=torch.long, device="meta")
     # Rows of one token need a mask. A long row has no mask, because layers with a recurrent state cannot read it here.
     mask = torch.ones(rows, 1, 1, 1, dtype=torch.bool, device="meta") if width == 1 else None
-    with attention.without_packing_search():
+    hooks = torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor)
+    with hooks, FusedAttentionMode(), attention.without_packing_search():
         body(input_ids=tokens, attention_mask=mask, use_cache=False)
+    return [storage.nbytes() for storage in storages.values()]
 
 
 class FusedAttentionMode(TorchFunctionMode):

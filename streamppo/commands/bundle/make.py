@@ -87,7 +87,8 @@ def make(run: Path, update: int, to: Path | None, rows: Sequence[int], *, adapte
     if chosen_rows:
         batch = structs.replace(batch, trajectories=tuple(batch.trajectories[row] for row in chosen_rows))
     with durable.naming(to, BundleError), durable.scratch_folder(to) as scratch:
-        begin, checkpoint = _checkpoint(past, scratch)
+        checkpoint = scratch / f"{past.version:08d}" if past.version else None
+        begin = versions.make_checkpoint(past, scratch) if past.version else 0
         state, stored = _state(past, checkpoint)
         tensors, start = {new: stored[old] for old in stored if (new := _name(old))}, model_path(config, run)
         first_model = _first_model(config, state, start, adapter=adapter)
@@ -132,13 +133,6 @@ def _refuse(past: Past, update: int, to: Path, *, adapter: bool) -> None:
     if to.exists() or to.is_symlink():
         raise ConfigError(f"{to}: already exists; choose another --to")
     durable.refuse_output(to, BundleError)
-
-
-def _checkpoint(past: Past, aside: Path) -> tuple[int, Path | None]:
-    """Make the checkpoint before the update. Returns (version where its replay began, path); (0, None) at version 0."""
-    if not past.version:
-        return 0, None
-    return versions.make_checkpoint(past, aside), aside / f"{past.version:08d}"
 
 
 def _state(past: Past, checkpoint: Path | None) -> tuple[CheckpointState, dict[str, Tensor]]:

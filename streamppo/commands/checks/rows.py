@@ -108,7 +108,9 @@ def score(config: Config, task: Task, tokenizer: Tokenizer | None, *, call: bool
         return
     prompts = _first_of_sources(task)
     try:
-        yield _example(prompts[0], tokenizer)
+        text, count = tokenizer.render(prompts[0]), len(tokenizer.encode(prompts[0]))
+        shown = text if len(text) <= SHOWN else f"{text[: SHOWN // 2]} ... {text[-SHOWN // 2 :]}"
+        yield Finding("example", "ok", f"a prompt as the model sees it, {count} tokens: {json.dumps(shown)}")
         rows = [(prompt, _gold_completion(prompt, tokenizer)) for prompt in prompts]
     except TaskError as error:
         yield Finding("rows", "error", str(error))
@@ -135,12 +137,6 @@ def _first_of_sources(task: Task) -> list[Prompt]:
             if len(rows) < SCORED:
                 rows.append(prompt)
     return [prompt for rows in sources.values() for prompt in rows]
-
-
-def _example(prompt: Prompt, tokenizer: Tokenizer) -> Finding:
-    text, count = tokenizer.render(prompt), len(tokenizer.encode(prompt))
-    shown = text if len(text) <= SHOWN else f"{text[: SHOWN // 2]} ... {text[-SHOWN // 2 :]}"
-    return Finding("example", "ok", f"a prompt as the model sees it, {count} tokens: {json.dumps(shown)}")
 
 
 def _gold_completion(prompt: Prompt, tokenizer: Tokenizer) -> ScoredText:

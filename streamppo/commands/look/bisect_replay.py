@@ -101,7 +101,9 @@ def _replay(
     examined: list[ExaminedVersion] = []
     if last <= manifest.version_of(begin):
         return examined
-    _refuse_lost(run, begin, last)
+    archived, needed = set(archive.open(run).versions()), range(manifest.version_of(begin), last)
+    if (missing := next((version for version in needed if version not in archived), None)) is not None:
+        raise JournalError(f"{run}: version {missing + 1} cannot be replayed: its batch was not kept")
 
     def until(report: replay.UpdateReport, export: replay.Export) -> bool:
         with tempfile.TemporaryDirectory() as folder:
@@ -113,13 +115,6 @@ def _replay(
 
     replay.remake(run, past, begin, last, until=until)
     return examined
-
-
-def _refuse_lost(run: Path, begin: Path | None, last: int) -> None:
-    archived = set(archive.open(run).versions())
-    needed = range(manifest.version_of(begin), last)
-    if (missing := next((version for version in needed if version not in archived), None)) is not None:
-        raise JournalError(f"{run}: version {missing + 1} cannot be replayed: its batch was not kept")
 
 
 def _past(run: Path) -> History:

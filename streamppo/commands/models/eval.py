@@ -174,14 +174,11 @@ class _AnswerQueue:
             except FAILURES as error:
                 return ScoredAnswer(None, reason=str(error))
             finally:
-                self._log_progress()
+                self._done += 1
+                if time.monotonic() - self._logged_at > PROGRESS_S:
+                    self._logged_at = time.monotonic()
+                    log.info("%d of %d answers", self._done, self._total)
         return ScoredAnswer(episode.reward(scored).total, episode.num_sampled, episode.finish == "length")
-
-    def _log_progress(self) -> None:
-        self._done += 1
-        if time.monotonic() - self._logged_at > PROGRESS_S:
-            self._logged_at = time.monotonic()
-            log.info("%d of %d answers", self._done, self._total)
 
 
 def pass_at(samples: int, correct: int, k: int) -> float:

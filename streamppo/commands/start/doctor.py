@@ -101,20 +101,17 @@ def machine() -> Findings:
     few = soft != resource.RLIM_INFINITY and soft < OPEN_FILES
     remedy = f", and Ray opens more on many cores: ulimit -n {min(65536, hard) if hard > 0 else 65536}" if few else ""
     yield Finding("open files", "note" if few else "ok", f"up to {soft}{remedy}")
-    yield _loopback()
+    try:
+        with socket.create_server(("127.0.0.1", 0)) as server:
+            port = server.getsockname()[1]
+        yield Finding("ports", "ok", f"a process can listen on 127.0.0.1, as at port {port}")
+    except OSError as error:
+        yield Finding("ports", "error", f"no process can listen on 127.0.0.1, which Ray needs: {first_line(error)}")
 
 
 def _enough(subject: str, mib: int, least: int, more: str, remedy: str) -> Finding:
     short = f"; {least:,} MiB are needed: {remedy}" if mib < least else ""
     return Finding(subject, "note" if short else "ok", f"{mib:,} MiB {more}{short}")
-
-
-def _loopback() -> Finding:
-    try:
-        with socket.create_server(("127.0.0.1", 0)) as server:
-            return Finding("ports", "ok", f"a process can listen on 127.0.0.1, as at port {server.getsockname()[1]}")
-    except OSError as error:
-        return Finding("ports", "error", f"no process can listen on 127.0.0.1, which Ray needs: {first_line(error)}")
 
 
 def places(runs: Path) -> Findings:

@@ -60,16 +60,12 @@ def _fill(folder: Path, name: str) -> None:
     for file in FILES:
         template = (resources.files("streamppo.commands.start") / "project" / file).read_text()
         (folder / file).write_text(template.replace("NAME", name))
-    problems = _problems()
+    texts = ["".join(letters) for letters in product(LETTERS, repeat=LENGTH)]
+    shuffled = (texts[int(n)] for n in np.random.default_rng(0).permutation(len(texts)))
+    problems = [{"prompt": f"{text}>", "answer": "".join(sorted(text))} for text in shuffled]
     (folder / "data").mkdir()
     _write(folder / "data" / "held_out.jsonl", problems[:HELD_OUT])
     _write(folder / "data" / "train.jsonl", problems[HELD_OUT:])
-
-
-def _problems() -> list[dict[str, str]]:
-    texts = ["".join(letters) for letters in product(LETTERS, repeat=LENGTH)]
-    shuffled = (texts[int(n)] for n in np.random.default_rng(0).permutation(len(texts)))
-    return [{"prompt": f"{text}>", "answer": "".join(sorted(text))} for text in shuffled]
 
 
 def _write(path: Path, problems: Sequence[dict[str, str]]) -> None:

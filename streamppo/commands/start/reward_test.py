@@ -85,7 +85,9 @@ async def _try(
     await rewards.start(task.sources())
     try:
         if rows is not None:
-            given = list(_completions(rows, task, _source(config), tokenizer))
+            sources = list(config.task.sources.values()) if isinstance(config.task, DataTask) else []
+            source = sources[0] if len(sources) == 1 else Source(data="")
+            given = list(_completions(rows, task, source, tokenizer))
             return list(await asyncio.gather(*(_score(rewards, *row) for row in given))), rewards.report(), {}
         tensors = weights.model_weights(path, config.model.dtype)
         async with standalone.engine(config, "reward-test", path, 0, tensors) as engine:
@@ -129,11 +131,6 @@ async def _score(rewards: Rewards, prompt: Prompt, text: ScoredText) -> TriedCom
 def _answer(prompt: Prompt) -> str:
     answer = prompt.columns.get("answer")
     return "" if answer is None else str(answer)
-
-
-def _source(config: Config) -> Source:
-    sources = list(config.task.sources.values()) if isinstance(config.task, DataTask) else []
-    return sources[0] if len(sources) == 1 else Source(data="")
 
 
 def _completions(

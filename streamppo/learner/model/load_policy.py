@@ -59,7 +59,9 @@ def load(
     """
     device = mesh.device_type
     with torch.random.fork_rng(devices=[]):
-        untied = _is_untied(path)
+        if not dist.get_rank():
+            fetch(path)
+        untied = from_first_rank(not dist.get_rank() and not is_tied(settings(path)))
         plan = weight_files.plan(str(path), critic, adapted=lora is not None)
         cpu_policy = _on_cpu(path, critic, lora, plan) if dist.get_rank() == 0 else None
     implementation = attention.agree_on(attention.choose(config, device))
@@ -157,13 +159,6 @@ def _shard(policy: Policy, dtype: str, mesh: DeviceMesh, slices: Slices, *, offl
     exactly = partial(fully_shard, mp_policy=exact, offload_policy=offloading)
     tensor_parallel.shard_fully(policy.value_head, mesh, slices.cut, exactly)
     tensor_parallel.shard_fully(policy, mesh, slices.cut, sharding)
-
-
-def _is_untied(path: str | Path) -> bool:
-    if dist.get_rank():
-        return from_first_rank(False)
-    fetch(path)
-    return from_first_rank(not is_tied(settings(path)))
 
 
 def _read(

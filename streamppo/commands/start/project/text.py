@@ -56,7 +56,9 @@ def _table(table: Table) -> str:
 def _tables(choices: ProjectChoices) -> Iterator[Table]:
     sizes = choices.sizes
     name = Line("name", _text(choices.name), f"the run's folder is runs/{choices.name}")
-    updates = Line("updates", str(sizes.updates), _passes(choices))
+    prompts, rows = sizes.batch_size // sizes.samples, max(1, int(choices.rows.total * (1 - sizes.held_out)))
+    passes = f"updates of {prompts} prompts; all rows are seen once in {-(-rows // prompts)}"
+    updates = Line("updates", str(sizes.updates), passes)
     yield Table("", [name, Line("seed", "1", "seed of everything random"), updates])
     yield Table("model", list(_model(choices)))
     yield Table("task", list(_task(choices)))
@@ -186,12 +188,6 @@ def _further_tables(choices: ProjectChoices) -> Iterator[Table]:
     if not is_small(choices.policy):
         stall = Line("stall_s", "1800.0", "a run without an update for this long stops with the reason")
         yield Table("watchdog", [stall])
-
-
-def _passes(choices: ProjectChoices) -> str:
-    prompts = choices.sizes.batch_size // choices.sizes.samples
-    rows = max(1, int(choices.rows.total * (1 - choices.sizes.held_out)))
-    return f"updates of {prompts} prompts; all rows are seen once in {-(-rows // prompts)}"
 
 
 def _shared(sizes: Sizes) -> str:
