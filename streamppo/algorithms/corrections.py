@@ -105,8 +105,6 @@ def topr(
 
     In the paper, https://arxiv.org/abs/2503.14286, the numerator is the current policy and A is a reward of 1 or -1.
     Here the sign of each token's advantage decides. With proximal == behavior all weights are 1.
-
-    Example: a response of two tokens with ratios 0.5 and 0.8 and advantages 2 and -1 has the weights 1 and 0.4.
     """
     check_tokens(mask_BT, advantages_BT=advantages_BT)
     log_W_BT = log_weights(proximal_logprobs_BT, behavior_logprobs_BT, mask_BT, level="sequence")

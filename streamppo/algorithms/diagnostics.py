@@ -19,7 +19,6 @@ HIGH, LOW = 2.0, 0.5
 BLOCK_TOKENS = 2**18
 """The most tokens that are summed at one time, in a block of rows; a longer row is a block by itself."""
 QUANTILES = (0.01, 0.5, 0.99)
-"""The reported quantiles of an update's ratios: both tails and the median."""
 
 
 class Divergence(NamedTuple):

@@ -22,7 +22,6 @@ from streamppo.telemetry import host_memory
 DEVICES = Path("/dev")
 SHARED = Path("/dev/shm")
 SOCKET = f"ray/session_2026-01-31_12-00-00_000000_{os.getpid()}/sockets/plasma_store"
-"""Example of a path of Ray's sockets in its temporary folder."""
 MOST_SOCKET_BYTES = 107 if sys.platform == "linux" else 103
 """Maximum bytes of a socket's path (sockaddr_un)."""
 PROCESS_MIB = 300

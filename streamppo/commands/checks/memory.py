@@ -19,7 +19,6 @@ from streamppo.telemetry import host_memory
 
 GIB = 2**30
 ASSUMED_GIB = 80.0
-"""Assumed memory of a GPU if --gpu-gib is not given and this machine has no GPU."""
 
 
 class Gpu(NamedTuple):

@@ -28,17 +28,12 @@ from streamppo.tasks.warmup_data import Lesson
 from streamppo.types import Prompt, ScoredText
 
 SCORED = 8
-"""Number of rows of each source that are scored."""
 SOURCES = 8
-"""Number of sources whose rows are scored."""
 PLACES = 3
-"""Maximum unreadable rows that a finding names."""
 READING_S = 5.0
 """Time limit for reading the answers of one scorer's rows. Formulas take longest."""
 QUOTED = 60
-"""Maximum characters of an answer in a note."""
 SHOWN = 1000
-"""Maximum characters of the example prompt."""
 MATH = "streamppo.tasks.scorers.maths:Math"
 
 

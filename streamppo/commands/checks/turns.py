@@ -21,11 +21,9 @@ from streamppo.terminal import quoted
 from streamppo.types import Ints, Message, Prompt, branches
 
 PROMPTS = 64
-"""Number of prompts that are examined."""
 TURNS = 2
 """Turns of the policy, one before and one after the environment's answer."""
 AGENT_S = 20.0
-"""Maximum seconds of an agent's run."""
 
 
 class Answers:

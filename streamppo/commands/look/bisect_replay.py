@@ -1,12 +1,10 @@
 """Replays versions for `streamppo bisect`, with as few updates as possible.
 
-    question                   examined versions                                          replayed updates
-    a metric, a test of data   every line, or every batch                                 none
-    a test of the weights      every checkpoint; then each version after the last one     from that checkpoint to the
-                               before the first that holds, up to one that holds          answer
-    the same with --set        each version from the first, under the changes             from the first to the answer
-
-One replay from a checkpoint, which examines version after version, makes fewer updates than a binary search.
+question                   examined versions                                          replayed updates
+a metric, a test of data   every line, or every batch                                 none
+a test of the weights      every checkpoint; then each version after the last one     from that checkpoint to the
+                           before the first that holds, up to one that holds          answer
+the same with --set        each version from the first, under the changes             from the first to the answer
 """
 
 import tempfile

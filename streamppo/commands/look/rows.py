@@ -18,7 +18,6 @@ from streamppo.terminal import bounded
 from streamppo.types import Trajectory, ints
 
 SHOWN = 400
-"""Maximum characters of a column that are shown."""
 
 
 class DataRow(NamedTuple):

@@ -25,7 +25,6 @@ PASSES = ("forward", "loss", "backward", "optimizer", "targets", "metrics", "sna
 ENGINE = ("decode", "prefill", "swap", "unpack")
 """Phases of an engine's thread."""
 BATCHES = 8
-"""Number of last batches of a run whose lengths are read."""
 
 
 class Interval(NamedTuple):
@@ -168,10 +167,7 @@ def _interval(before: PhasesLine, after: PhasesLine) -> Interval:
 
 
 def _fit(points: Iterable[tuple[tuple[float, ...], float]]) -> tuple[float, ...]:
-    """Fit the cost of each cause by least squares without a constant. A cause without a positive cost gets 0.
-
-    Example: (((1, 10), 3.0), ((1, 20), 5.0)) -> (1.0, 0.2).
-    """
+    """Fit the cost of each cause by least squares without a constant. A cause without a positive cost gets 0."""
     rows = list(points)
     causes, spent = np.array([cause for cause, _ in rows], dtype=float), np.array([seconds for _, seconds in rows])
     best, least = np.zeros(causes.shape[1]), float(np.square(spent).sum())

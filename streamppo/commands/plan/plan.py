@@ -10,7 +10,7 @@ import msgspec
 
 from streamppo import durable, process
 from streamppo.commands.console import console, echo, table
-from streamppo.commands.plan import measured, meshes, proposals, roofline
+from streamppo.commands.plan import measured, proposals, roofline
 from streamppo.commands.plan.measured import MeasuredRun
 from streamppo.commands.plan.proposals import Basis, Lengths, Proposal
 from streamppo.commands.plan.roofline import GpuType
@@ -42,10 +42,8 @@ SPREAD, DRAWS = 0.8, 999
 """The standard deviation of the logarithm of assumed completion lengths, and the number of these lengths."""
 COMPARED = 60
 ROOM = 0.92
-"""Share of a GPU's memory that a plan may use."""
 COLUMNS = ("predicted", "realised", "ratio")
 WAITS = 0.1
-"""Waits below this share of the time are not reported."""
 GIB = 2**30
 
 
@@ -156,11 +154,11 @@ def on_gpus(config: Config, hardware: Hardware, assumed: Assumed, to: Path | Non
         return [count for count in proposals.more_slots(config) if count * mean <= room]
 
     known = Basis(lengths, None, price, fits, slots, DOUBT["estimated"])
-    bare_splits = _splits(hardware.gpus, config.evaluation.actors, model, gpu)
-    choices = ((split, meshes.choose(configfile.change(config, split), settings, fits)) for split in bare_splits)
+    bare = _splits(hardware.gpus, config.evaluation.actors, model, gpu)
+    choices = ((split, proposals.choose_meshes(configfile.change(config, split), settings, fits)) for split in bare)
     divisions = [(split, mesh) for split, chosen in choices for mesh in chosen]
     has_meshes = any(mesh != config.learner.mesh for _, mesh in divisions)
-    splits = [(*split, meshes.override(mesh)) if has_meshes else split for split, mesh in divisions]
+    splits = [(*split, proposals.mesh_override(mesh)) if has_meshes else split for split, mesh in divisions]
     if not splits:
         raise ConfigError(
             f"no division of {hardware.gpus} {hardware.kind} ({gpu.gib} GiB) holds ranks and engines of "

@@ -1,21 +1,32 @@
-"""Proposes settings with a higher throughput, which it finds by simulation.
+"""Proposes meshes that hold a model, and settings with a higher throughput, which it finds by simulation.
 
 Settings are changed one after another, each to the value with the most trained tokens per second. Of several values
 within `EQUAL` of the highest rate, the first is taken: the fewest GPUs of a stage, the smallest lag, the fewest slots
 and trajectories in flight. A larger batch must raise the rate by the share `BATCH_GAIN`, because it changes learning.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import NamedTuple
+from itertools import islice, product
+from typing import TYPE_CHECKING, NamedTuple
 
+from msgspec import structs
+
+from streamppo.commands.plan.roofline import NODE
 from streamppo.commands.plan.simulation import Prediction, simulate
 from streamppo.commands.plan.workload import StageCosts, Workload
 from streamppo.config import file as configfile
+from streamppo.config.learner import Mesh
 from streamppo.config.sections import Config
 from streamppo.errors import ConfigError
+from streamppo.learner.parallel import context_parallel, tensor_parallel
 from streamppo.queue.rules.state import queue_settings
 
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+PARTS = (2, 4, 8)
+"""Tried numbers of ranks that share rows, layers or experts."""
 EQUAL = 0.02
 """Rates with a smaller relative difference count as equal."""
 LAGS = (1, 2, 4, 8, 16)
@@ -138,3 +149,37 @@ def _changed(base: Proposal, overrides: tuple[str, ...], basis: Basis) -> Propos
     names = [override.partition("=")[0] for override in overrides]
     others = (override for override in base.overrides if override.partition("=")[0] not in names)
     return Proposal((*others, *overrides), config, predict(config, basis))
+
+
+def choose_meshes(config: Config, model: "PretrainedConfig", fits: Callable[[Config], bool]) -> list[Mesh]:
+    """Return meshes for the ranks of `config` that `model` supports and for which `fits` returns True.
+
+    The candidates are the configured mesh, and the same mesh with a replica on each node. If neither fits, meshes that
+    divide experts, then rows, then layers are tried, and the result is the first mesh that fits.
+    """
+    plain = [mesh for mesh in _plain(config) if _holds(config, mesh, model, fits)]
+    candidates = product(("expert", "context", "tensor"), PARTS)
+    meshes = (structs.replace(config.learner.mesh, **{field: parts}) for field, parts in candidates)
+    return plain or list(islice((mesh for mesh in meshes if _holds(config, mesh, model, fits)), 1))
+
+
+def mesh_override(mesh: Mesh) -> str:
+    """Return the override that sets `mesh`."""
+    parts = [f"{name}={ranks}" for name, ranks in structs.asdict(mesh).items() if ranks > 1]
+    return f"learner.mesh={{{', '.join(parts)}}}"
+
+
+def _plain(config: Config) -> Iterator[Mesh]:
+    yield config.learner.mesh
+    ranks = config.learner.ranks
+    if ranks > NODE and ranks % NODE == 0:
+        yield structs.replace(config.learner.mesh, replicate=ranks // NODE)
+
+
+def _holds(config: Config, mesh: Mesh, model: "PretrainedConfig", fits: Callable[[Config], bool]) -> bool:
+    if context_parallel.refusal(model, mesh.slices) or tensor_parallel.refusal(model, mesh.expert):
+        return False
+    try:
+        return fits(configfile.change(config, [mesh_override(mesh)]))
+    except ConfigError:
+        return False

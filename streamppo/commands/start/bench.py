@@ -21,7 +21,6 @@ from streamppo.errors import RunError
 
 SCRIPTS = Path(__file__).parents[3] / "benchmarks"
 Part = tuple[str, ...]
-"""A script of benchmarks/ and its arguments."""
 PARTS: tuple[Part, ...] = (
     ("cost/engine.py", "--no-peer", "--rounds", "1"),
     ("cost/queue_load.py", "--engines", "16", "1024", "--tokens", "100", "--seconds", "2"),

@@ -1,9 +1,4 @@
-"""`streamppo doctor`: checks the installation and the machine, without configuration and Ray, and names remedies.
-
-ok         right for a run
-note       runs are possible, but something is missing for a feature
-error      no run can start here
-"""
+"""`streamppo doctor`: checks the installation and the machine, without configuration and Ray, and names remedies."""
 
 import os
 import platform
@@ -44,7 +39,12 @@ def packages() -> Findings:
     yield Finding("python", "ok", f"{platform.python_version()}, {platform.platform()}")
     requirements = [Requirement(requirement) for requirement in metadata.requires(PACKAGE) or []]
     required = [requirement for requirement in requirements if _is_for(requirement, "")]
-    yield from _package_lines(required)
+    lacking = [requirement for requirement in required if _lack(requirement)]
+    versions = ", ".join(f"{name} {_version(name)}" for name in ("torch", "ray", "transformers"))
+    yield Finding("packages", "ok", f"{len(required) - len(lacking)} of {len(required)} are there: {versions}")
+    for requirement in lacking:
+        remedy = f"pip install -c constraints.txt '{requirement}'"
+        yield Finding(requirement.name, "error", f"{_lack(requirement)}: {remedy}")
     for name in metadata.metadata(PACKAGE).get_all("Provides-Extra") or []:
         others = [requirement for requirement in requirements if requirement not in required]
         yield _extra(name, [requirement for requirement in others if _is_for(requirement, name)])
@@ -52,15 +52,6 @@ def packages() -> Findings:
 
 def _is_for(requirement: Requirement, extra: str) -> bool:
     return requirement.marker is None or requirement.marker.evaluate({"extra": extra})
-
-
-def _package_lines(requirements: list[Requirement]) -> Findings:
-    lacking = [requirement for requirement in requirements if _lack(requirement)]
-    versions = ", ".join(f"{name} {_version(name)}" for name in ("torch", "ray", "transformers"))
-    yield Finding("packages", "ok", f"{len(requirements) - len(lacking)} of {len(requirements)} are there: {versions}")
-    for requirement in lacking:
-        remedy = f"pip install -c constraints.txt '{requirement}'"
-        yield Finding(requirement.name, "error", f"{_lack(requirement)}: {remedy}")
 
 
 def _extra(name: str, requirements: list[Requirement]) -> Finding:

@@ -76,7 +76,11 @@ def make(run: Path, at: int, changes: Sequence[str], name: str, runs: Path) -> F
     """
     began = time.perf_counter()
     past = versions.read_past(run, at)
-    config = _configuration(past, changes, name)
+    before = past.history.at(at)
+    name_change = f"name={json.dumps(name or f'{before.name}-at-{at}')}"
+    config = configfile.change(inputs.with_clock(before, past.run), [*changes, name_change])
+    origin = Origin(run=str(past.run), version=at, digest=past.digests[at])
+    config = structs.replace(config, origin=origin)
     _refuse(past, config, runs, name)
     with durable.naming(runs / config.name, RunError):
         runs.mkdir(parents=True, exist_ok=True)
@@ -85,14 +89,6 @@ def make(run: Path, at: int, changes: Sequence[str], name: str, runs: Path) -> F
             begin = _fill(past, config, aside)
             folder = _settle(past, config, aside, taken_is_error=bool(name))
     return Fork(folder, at, past.digests[at], begin, at - begin, time.perf_counter() - began)
-
-
-def _configuration(past: Past, changes: Sequence[str], name: str) -> Config:
-    before = past.history.at(past.version)
-    name_change = f"name={json.dumps(name or f'{before.name}-at-{past.version}')}"
-    config = configfile.change(inputs.with_clock(before, past.run), [*changes, name_change])
-    origin = Origin(run=str(past.run), version=past.version, digest=past.digests[past.version])
-    return structs.replace(config, origin=origin)
 
 
 def _refuse(past: Past, config: Config, runs: Path, name: str) -> None:

@@ -31,9 +31,7 @@ from streamppo.tasks.tokenizer import Tokenizer
 from streamppo.types import Prompt, Reward, ScoredText, ScorerReport
 
 WIDTH = 60
-"""Maximum characters of a completion in the table."""
 NARROW = 24
-"""Maximum characters of an answer in the table."""
 COMPLETION_COLUMNS = ("completion", "finish")
 """Columns of a completion's row that are not columns of the task's data."""
 

@@ -8,9 +8,6 @@ B trajectories, L prompt + completion tokens (padded), G different prompts, W to
     row         p0 p1 p2 a0 a1 b0 b1 b2
     position     0  1  2  3  4  3  4  5
     b1 sees      x  x  x        x  x          the prompt, and its own completion so far
-
-For P prompt tokens and n samples of T tokens, sharing computes P + n T tokens instead of n (P + T), and W * W pairs of
-tokens instead of n (P + T) * (P + T).
 """
 
 from collections.abc import Sequence

@@ -134,6 +134,10 @@ def pad(batch: Batch) -> PaddedBatch:
     inputs = ints(b"".join(trajectory.prompt_tokens + trajectory.tokens for trajectory in trajectories))
     logprobs = floats(b"".join(trajectory.logprobs for trajectory in trajectories))
     reward_B = torch.tensor([trajectory.reward for trajectory in trajectories], dtype=torch.float32)
+    rewards_BT = on_last_token(reward_B, mask_BT)
+    for row, trajectory in enumerate(trajectories):
+        if trajectory.token_rewards:
+            rewards_BT[row, : trajectory.num_tokens] = torch.from_numpy(floats(trajectory.token_rewards).copy())
     return PaddedBatch(
         version=batch.version,
         inputs_BL=_pad_column(inputs, start_B + length_B, 0).long(),
@@ -144,7 +148,7 @@ def pad(batch: Batch) -> PaddedBatch:
         lag_BT=batch.version - versions_BT,
         behavior_logprobs_BT=_pad_column(logprobs, length_B, 0),
         reward_B=reward_B,
-        rewards_BT=_rewards(trajectories, reward_B, mask_BT),
+        rewards_BT=rewards_BT,
         truncated_B=torch.tensor([trajectory.finish == "length" for trajectory in trajectories]),
         cut_B=torch.tensor([trajectory.finish == "cut" for trajectory in trajectories]),
         prefix_B=torch.tensor([trajectory.prefix for trajectory in trajectories]),
@@ -185,14 +189,6 @@ def _candidates(trajectories: Sequence[Trajectory], length_B: Tensor) -> Candida
         starts=_pad_column(np.cumsum(num_ids) - num_ids, length_B, 0),
         counts=_pad_column(counts, length_B, 0),
     )
-
-
-def _rewards(trajectories: Sequence[Trajectory], reward_B: Tensor, mask_BT: Tensor) -> Tensor:
-    rewards_BT = on_last_token(reward_B, mask_BT)
-    for row, trajectory in enumerate(trajectories):
-        if trajectory.token_rewards:
-            rewards_BT[row, : trajectory.num_tokens] = torch.from_numpy(floats(trajectory.token_rewards).copy())
-    return rewards_BT
 
 
 def _components(trajectories: Sequence[Trajectory]) -> dict[str, Tensor]:

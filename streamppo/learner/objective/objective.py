@@ -11,6 +11,7 @@ from streamppo.algorithms import (
     advantages,
     corrections,
     custom_functions,
+    exploration,
     groups,
     policy_losses,
     rejections,
@@ -22,14 +23,14 @@ from streamppo.algorithms.masked import spread
 from streamppo.algorithms.policy_losses import TokenLoss
 from streamppo.config import algorithm as choices
 from streamppo.config import policy_loss as losses
+from streamppo.config import regularisation
 from streamppo.config.correction import FilterTruncated
 from streamppo.config.sections import Config
-from streamppo.learner.batch.padded import PaddedBatch
+from streamppo.learner.batch.padded import PaddedBatch, row_order
 from streamppo.learner.model.policy import Part, PolicyOutput
-from streamppo.learner.objective import build_correction, exploration
+from streamppo.learner.objective import build_correction
 from streamppo.learner.objective.adaptation import is_lowered_by_ess
 from streamppo.learner.objective.build_correction import Correct, Filter
-from streamppo.learner.objective.exploration import Exploration
 from streamppo.tasks import plugins
 
 Advantages: TypeAlias = Callable[[PaddedBatch, PolicyOutput, Tensor], AdvantageEstimate]
@@ -42,6 +43,35 @@ RatioLoss: TypeAlias = Callable[[Tensor, Tensor, Tensor, Tensor], TokenLoss]
 """A policy loss without behavior log-probs: (logprobs_BT, proximal_logprobs_BT, advantages_BT, mask_BT)."""
 Anchor: TypeAlias = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 """(behavior_logprobs_BT, logprobs_BT, lag_BT, mask_BT) -> proximal log-probs, without gradient."""
+
+
+class Exploration(NamedTuple):
+    """The exploration `choice` of a run with `seed`."""
+
+    choice: regularisation.TopEntropy | regularisation.ClipCov | regularisation.KlCov
+    seed: int
+
+    def choose(self, batch: PaddedBatch, proximal: PolicyOutput, advantages_BT: Tensor, trained_BT: Tensor) -> Tensor:
+        """Select tokens of a batch, [B, T] bool, by the proximal policy's scores."""
+        choice = self.choice
+        if isinstance(choice, regularisation.TopEntropy):
+            return exploration.high_entropy_mask(proximal.entropy_BT, trained_BT, share=choice.share)
+        covariance_BT = exploration.covariance(proximal.logprobs_BT, advantages_BT, trained_BT)
+        if isinstance(choice, regularisation.KlCov):
+            return exploration.kl_cov(covariance_BT, trained_BT, share=choice.share)
+        # Epochs are numbered from 0, so -1 makes the draw independent of every epoch's row order.
+        order = partial(row_order, seed=self.seed, version=batch.version, epoch=-1)
+        return exploration.clip_cov(covariance_BT, trained_BT, share=choice.share, band=choice.band, order=order)
+
+    def treat(self, loss_BT: Tensor, log_ratio_BT: Tensor, chosen_BT: Tensor) -> Tensor:
+        """Return the policy losses [B, T] with a change at the chosen tokens, by log(current / proximal)."""
+        match self.choice:
+            case regularisation.TopEntropy():
+                return exploration.keep_tokens(loss_BT, chosen_BT)
+            case regularisation.ClipCov():
+                return exploration.drop_tokens(loss_BT, chosen_BT)
+            case regularisation.KlCov(coefficient=coefficient):
+                return exploration.penalise_tokens(loss_BT, log_ratio_BT, chosen_BT, coefficient=coefficient)
 
 
 class Epoch(NamedTuple):
@@ -97,7 +127,7 @@ class Objective(NamedTuple):
 
 def build(config: Config) -> Objective:
     """Build the functions and epochs of `config`."""
-    choice, one_step = config.algorithm, config.learner.steps == 1
+    choice, explored, one_step = config.algorithm, config.algorithm.exploration, config.learner.steps == 1
     anchor = _anchor(choice, one_step=one_step and not is_lowered_by_ess(config))
     scored: Part | None = "critic" if choice.has_critic else None
     if anchor is None or choice.needs_proximal_first:
@@ -109,7 +139,7 @@ def build(config: Config) -> Objective:
         filters=build_correction.filters_of(choice.filters),
         rules=build_correction.metrics(choice.correction, choice.filters),
         policy_loss=_policy_loss(choice),
-        exploration=exploration.build(choice.exploration, config.seed),
+        exploration=None if isinstance(explored, regularisation.NoExploration) else Exploration(explored, config.seed),
         anchor=anchor,
         scored=scored,
         epochs=_epochs(config),

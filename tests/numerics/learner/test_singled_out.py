@@ -10,7 +10,7 @@ import torch
 from streamppo.algorithms.exploration import Bonus
 from streamppo.errors import ConfigError
 from streamppo.learner.batch.padded import PaddedBatch, pad
-from streamppo.learner.objective import exploration
+from streamppo.learner.objective import objective
 from streamppo.learner.objective.adaptation import UpdaterState
 from streamppo.learner.update import Updater, UpdateResult
 
@@ -218,4 +218,4 @@ def test_choices_that_say_nothing_are_refused(choices: list[str], reason: str) -
 
 
 def test_without_an_exploration_there_is_nothing_to_choose() -> None:
-    assert exploration.build(case.config_of().algorithm.exploration, 0) is None
+    assert objective.build(case.config_of()).exploration is None

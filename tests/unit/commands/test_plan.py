@@ -14,7 +14,7 @@ from report_case import run_folder
 from transformers import Qwen2Config
 
 from streamppo.cli import main
-from streamppo.commands.plan import measured, meshes, plan, roofline
+from streamppo.commands.plan import measured, plan, proposals, roofline
 from streamppo.commands.plan.shared_cores import SharedCores
 from streamppo.commands.plan.simulation import Prediction, simulate
 from streamppo.commands.plan.workload import StageCosts, Workload
@@ -260,9 +260,9 @@ def sizes(model: Path, *overrides: str) -> tuple[Config, memory.ModelSizes, Any]
 def test_a_copy_of_the_weights_on_each_node_gathers_them_within_nodes(half_billion: Path) -> None:
     whole, model, settings = sizes(half_billion, "learner.ranks=32", "learner.micro_batch_tokens=512")
     h100 = roofline.GPUS["h100"]
-    tried = meshes.choose(whole, settings, lambda _: True)
+    tried = proposals.choose_meshes(whole, settings, lambda _: True)
     assert tried == [Mesh(), Mesh(replicate=4)]
-    copies = configfile.change(whole, [meshes.override(tried[1])])
+    copies = configfile.change(whole, [proposals.mesh_override(tried[1])])
     assert copies.learner.mesh == tried[1]
     far, near = (roofline.costs(config, model, h100, 200, 300, 0.0) for config in (whole, copies))
     # Its weights cross no network; its gradients do, before each step.
@@ -289,9 +289,9 @@ def test_rows_and_layers_are_divided_where_nothing_else_fits(
         kind = "tensor" if mesh.tensor > 1 else "context" if mesh.context > 1 else "whole"
         return kind not in refused
 
-    assert meshes.choose(config, settings, fits) == ([] if mesh is None else [mesh])
+    assert proposals.choose_meshes(config, settings, fits) == ([] if mesh is None else [mesh])
     if mesh is not None and refused:
-        divided = configfile.change(config, [meshes.override(mesh)])
+        divided = configfile.change(config, [proposals.mesh_override(mesh)])
         costs = [roofline.costs(one, model, roofline.GPUS["h100"], 200, 300, 0.0) for one in (config, divided)]
         assert costs[1].token_s > costs[0].token_s, "what is exchanged takes time"
 

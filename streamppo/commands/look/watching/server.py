@@ -179,7 +179,13 @@ def application(folder: Path, others: list[Path], token: str | None, key: str = 
     guard = Middleware(TrustedHostMiddleware, allowed_hosts=list(LOOPBACK), www_redirect=False)
     if token is not None:
         guard = Middleware(BaseHTTPMiddleware, dispatch=_asking_for(token))
-    handlers = {StreamppoError: _refusal, Exception: _fault}
+
+    def refuse(_: Request, error: Exception) -> Response:
+        is_known = isinstance(error, StreamppoError)
+        text = str(error) if is_known else f"{type(error).__name__}: {error}"
+        return JSONResponse({"error": text}, status_code=404 if is_known else 500)
+
+    handlers = {StreamppoError: refuse, Exception: refuse}
     return Starlette(routes=routes, middleware=[guard], exception_handlers=handlers)
 
 
@@ -202,14 +208,6 @@ def _asking_for(token: str) -> Callable[[Request, Callable[[Request], Awaitable[
 
 def _is(token: str, presented: str | None) -> bool:
     return secrets.compare_digest(token.encode(), (presented or "").encode(errors="replace"))
-
-
-def _refusal(_: Request, error: Exception) -> Response:
-    return JSONResponse({"error": str(error)}, status_code=404)
-
-
-def _fault(_: Request, error: Exception) -> Response:
-    return JSONResponse({"error": f"{type(error).__name__}: {error}"}, status_code=500)
 
 
 def _name(path: Path, taken: set[str]) -> str:

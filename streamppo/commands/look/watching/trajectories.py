@@ -23,11 +23,9 @@ from streamppo.types import Batch, Floats, Identity, Ints, JsonObject, Trajector
 
 KEPT = 4
 SHOWN_TOKENS = 4000
-"""Maximum tokens of one completion that are shown."""
 SHOWN_NODES, NODE_TEXT = 500, 2000
 """Maximum nodes of a tree that are shown, and characters of each."""
 BEGINNING = 160
-"""Maximum characters of a completion in the list of a batch."""
 MISSING = "Advantages, ratios and the learner's log-probs of single tokens were not kept: archive.numbers was off."
 RECORD_COLUMNS = {
     "values": ("value", "the critic's value before the token, at the update's start", "both"),

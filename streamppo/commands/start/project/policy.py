@@ -22,7 +22,6 @@ UNKNOWN_PARAMETERS = 1_000_000_000
 CHARACTERS = 3
 """Assumed characters of a token if there is no tokenizer: a low guess."""
 TINY_PARAMETERS = 90_000
-"""Approximate parameters of builtin:tiny."""
 FLOAT32 = 4
 
 

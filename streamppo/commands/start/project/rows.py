@@ -28,12 +28,10 @@ ANSWERS = (
 """Usual names of an answer's column in lower case, with the most certain first."""
 NONE: Mapping[str, str] = MappingProxyType({})
 EXAMINED = 64
-"""Number of rows by which the columns are chosen."""
 QUOTED = 60
 LONG = 0.99
 """The share of answers that count as usual; longer answers are ignored."""
 MEASURED = 10_000
-"""Number of rows whose lengths are measured."""
 
 
 class PromptView(NamedTuple):

@@ -13,11 +13,9 @@ RATES = ((1_000_000, 1e-3), (10_000_000, 3e-4), (100_000_000, 3e-5), (300_000_00
 """(parameters, learning rate of a model with fewer parameters). Larger models get `RATE`."""
 RATE = 1e-6
 SAMPLES = 8
-"""Number of completions of each prompt."""
 REASONING = {True: 1024, False: 256}
 """Maximum tokens of a completion with and without a GPU, for a large model with short or unknown answers."""
 MOST_TOKENS = 4096
-"""Upper bound on the maximum tokens of a completion."""
 SMALL_TOKENS = 64
 """Maximum tokens of a small model's completion if no answer was measured."""
 CPU_TOKENS = 2048
@@ -93,10 +91,7 @@ def is_small(policy: PolicyModel) -> bool:
 
 
 def completion(policy: PolicyModel, rows: DataRows, gpus: int) -> LengthGuess:
-    """Choose the maximum tokens of prompt and completion, whose sum fits the model's context.
-
-    Example: a model of 84,000 parameters with answers of up to 6 tokens gets 10 tokens: 1.25 * 6, rounded up, plus 2.
-    """
+    """Choose the maximum tokens of prompt and completion, whose sum fits the model's context."""
     preferred, reason = _preferred_tokens(policy, rows, gpus)
     is_measured = policy.is_known and rows.total <= MEASURED
     longest = rows.longest_prompt if is_measured else math.ceil(1.25 * rows.longest_prompt)
