@@ -45,19 +45,26 @@ log = logging.getLogger(__name__)
 
 
 class Stop(NamedTuple):
-    """The stop tokens of a completion, each with the sources that name it, and the stop strings."""
+    """The stop tokens of a completion, each with the sources that name it, and the stop strings.
+
+    `closing` is the text that the chat template writes between an assistant's words and the end of the turn.
+    """
 
     origins: Mapping[int, Sequence[str]] = {}
     strings: Sequence[str] = ()
+    closing: str = ""
 
     @property
     def ids(self) -> frozenset[int]:
         return frozenset(self.origins)
 
     def text(self, tokens: Ints, finish: str, decode: Callable[[Ints], str]) -> str:
-        """Return the text of a turn as rewards get it: without the stop token, or up to the stop string."""
+        """Return the text of a turn as rewards get it: without the stop token, or up to the stop string.
+
+        Example: "46<|END_RESPONSE|><|END_OF_TURN|>" gives "46" if `closing` is "<|END_RESPONSE|>".
+        """
         if finish == "stop" and int(tokens[-1]) in self.origins:
-            return decode(tokens[:-1])
+            return decode(tokens[:-1]).removesuffix(self.closing)
         text = decode(tokens)
         if finish != "stop" or not self.strings:
             return text
@@ -95,12 +102,14 @@ def read(
     for place, value in _eos(model, hf_config, tokenizer):
         for token in _ids(value, place, names):
             origins.setdefault(token, []).append(place)
-    if tokenizer is not None and (end := end_of_turn(tokenizer)) is not None:
-        origins.setdefault(end, []).append("chat template")
+    ending = None if tokenizer is None else _ending(tokenizer)
+    if ending is not None:
+        origins.setdefault(ending.token, []).append("chat template")
     for name in configured:
         if name in added:
             origins.setdefault(added[name], []).append("rollout.stop")
-    return Stop(origins, tuple(name for name in configured if name not in added))
+    strings = tuple(name for name in configured if name not in added)
+    return Stop(origins, strings, ending.closing if ending is not None and ending.closing.strip() else "")
 
 
 def end_of_turn(tokenizer: "PreTrainedTokenizerFast") -> int | None:
@@ -117,6 +126,18 @@ def end_of_turn(tokenizer: "PreTrainedTokenizerFast") -> int | None:
                                                   <|assistant_end|><|user_start|>    <|assistant_end|>
                                                   <|user|>                           none
     """
+    ending = _ending(tokenizer)
+    return None if ending is None else ending.token
+
+
+class _Ending(NamedTuple):
+    """The token at the end of an assistant's turn, and the text between the assistant's words and this token."""
+
+    token: int
+    closing: str
+
+
+def _ending(tokenizer: "PreTrainedTokenizerFast") -> _Ending | None:
     if not getattr(tokenizer, "chat_template", None):
         return None
     user: dict[str, object] = {"role": "user", "content": QUESTION}
@@ -125,12 +146,13 @@ def end_of_turn(tokenizer: "PreTrainedTokenizerFast") -> int | None:
     # The longer of two names at the same position counts. Added tokens that are only white space do not end a turn.
     named = {name: token for name, token in tokenizer.get_added_vocab().items() if name.strip(" \n\t\u2581")}
     pattern = re.compile("|".join(map(re.escape, sorted(named, key=len, reverse=True))) or "(?!)")
-    ending = followed[: len(followed) - len(_common_start(followed[::-1], opening[::-1]))]
-    texts = (_common_start(last, followed), last, ending)
-    names = next((names for text in texts if (names := pattern.findall(text))), [])
-    once = [name for name in names if names.count(name) == 1]
-    ends = [name for name in names if name == tokenizer.eos_token] or once or names
-    return named[ends[0]] if ends else None
+    before_opening = followed[: len(followed) - len(_common_start(followed[::-1], opening[::-1]))]
+    for text in (_common_start(last, followed), last, before_opening):
+        if names := pattern.findall(text):
+            once = [name for name in names if names.count(name) == 1]
+            name = next((name for name in names if name == tokenizer.eos_token), (once or names)[0])
+            return _Ending(named[name], text.partition(name)[0])
+    return None
 
 
 def _common_start(first: str, second: str) -> str:

@@ -124,6 +124,18 @@ def test_of_the_tokens_after_a_turn_the_one_that_ends_it_is_found(ends: str, eos
     assert stop.end_of_turn(tokenizer) == expected
 
 
+def test_what_a_template_writes_before_the_end_of_a_turn_is_not_in_the_text_for_rewards(tmp_path: Path) -> None:
+    ends = "{{ '<|user|>b<|user|><|im_end|>' if m.role == 'assistant' else '<|eot_id|>' }}"
+    tokenizer = tokenizer_of(TURN.replace("ENDS", ends))
+    found = stop.read(tmp_path, model(tmp_path), tokenizer)
+    written = ("ab<|user|>b<|user|><|im_end|>", "ab<|im_end|>", "a<|user|>b<|user|>b<|im_end|>", "ab<|user|>b<|user|>")
+    texts = [found.text(np.asarray(tokenizer.encode(text)), "stop", tokenizer.decode) for text in written]
+    assert texts == ["ab", "ab", "a<|user|>b<|user|>b", "ab<|user|>b<|user|>"]
+    # White space may be a part of the words.
+    spaced = stop.read(tmp_path, model(tmp_path), tokenizer_of(TURN.replace("ENDS", " <|im_end|>")))
+    assert spaced.closing == ""
+
+
 def test_a_text_config_inside_of_the_model_config_is_read_too(tmp_path: Path) -> None:
     config = Gemma3Config(text_config={"eos_token_id": [1, 9]}, eos_token_id=3)
     assert stop.read(tmp_path, config, None).origins == {3: ["model config"], 1: ["text config"], 9: ["text config"]}
