@@ -180,7 +180,7 @@ def is_at(path: Path, opened: os.stat_result) -> bool:
 
 @contextmanager
 def reading(path: Path, *, whole: bool = False) -> Generator[BufferedReader]:
-    """Open a regular file for reading. Raises `OSError` for other kinds of files without blocking on a pipe.
+    """Open a regular file for reading. Raises `OSError` for any other kind of file, and never blocks on a pipe.
 
     With `whole`, the caller reads the complete file, so a hollow file raises `OSError` too.
     """

@@ -134,7 +134,7 @@ def page() -> str:
         sections.setdefault(field.name.partition(".")[0].partition("(")[0] if inside else "", []).append(field)
     for section, found in sections.items():
         parts.append(_list(f"### {section or 'At the top'}", [_entry(one) for one in _merged(found)]))
-    parts.append("## Metrics\n\nA name that ends in `_` is followed by a name or a bucket.\n\n")
+    parts.append("## Metrics\n\nAfter a final `_` comes a scorer, component, filter, rule or lag bucket.\n\n")
     for heading, metrics in METRICS.items():
         parts.append(_list(f"### {heading}", [f"`{name}`: {text}" for name, text in metrics.items()]))
     return "".join(parts).rstrip() + "\n"

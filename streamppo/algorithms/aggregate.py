@@ -28,7 +28,7 @@ class Prompts(NamedTuple):
 
 
 class Denominators(NamedTuple):
-    """The numbers by which a minibatch's losses are divided: its counts, and the fixed length `constant`.
+    """The divisors of a minibatch's loss: its counts of tokens, sequences and prompts, and the fixed length `constant`.
 
     `right_tokens` is the number of tokens of right answers, for `policy_losses.positive_nll`.
     """

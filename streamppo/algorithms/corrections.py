@@ -68,9 +68,9 @@ def importance_weights(
         mask       weights = w if lo <= w <= hi else 0         outliers are noise: drop them
         off        weights = 1                                 biased if the policies differ
 
-    Truncation: Ionides 2008 (https://doi.org/10.1198/106186008X320456); in LLM training TIS, for engine mismatch
-    (https://fengyao.notion.site/off-policy-rl). TRL, slime and NeMo-RL have a floor. Masking: IcePop,
-    https://arxiv.org/abs/2510.18855. The weight is separate from the clipped ratio, as in
+    Truncation: Ionides 2008 (https://doi.org/10.1198/106186008X320456); in LLM training it is called TIS
+    (https://fengyao.notion.site/off-policy-rl), and corrects engine mismatch. TRL, slime and NeMo-RL have a floor.
+    Masking: IcePop (https://arxiv.org/abs/2510.18855). The weight is separate from the clipped ratio, as in
     https://arxiv.org/abs/2110.00641. With proximal == behavior all weights are 1 if the floor is at most 1.
     """
     log_w_BT = log_weights(proximal_logprobs_BT, behavior_logprobs_BT, mask_BT, level=level)

@@ -21,7 +21,8 @@ def high_entropy_mask(entropy_BT: Tensor, mask_BT: Tensor, *, share: float) -> T
         threshold = the ceil(share * n)-th largest entropy of the n unmasked tokens
         True where entropy >= threshold
 
-    Beyond the 80/20 rule, https://arxiv.org/abs/2506.01939 (share = 0.2). With share = 1 all tokens are selected.
+    The paper "Beyond the 80/20 Rule" (https://arxiv.org/abs/2506.01939) uses share = 0.2. With share = 1 all tokens are
+    selected.
     """
     check_tokens(mask_BT, entropy_BT=entropy_BT)
     entropy_N = entropy_BT[mask_BT]

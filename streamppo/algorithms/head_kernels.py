@@ -162,7 +162,7 @@ def write_gradient(logits_NP, tokens, scores, gradient_QP, size, BLOCK: tl.const
 
 @triton.jit
 def candidates(begin, n, first, width, tokens, BLOCK: tl.constexpr):
-    """The columns of one block of a token's candidates, and a mask: True for columns inside the piece."""
+    """The logit columns of one block of a token's candidates, and a mask: True for columns in this piece of logits."""
     number = begin + tl.arange(0, BLOCK)
     listed = number < tl.load(tokens.counts_N + n)
     place = tl.load(tokens.starts_N + n) + number

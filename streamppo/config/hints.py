@@ -21,7 +21,7 @@ TYPO, NEAR, ELSEWHERE = 0.85, 0.5, 0.8
 MOST = 3
 """Maximum number of fields in one hint."""
 SHORT = {"reward.scorers": ("reward", ""), "task.sources": ("task", "data")}
-"""Tables whose only entry may be written in the table around them, and the name and kind of the outer table."""
+"""{table: (outer table, its kind)}: if the table has only one entry, the outer table may have this entry's fields."""
 ALIASES = {
     "algorithm.advantage": "adv_estimator advantage_estimator",
     "algorithm.advantage.gamma": "gamma discount",

@@ -77,7 +77,7 @@ class Source(HeldOut, frozen=True, kw_only=True):
     max_prompt_tokens: Positive = 1024
     """Maximum tokens of a prompt."""
     too_long: Literal["error", "skip", "truncate"] = "error"
-    """A longer prompt is an error, its row is skipped, or only its last tokens are kept."""
+    """For a prompt above `max_prompt_tokens`: raise an error, skip its row, or keep only its last tokens."""
     weight: PositiveFloat = 1.0
     """Share of the training prompts, relative to other data sets."""
 

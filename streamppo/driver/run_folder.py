@@ -1,4 +1,4 @@
-"""The folder of a run: its disk, its driver's lock, requests to the driver, and whether the run is complete.
+"""Checks a run folder's file system, locks the folder, takes requests, and tells whether the run is complete.
 
 RUN                the driver holds a lock (flock) on the folder while it lives, even if files in it are deleted; the
                    kernel releases the lock when the driver ends in any way

@@ -114,8 +114,8 @@ class PassCosts(NamedTuple):
 PADDING_SHARE = 1 / 16
 """By default, another micro-batch counts as costly as padding of this share of the budget of tokens."""
 ON_CPU, ON_GPU = PassCosts(25, 5e5), PassCosts(250, 5e9)
-"""Measured on a CPU at widths of 64, 256 and 512. For a GPU, computed from an H100 at 40 % of its peak, the speed of
-its memory, and 10 microseconds a launch.
+"""`ON_CPU` is measured at widths of 64, 256 and 512. `ON_GPU` is computed for an H100 from 40 % of its peak, the speed
+of its memory, and 10 microseconds per launch.
 """
 
 

@@ -96,7 +96,7 @@ class Cuts(NamedTuple):
     cuts. `take` is called in the engine's event loop with all tokens of the completion so far and `finish` "cut".
     `take` never gets the last token, which only the result of `generate` has. `share` is the number of segments in a
     batch divided by the number of actors. `aim` returns the age from which segments are cut if a batch has room (0:
-    never). `oldest` is the oldest version of an earlier turn's tokens that are in no segment yet. If `restartable`, the
+    never). `oldest` is the oldest version among earlier turns' tokens that are in no segment yet. If `restartable`, the
     engine may sample a completion again from its beginning after `take` got a segment of it.
     """
 

@@ -51,7 +51,7 @@ except OSError as error:
 
 
 class AgentProgram(NamedTuple):
-    """One run of a program. `address` is the URL of the endpoint outside the sandbox, without /v1."""
+    """One run of a program. `address` is the endpoint's URL as seen from outside the sandbox, without /v1."""
 
     words: tuple[str, ...]
     variables: Mapping[str, str]

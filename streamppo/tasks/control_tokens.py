@@ -26,12 +26,12 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 MARK = "qk7vTextOfControlToken"
-"""Prefix of an escaped name. Every template, also one that writes JSON, leaves letters and digits unchanged."""
+"""Prefix of an escaped name. It has only letters and digits, which a template that writes JSON does not escape."""
 ESCAPED = re.compile(f"{MARK}(\\d+)z")
 DELIMITER = "\U0010fffd"
 """Delimiter of private names of control tokens: a private-use character."""
 RENAMED = ("Unigram", "WordLevel", "WordPiece")
-"""Model types whose vocabulary may contain the name of a control token as a word."""
+"""Tokenizer models whose vocabulary may list a control token's name as a word."""
 LIST_ENTRY = "chat_control_tokens"
 """The entry of tokenizer_config.json that lists the control tokens of a chat template."""
 TRUSTED_ROLES = ("system", "assistant")

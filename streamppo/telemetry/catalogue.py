@@ -131,12 +131,12 @@ SOMETIMES = {
     "peak_memory_mib": "MiB, peak GPU memory of tensors on rank 0",
     "forced": "share of sampled tokens with a single candidate",
     "reward_": "mean of a scorer or component, over the trajectories that have it",
-    "filtered_": "share of sampled tokens that a filter drops; with `_responses` at its end, of responses",
-    "rejected_": "share of sampled tokens that a rule drops; with `_responses` at its end, of responses",
+    "filtered_": "share of sampled tokens that a filter drops; `..._responses`: share of responses that lose a token",
+    "rejected_": "share of sampled tokens that a rule drops; `..._responses`: share of responses that lose a token",
     "ess_lag_": "effective sample size of the tokens in a bucket of lags",
     "behavior_kl_lag_": "nats per token, k3 estimate of KL(behavior || learner) in a bucket of lags",
 }
-"""Metrics that only some updates have. A name that ends in _ is a prefix: a bucket's or a component's name follows."""
+"""Metrics that only some updates have. After a final _ comes a scorer, component, filter, rule or lag bucket."""
 
 TRACKED = {
     "evaluation_accuracy": "share of held-out prompts with a correct answer",

@@ -49,7 +49,7 @@ class Diagnosis:
         return {sign.name: sign for sign in sorted(signs, key=lambda sign: sign.first > EARLY)}
 
     def add(self, line: Line) -> list[Sign]:
-        """Add a line of metrics.jsonl, and check the rules if due. Returns the findings that begin or end."""
+        """Add a line of metrics.jsonl; check the rules if due. Returns the findings that this check begins or ends."""
         if "evaluation" in line:
             self._evaluations = sorted([*self._evaluations, line], key=lambda evaluation: evaluation["evaluation"])
         if "part" in line:
@@ -69,7 +69,7 @@ class Diagnosis:
         return self._check_rules(None)
 
     def close(self, summary: Summary | None) -> list[Sign]:
-        """Check the rules once more at the end of the run. Returns the findings that begin or end."""
+        """Check the rules once more at the end of the run. Returns the findings that this check begins or ends."""
         if self._num_updates > WINDOW and self._num_updates % WINDOW:
             self._windows.append(_means(self._recent))
         return self._check_rules(summary)

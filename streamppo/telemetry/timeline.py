@@ -36,7 +36,7 @@ class EngineInterval(NamedTuple):
 
 
 def engine_intervals(lines: Sequence[Line]) -> Iterator[EngineInterval]:
-    """Pair each line of a rollout actor with the actor's previous line; its first line with a made-up line of zeros."""
+    """Pair each line of a rollout actor with its previous line, or with zero counters at its engine's start."""
     engines: dict[str, EngineLine] = {}
     for line in lines:
         if "part" in line:

@@ -1,4 +1,4 @@
-"""Everything that crosses a process, in the order in which a trajectory passes through the pipeline.
+"""The types that processes exchange, in the order in which a trajectory passes through the pipeline.
 
     Prompt      tasks   -> rollout   one instance of a task, computed again from a ticket's identity
     Ticket      queue   -> rollout   permission to sample one trajectory of a prompt

@@ -1,4 +1,4 @@
-"""Builds the tree of a trajectory of several turns, with prompt, turns and messages as nodes in the order of time.
+"""Builds the tree of a multi-turn trajectory: its prompt, turns and messages are nodes, oldest first.
 
     row      prompt 0-8   turn 1 9-10   message 11-13   turn 2 14-15   message 16-20 after 8   turn 3 21-22
 

@@ -18,7 +18,7 @@ from streamppo.telemetry.report.view import RunsTable, make_part
 
 
 def report(paths: Sequence[Path], to: Path | None, measured: Sequence[Path] = (), *, as_json: bool = False) -> int:
-    """Write the report of runs and replays to `to`, by default to the folder of a single run or to the current folder.
+    """Write a report to `to`; by default to the run's folder if `paths` is one run, else to the current folder.
 
     The page compares each run with a prediction from the costs of `measured` runs. The differences between runs with a
     common past are printed; with `as_json` only they are printed, and no page is written.

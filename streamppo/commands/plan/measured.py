@@ -42,9 +42,9 @@ class Interval(NamedTuple):
 
 
 class MeasuredRun(NamedTuple):
-    """A run's folder and configuration, and its intervals after the first update by process.
+    """A run's folder and configuration, and each process's intervals after the first update.
 
-    `updates` are (second, tokens of the batch with prompts). `sampled` are (second, sampled tokens so far) by engine.
+    `updates` are (second, batch tokens with prompts). `sampled` has each engine's (second, tokens sampled so far).
     """
 
     folder: Path

@@ -61,7 +61,7 @@ def rollout_needs(config: Config, rank: Needs) -> Needs:
 
 
 def check_visible(actor: object, needs: Needs) -> None:
-    """Raise `RunError` with the node's name if its node lacks one of the `needs`. Runs inside an actor."""
+    """Raise `RunError` with this node's name if the node lacks one of `needs`. Runs inside an actor."""
     if missing := missing_needs(needs):
         raise RunError(
             f"node {platform.node()} lacks {'; '.join(missing)}: every node needs the same folders under the same "

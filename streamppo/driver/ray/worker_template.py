@@ -182,7 +182,10 @@ def _wait(pid: int) -> None:
 
 
 def _prepare(names: list[str], path: list[str]) -> None:
-    """Import modules with the driver's search path. After an error, end: Ray's own workers then report it."""
+    """Import modules with the driver's search path.
+
+    An error ends this process. Launchers then run the workers without a fork, and these report the error.
+    """
     worker_path, sys.path = sys.path, path
     try:
         from streamppo.process import without_gc

@@ -121,7 +121,8 @@ class RolloutPool:
     def evaluate(self, prompts: int, min_version: int, on_reports: Callable[[list[EvaluationReport]], None]) -> None:
         """Request greedy answers to held-out prompts by engines at `min_version` or later, for `on_reports`.
 
-        The actors share at least min(`PARTS`, prompts) parts. If an actor is lost, another actor gets its parts.
+        The actors share min(`PARTS`, prompts) parts, or one part each if there are more actors. If an actor is lost,
+        another actor gets its parts.
         """
         reports: list[EvaluationReport] = []
         parts = max(len(self._answering()), min(PARTS, prompts))

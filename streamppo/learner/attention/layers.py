@@ -72,8 +72,8 @@ def compile_layers(transformer: "PreTrainedModel") -> None:
     """Compile each layer's forward; hooks and checkpointing stay outside of the compiled code.
 
     For padded rows a layer is compiled once. For rows end to end it is compiled for each number of tokens: code for any
-    number would depend on the first rows of a process, which differ in a resumed run. If torch computes
-    deterministically, the compiler does not choose code by measured times.
+    number would depend on the first rows of a process, which differ in a resumed run. If torch is deterministic, the
+    compiler does not pick kernels by timing them (the oldest supported torch has no such option).
     """
     from torch._inductor import config as compiler
 

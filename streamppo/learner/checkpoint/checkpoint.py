@@ -144,7 +144,7 @@ class Saver:
                     self._copy(*self._uncopied)
 
     def _copy(self, final: Path, rank_files: Sequence[str]) -> None:
-        """Open this rank's files, because `manifest.drop` may delete them meanwhile, and start to copy them."""
+        """Start to copy this rank's files; open them first, because `manifest.drop` may delete them during the copy."""
         is_first, self._uncopied = dist.get_rank() == 0, None
         names = [*rank_files, METADATA, manifest.MANIFEST] if is_first else rank_files
         self._copier.start(final, {name: (final / name).open("rb") for name in names}, prunes=is_first)

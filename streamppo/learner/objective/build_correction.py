@@ -98,7 +98,7 @@ def _rule(choice: choices.Rejection) -> rejections.RejectionRule:
 
 
 def filters_of(choices: Sequence[choices.Filter]) -> dict[str, Filter]:
-    """Build the filters, by the names of their kinds."""
+    """Build the filters; the keys are their kinds."""
     return {str(choice.__struct_config__.tag): _filter(choice) for choice in choices}
 
 

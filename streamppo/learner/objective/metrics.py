@@ -248,7 +248,7 @@ def distances(batch: PaddedBatch, targets: Targets, learner: PolicyOutput, passe
     mask_BT = batch.mask_BT & passed_B[:, None]
 
     def summed_kl(frozen_BT: Tensor) -> Tensor:
-        # The tokens are from an older policy, or from the engine's arithmetic: importance weights correct for both.
+        # An older policy, or the engine's kernels, gave the behavior's log-probs: importance weights correct for both.
         weights_BT = policy_weights(learner.logprobs_BT, batch.behavior_logprobs_BT, mask_BT)
         return (kl(learner.logprobs_BT, frozen_BT, mask_BT, kind="k3") * weights_BT).sum()
 

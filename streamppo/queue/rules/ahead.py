@@ -38,7 +38,7 @@ class NeededLag:
     def follow(self, left_over: int | None, *, is_full: bool, has_surplus: bool, at_most: int) -> None:
         """Adapt the lag to a new version, when `left_over` complete batches are not taken (None: the learner waits).
 
-        `is_full` is true if no slot was left to issue, `has_surplus` if more than lag + 1 batches are held.
+        `is_full`: no ticket was left to issue before this version. `has_surplus`: more than lag + 1 batches are held.
         """
         self.since_rise += 1
         if left_over is None or has_surplus:

@@ -33,7 +33,7 @@ class Prefix(NamedTuple):
     def common(self, prompt: Ints) -> int:
         """Return the number of cached tokens that `prompt` can reuse, at most all of its tokens except the last."""
         tokens, root = self.tokens, self.root
-        # Most rows differ from most prompts in their first token, or in the first token after the root.
+        # Test two tokens first: most rows differ from the prompt at token 0 or at token `root`.
         if (
             min(len(prompt), len(tokens)) <= max(root, LEAST_TOKENS)
             or prompt[root] != tokens[root]

@@ -1,7 +1,7 @@
 """Reads a turn's reasoning, text and tool calls from the sampled text.
 
-If the tokenizer has a `response_template` (once `response_schema`), transformers' `parse_response` parses texts, or
-else:
+If the tokenizer has a `response_template` (formerly `response_schema`), transformers' `parse_response` parses texts.
+For other tokenizers, these tags are parsed:
 
     <think>reasoning</think>text<tool_call>{"name": "sum", "arguments": {"a": 1}}</tool_call>
 

@@ -50,7 +50,7 @@ class Batcher:
             outcomes = await self._call(texts, columns)
             if len(batch) > 1 and all(outcome.whole and not outcome.retryable for outcome in outcomes):
                 outcomes = [(await self._call((waiting.text,), (waiting.columns,)))[0] for waiting in batch]
-        # Raise the error, which may be a cancellation, also in the batch's other calls, which wait for this one.
+        # The batch's other calls wait for this call: raise its error or cancellation in them too.
         except BaseException as error:
             for waiting in batch:
                 waiting.done.set_exception(error)

@@ -135,7 +135,7 @@ def histogram(values: Sequence[float], x_name: str, unit: str) -> Markup:
 
 
 def heat(columns: Sequence[Histogram], x_name: str, y_name: str) -> Markup:
-    """Draw each histogram as a column of a heat map. A number with a larger share of its column has a deeper colour."""
+    """Draw each histogram as a column of a heat map. A cell with a larger share of its column is more opaque."""
     columns = _merge_bins([distribution for distribution in columns if sum(distribution.amounts.values()) > 0])
     if not columns:
         return Markup("")
@@ -187,7 +187,7 @@ def timeline(events: Sequence[Event], begin_s: float = 0.0) -> Markup:
     return _svg(drawn, 'class="timeline"', width, height + 20)
 
 
-# --- the pieces ----------------------------------------------------------------------------------------------
+# --- parts of a chart ----------------------------------------------------------------------------------------
 
 
 class _Axis(NamedTuple):

@@ -1,4 +1,4 @@
-"""Converts lines of metrics.jsonl to points: numbers with catalogue names at a version."""
+"""Converts lines of metrics.jsonl to points: each point is a version and its named numbers."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple

@@ -99,7 +99,7 @@ def _mapped(config: "PretrainedConfig", auto: str) -> "type[PreTrainedModel] | N
 
 @cache
 def _text_class(whole: "type[PreTrainedModel]") -> "type[PreTrainedModel]":
-    """Return a subclass of `whole` that makes only the text model, and computes the same logits of text."""
+    """Return a subclass of `whole` that deletes the encoders; its logits for text are those of `whole`."""
     from transformers import PreTrainedModel
 
     prefix, base = whole.base_model_prefix, cast("Any", whole)

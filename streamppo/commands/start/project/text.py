@@ -27,7 +27,7 @@ class Table(NamedTuple):
 
 
 class ProjectChoices(NamedTuple):
-    """The choices for a configuration file. `model`, `data` and `rewards` are the paths to write."""
+    """The choices for a configuration file. `model`, `data` and `rewards` are the paths that the file gets."""
 
     name: str
     model: str
