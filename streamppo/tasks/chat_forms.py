@@ -55,8 +55,9 @@ def _has_name(call: Fields) -> bool:
 
 
 def texts(chat: Chat) -> Chat:
-    """Return the messages with a text as content. A message with calls may have none, as OpenAI's."""
-    return [{**message, "content": message["content"] or ""} for message in chat]
+    """Return the messages with a content. A message with calls may have none, as OpenAI's."""
+    empty = parts("") if any(isinstance(message["content"], list) for message in chat) else ""
+    return [{**message, "content": empty if message["content"] is None else message["content"]} for message in chat]
 
 
 def parts(content: object) -> object:

@@ -210,11 +210,20 @@ class ChatTemplate:
     def _after_words(
         self, said: Sequence[Message], template: Template, calls: Calls, before: Sequence[Message] = FIRST
     ) -> AfterTurn:
+        refusal: TaskError | None = None
         if said and calls:
             try:
-                return self._after_calls(said, template, calls, before)
+                if (after := self._after_calls(said, template, calls, before)) is not None:
+                    return after
             except TaskError as error:
-                log.debug("the chat template writes no answer after a call: %s", error)
+                refusal = error
+        try:
+            return self._after_message(said, template, before)
+        except TaskError as error:
+            raise refusal or error from None
+
+    def _after_message(self, said: Sequence[Message], template: Template, before: Sequence[Message]) -> AfterTurn:
+        """Return the result of `after_turn` for a turn without calls."""
         turn = (*before, Message(role="assistant", content=SENTINEL))
         rendered = self._render_open((*turn, *said), template) if said else self.render_conversation(turn, template)
         suffixes = rendered.split(SENTINEL)[1:]
@@ -227,8 +236,8 @@ class ChatTemplate:
 
     def _after_calls(
         self, said: Sequence[Message], template: Template, calls: Calls, before: Sequence[Message]
-    ) -> AfterTurn:
-        """Return the result of `after_turn` for a turn with `calls`, whose arguments the template writes."""
+    ) -> AfterTurn | None:
+        """Return the result of `after_turn` for a turn with `calls`; None if their arguments are not written."""
 
         def turn(*calls_made: Table) -> tuple[Message, ...]:
             return *before, Message(role="assistant", content=None, tool_calls=calls_made)
@@ -236,12 +245,12 @@ class ChatTemplate:
         conversation = turn(*map(_with_sentinel, calls))
         _, sentinel, suffix = self._render_open((*conversation, *said), template).rpartition(SENTINEL)
         if not sentinel:
-            raise TaskError("the chat template does not write the arguments of a call")
+            return None
         others, second_call = [self.render_conversation(conversation, template).rpartition(SENTINEL)[2]], None
-        # Many templates reject a user's message after calls, or a second call.
+        # Many templates reject a user's message after calls, or a second call, or leave out calls before a question.
         with suppress(TaskError):
-            question = Message(role="user", content="?")
-            others.append(self._render_open((*conversation, question), template).rpartition(SENTINEL)[2])
+            _, sentinel, text = self._render_open((*conversation, *FIRST), template).rpartition(SENTINEL)
+            others += [text] if sentinel else []
         with suppress(TaskError, IndexError):
             second_call = self.render_conversation(turn(*[_with_sentinel(calls[-1])] * 2), template).split(SENTINEL)[1]
         return AfterTurn(suffix, tuple(others), second_call)

@@ -175,11 +175,15 @@ def test_a_role_that_ends_a_turn_may_follow_a_space() -> None:
 CALLED = ({"id": "call_1", "type": "function", "function": {"name": "add", "arguments": {"a": 1}}},)
 DEMANDING = """\
 {% for m in messages %}
+{%- if m.role == 'tool' and messages[loop.index0 - 1].role == 'tool' %}{{ raise_exception('one result') }}{% endif %}
 {%- if m.role == 'tool' and not m.name %}{{ raise_exception("answers require a 'name'") }}{% endif %}
 {{- '<|im_start|>' + m.role + m.name|default('') + m.content }}
 {%- for call in m.tool_calls or [] %}{{ '<tool_call>' + call.function.arguments }}{% endfor %}<|im_end|>
 {%- endfor %}"""
-"""A template that demands the names of tools, arguments as texts, and a content in every message."""
+"""A template that demands the names of tools, arguments as texts, and a content in every message.
+
+It refuses a second result, as Mistral's first one with tools.
+"""
 
 
 def test_messages_take_the_form_that_a_template_demands() -> None:
@@ -189,8 +193,11 @@ def test_messages_take_the_form_that_a_template_demands() -> None:
     whole = tokenizer.render(chat(user("q"), asked, answer))
     assert '<|im_start|>assistant<tool_call>{"a": 1}<|im_end|>' in whole and whole.endswith("tooladd4<|im_end|>")
     unknown = structs.replace(answer, tool_call_id="call_2")
-    with pytest.raises(TaskError, match=r"answers require a 'name' \(line 2: \{%- if m.role == 'tool'.*\)$"):
+    with pytest.raises(TaskError, match=r"answers require a 'name' \(line 3: \{%- if m.role == 'tool'.*\)$"):
         tokenizer.render(chat(user("q"), asked, unknown))
+    # Without the calls the template would refuse the answers for their names.
+    with pytest.raises(TaskError, match=r"refuses the messages: one result \(line 2: "):
+        tokenizer.observation((answer, answer), calls=CALLED)
 
 
 def test_a_refusal_has_the_line_of_the_template() -> None:
