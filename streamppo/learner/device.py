@@ -33,9 +33,13 @@ T = TypeVar("T")
 def acquire(gpus: float, *, exact: bool = True) -> torch.device:
     """Return this process's device: its only visible GPU, or the CPU if `gpus` is 0.
 
-    With `exact`, all GPU operations are deterministic; one without a deterministic form raises an error. Raises
-    `RunError` if torch has no usable GPU.
+    With `exact`, all operations are deterministic; one without a deterministic form raises an error. Raises `RunError`
+    if torch has no usable GPU.
     """
+    # On a CPU with several threads, index_put_ would otherwise add the entries of a large tensor in any order.
+    torch.use_deterministic_algorithms(exact)
+    # Filling FSDP's many large buffers would take time, and streamppo reads no uninitialised memory.
+    torch.utils.deterministic.fill_uninitialized_memory = False  # pyright: ignore[reportAttributeAccessIssue]
     if not gpus:
         return torch.device("cpu")
     if exact:
@@ -45,9 +49,6 @@ def acquire(gpus: float, *, exact: bool = True) -> torch.device:
             f"learner.gpus = {gpus:g}, and torch {torch.__version__} sees no GPU here: "
             "it needs a driver and a build of torch for CUDA"
         )
-    torch.use_deterministic_algorithms(exact)
-    # Filling FSDP's many large buffers would take time, and streamppo reads no uninitialised memory.
-    torch.utils.deterministic.fill_uninitialized_memory = False  # pyright: ignore[reportAttributeAccessIssue]
     device = torch.device("cuda", 0)
     torch.cuda.set_device(device)
     return device
