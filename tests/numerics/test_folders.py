@@ -158,7 +158,7 @@ def test_the_campaign_sees_an_export_of_the_first_weights(tmp_path: Path, monkey
 
 def test_the_campaign_sees_a_token_that_an_observation_lacks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     observation = Tokenizer.observation
-    monkeypatch.setattr(Tokenizer, "observation", lambda *given: observation(*given)[1:])
+    monkeypatch.setattr(Tokenizer, "observation", lambda *given, **named: observation(*given, **named)[1:])
     found = folder_play.play(USUAL, tmp_path)
     assert [one for one in found.wrong if one.startswith("observation: ")]
 

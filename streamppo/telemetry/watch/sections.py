@@ -67,7 +67,6 @@ MACROS = cast(_Macros, environment().get_template("sections.html").module)
 def sections(runs: Sequence[RunView]) -> dict[str, str]:
     """Return the HTML of each section by name. Curves and headlines show all runs, other sections the first run."""
     first, views = runs[0], [run.view for run in runs]
-    restarts = [line for line in first.view.lines if "restart" in line][-RESTARTS:][::-1]
     charts = cache(lambda: page.charts(views))
     parts: dict[str, Callable[[], Markup]] = {
         "head": lambda: MACROS.head(first, _time_left(first)),
@@ -76,9 +75,14 @@ def sections(runs: Sequence[RunView]) -> dict[str, str]:
         "more": lambda: MACROS.curves([chart for chart in charts() if not _is_first(chart)]),
         "pipeline": lambda: MACROS.pipeline(first),
         "data": lambda: MACROS.data(first.view),
-        "trouble": lambda: MACROS.trouble(first.view, restarts),
+        "trouble": lambda: MACROS.trouble(first.view, _restarts(first.view)),
     }
     return {name: view.section(part) for name, part in parts.items()}
+
+
+def _restarts(run: View) -> list[RestartLine]:
+    """The newest restarts, newest first."""
+    return [line for line in run.lines if "restart" in line][-RESTARTS:][::-1]
 
 
 def _is_first(chart: page.Chart) -> bool:

@@ -21,7 +21,7 @@ MADE_BY = {
     "headline": (view, "headline"),
     "curves": (page, "charts"),
     "pipeline": (pipeline, "_queue"),
-    "data": (view, "_in_batches"),
+    "data": (view, "_sum"),
     "trouble": (sections, "_restarts"),
 }
 """A function that a section is made by."""
