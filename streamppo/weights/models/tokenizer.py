@@ -99,9 +99,10 @@ def _reason(folder: Path, error: Exception) -> str:
     is_pieces = (folder / PIECES).is_file() and not (folder / FAST).is_file()
     if is_pieces and find_spec("sentencepiece") is None:
         return f"it has {PIECES} and no {FAST}, and needs the library sentencepiece: pip install sentencepiece protobuf"
+    reason = f"{type(error).__name__}: {' '.join(str(error).split())}"
     if _is_tekken(folder):
-        return f"{_transformers()} cannot read its {TEKKEN} ({type(error).__name__}: {error}); add the model's {FAST}"
-    return f"{type(error).__name__}: {error}"
+        return f"{_transformers()} cannot read its {TEKKEN} ({reason}); add the model's {FAST}"
+    return reason
 
 
 def _is_tekken(folder: Path) -> bool:

@@ -377,10 +377,11 @@ def test_an_older_tekken_that_transformers_cannot_read_is_named(tmp_path: Path) 
     content = json.loads((tmp_path / "tekken.json").read_text())
     del content["special_tokens"]
     (tmp_path / "tekken.json").write_text(json.dumps(content))
-    try:
+    # transformers 5.12 has a KeyError, 5.24 asks for mistral-common in several lines.
+    with pytest.raises(
+        ValueError, match=r"cannot read its tekken\.json \(\w+Error: .*; add the model's tokenizer\.json$"
+    ):
         tokenizer.read(tmp_path)
-    except ValueError as error:
-        assert "cannot read its tekken.json (KeyError" in str(error) and "add the model's tokenizer.json" in str(error)
 
 
 def test_a_tokenizer_whose_class_drops_spaces_gets_the_rules_of_its_file(tmp_path: Path) -> None:
