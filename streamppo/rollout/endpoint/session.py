@@ -231,9 +231,10 @@ class Session:
             self._num_begun += 1
             sampling = self._sampling._replace(max_tokens=tokens, seed=seed)
             show = partial(self._show_progress, turn)
-            # A stream with stop strings, or a tokenizer with a parser, needs the whole turn.
-            needs_whole = self._policy.stop.strings or request.stop or self._policy.tokenizer.response_parser()
-            cuts = Cuts(show, max_tokens=STREAMED) if request.stream and not needs_whole else None
+            # Stop strings and a tokenizer's parser need the whole turn.
+            is_shown = request.stream and not (self._policy.stop.strings or request.stop)
+            is_shown = is_shown and self._policy.tokenizer.response_parser() is None
+            cuts = Cuts(show, max_tokens=STREAMED) if is_shown else None
             completion = await self._generate(request, context, sampling, cuts)
             self._policy.contexts.add(len(context) - len(new_tokens), completion.cached)
             self._store(turn, place, new_tokens, context, completion)
