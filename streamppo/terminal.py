@@ -1,8 +1,9 @@
-"""Makes untrusted text from policies, rewards or other people's folders safe for terminals and logs.
+"""Makes untrusted text from policies, rewards or other people's folders safe for terminals and logs, and words counts.
 
 harmless    a text in one line without control characters
 bounded     the beginning of a text, and the number of characters left out
 quoted      the beginning of a text, in quotes
+counted     a number with its noun, in the plural except for 1
 wrap        the lines of a text, wrapped to the terminal's width
 lines       a message of several lines; its later lines are indented, so that no line looks like a separate message
 """
@@ -48,6 +49,11 @@ def bounded(text: str, most: int) -> str:
 def quoted(text: str, most: int = 40) -> str:
     """Return the first `most` characters in quotes. Example: "aaaaa", 3 -> "'aaa...'"."""
     return repr(text if len(text) <= most else f"{text[:most]}...")
+
+
+def counted(count: int, noun: str) -> str:
+    """Return a number with its noun, in the plural except for 1."""
+    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
 
 
 def wrap(text: str, columns: int) -> str:

@@ -8,6 +8,7 @@ from typing import NamedTuple, TypeVar
 import numpy as np
 
 from streamppo.errors import TaskError
+from streamppo.terminal import counted
 from streamppo.types import Prompt
 
 T = TypeVar("T")
@@ -76,8 +77,3 @@ def describe_overlap(held_out: Sequence[bytes], training: set[bytes], name: str)
         f"{name}: {count} of {len(held_out)} evaluation prompts {verb} in the training rows too: "
         "their accuracy measures memory",
     )
-
-
-def counted(count: int, noun: str) -> str:
-    """Return a number with its noun, in the plural except for 1."""
-    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"

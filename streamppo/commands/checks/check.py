@@ -22,7 +22,7 @@ from streamppo.config import file as configfile
 from streamppo.config.sections import LOCAL, Config
 from streamppo.errors import ConfigError
 from streamppo.tasks import plugins
-from streamppo.tasks.split import counted
+from streamppo.terminal import counted
 
 LARGEST_MIB = 64
 """`run` reads only the first rows of larger data. `check` reads all rows."""

@@ -11,8 +11,8 @@ from streamppo.errors import ConfigError
 from streamppo.queue.store import archive
 from streamppo.queue.store.archive import Archive
 from streamppo.tasks import plugins
-from streamppo.tasks.split import counted
 from streamppo.telemetry import metrics_file, progress
+from streamppo.terminal import counted
 from streamppo.types import Batch
 
 

@@ -21,7 +21,7 @@ from typing import Literal, NamedTuple, TypeAlias
 import numpy as np
 
 from streamppo.rollout.endpoint import reply
-from streamppo.tasks.split import counted
+from streamppo.terminal import counted
 from streamppo.types import Batch, Floats, Ints, Trajectory, branches, flags, floats, ints, turns
 from streamppo.types.turns import TurnPlace
 

@@ -22,8 +22,8 @@ from streamppo.config.sections import Config, longest_row
 from streamppo.errors import ConfigError, RunError
 from streamppo.learner import gradient_checkpointing, memory
 from streamppo.queue.rules.state import queue_settings
-from streamppo.tasks.split import counted
 from streamppo.telemetry import metrics_file
+from streamppo.terminal import counted
 from streamppo.weights.models.settings import read_settings
 
 GROUPS: Mapping[str, tuple[str, ...]] = {

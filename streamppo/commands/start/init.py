@@ -21,9 +21,8 @@ from streamppo.config import file as configfile
 from streamppo.config.reward import FunctionScorer
 from streamppo.errors import ConfigError, RunError
 from streamppo.tasks import plugins
-from streamppo.tasks.split import counted
 from streamppo.telemetry import host_memory
-from streamppo.terminal import harmless, wrap
+from streamppo.terminal import counted, harmless, wrap
 
 LETTERS, LENGTH = "abcdefgh", 4
 """The problems are all strings of `LENGTH` of these letters."""

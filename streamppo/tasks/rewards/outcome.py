@@ -6,7 +6,7 @@ from decimal import Decimal
 from numbers import Real
 
 from streamppo.tasks import user_traceback
-from streamppo.tasks.split import counted
+from streamppo.terminal import counted
 from streamppo.types import Reward, ScoredText, WireStruct, utf8_safe
 
 QUOTED = 200

@@ -40,8 +40,8 @@ from streamppo.learner.attention import layers
 from streamppo.learner.model import policy as learner_model
 from streamppo.queue.rules.records import ArchivedBatch, Changes, PublishedVersion
 from streamppo.queue.store.journal import Journal
-from streamppo.tasks.split import counted
 from streamppo.tasks.tokenizer import character_tokenizer
+from streamppo.terminal import counted
 
 CONFIGS = sorted((REPOSITORY / "configs").glob("*.toml"))
 PUBLISHED: dict[str, Any] = {
