@@ -122,7 +122,7 @@ def _warm_up(
     logged_at, accuracy, step_accuracy = time.monotonic(), 0.0, 0.0
     for step in range(config.max_steps):
         # Below half of the target accuracy a check, which costs as much as a step, cannot pass.
-        if step % CHECK_EVERY == 0 and step_accuracy >= config.target_accuracy / 2:
+        if step % CHECK_EVERY == 0 and _may_pass(step_accuracy, config.target_accuracy):
             accuracy = _accuracy(model, checked)
             if accuracy >= config.target_accuracy:
                 break
@@ -142,6 +142,10 @@ def _warm_up(
     else:
         accuracy = _accuracy(model, checked)
     log.info(f"{BUILTIN} is made: about {accuracy:.0%} of its answers to training prompts are right")
+
+
+def _may_pass(step_accuracy: float, target: float) -> bool:
+    return step_accuracy >= target / 2
 
 
 def _encode(tokenizer: "PreTrainedTokenizerBase", lesson: warmup_data.Lesson) -> Problems:
