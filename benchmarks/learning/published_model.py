@@ -64,13 +64,19 @@ def streamppo(folder: Path, *words: str) -> str:
     return done.stdout
 
 
-def measure(folder: Path, updates: int) -> dict[str, object]:
-    """Bring model, rows and reward, and train."""
+def prepare(folder: Path) -> Path:
+    """Fetch the model, write the rows and, by `init`, the configuration; return its path."""
     model = fetch(folder)
     write_rows(folder / "train.jsonl")
     config = folder / "mine.toml"
     config.unlink(missing_ok=True)
     streamppo(folder, "init", "mine", "--model", model.name, "--data", "train.jsonl", "--reward", "numeric")
+    return config
+
+
+def measure(folder: Path, updates: int) -> dict[str, object]:
+    """Bring model, rows and reward, and train."""
+    config = prepare(folder)
     limit = f"rollout.max_tokens={MAX_TOKENS}"
     checked = streamppo(folder, "check", "mine.toml", limit)
     tried = streamppo(folder, "reward-test", "mine.toml", "--n", "32", limit)
