@@ -21,6 +21,8 @@ FINISHED = "finished"
 """The outcome of a run that made all its updates."""
 Number: TypeAlias = Annotated[float, msgspec.Meta(ge=-1e15, le=1e15)]
 """The type of the required numbers of a line: finite, and small enough to be rounded."""
+Count: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=10**15)]
+"""A number of tokens, trajectories or prompts."""
 Digits: TypeAlias = Annotated[str, msgspec.Meta(pattern=r"^-?[0-9]{1,18}$")]
 """A lag or an age in versions, as a string, because JSON allows only strings as names."""
 
@@ -44,7 +46,7 @@ class UpdateLine(TypedDict):
     wait_s: Number
     update_s: Number
     push_ms: Number
-    lag_histogram: dict[Digits, int]
+    lag_histogram: dict[Digits, Count]
 
 
 class RemadeLine(TypedDict):
@@ -55,7 +57,7 @@ class RemadeLine(TypedDict):
     reward: NotRequired[Number]
     tokens_trained: Number
     tokens_too_old: Number
-    lag_histogram: dict[Digits, int]
+    lag_histogram: dict[Digits, Count]
 
 
 class RedoneLine(TypedDict):
@@ -71,8 +73,8 @@ class EvaluationLine(TypedDict):
     evaluation: int
     wall_s: Number
     accuracy: Number | None
-    count: int
-    failed: int
+    count: Count
+    failed: Count
     versions: tuple[int, int]
 
 
@@ -81,16 +83,16 @@ class PhasesLine(TypedDict):
 
     phases: str
     wall_s: Number
-    spent: dict[str, tuple[int, Number, Number]]
+    spent: dict[str, tuple[Count, Number, Number]]
 
 
 class QueueLine(TypedDict):
     """Trajectories that are ready (`queue`) and being sampled, and the prompts skipped by `algorithm.curriculum`."""
 
-    queue: int
+    queue: Count
     wall_s: Number
-    in_flight: int
-    skipped_prompts: NotRequired[int]
+    in_flight: Count
+    skipped_prompts: NotRequired[Count]
 
 
 class SampleLine(TypedDict):
@@ -108,14 +110,14 @@ class EngineLine(TypedDict):
     engine: str
     wall_s: Number
     version: int
-    tokens: int
+    tokens: Count
     busy_s: Number
     idle_s: Number
     prefix_reused: NotRequired[Number]
     context_reused: NotRequired[Number]
     kv_age: NotRequired[Number]
-    kv_ages: NotRequired[dict[Digits, int]]
-    agents: NotRequired[dict[str, int]]
+    kv_ages: NotRequired[dict[Digits, Count]]
+    agents: NotRequired[dict[str, Count]]
     sampled: SampleLine | None
 
 

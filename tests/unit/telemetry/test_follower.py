@@ -102,6 +102,16 @@ def test_a_number_that_cannot_be_rounded_is_damage(line: str, number: str) -> No
     assert metrics_file.parse((line % number).encode()) is None
 
 
+@pytest.mark.parametrize("count", [-1, -(2**63), 2**63, 1.5])
+def test_a_count_that_no_run_has_is_damage(count: float) -> None:
+    engine = {"engine": "a", "wall_s": 1.0, "version": 1, "tokens": 8, "busy_s": 1.0, "idle_s": 1.0, "sampled": None}
+    numbers = dict.fromkeys(("wall_s", "tokens_trained", "tokens_too_old", "wait_s", "update_s", "push_ms"), 1.0)
+    assert metrics_file.is_line(engine)
+    assert not metrics_file.is_line({**engine, "tokens": count})
+    assert not metrics_file.is_line({**engine, "kv_ages": {"0": count}})
+    assert not metrics_file.is_line({"update": 1, **numbers, "lag_histogram": {"0": 4, "1": count}})
+
+
 @pytest.mark.parametrize(("lag", "is_one"), [("0", True), ("-3", True), ("x", False), ("1e3", False), ("", False)])
 def test_a_lag_is_a_whole_number(lag: str, is_one: bool) -> None:
     numbers = dict.fromkeys(("wall_s", "tokens_trained", "tokens_too_old", "wait_s", "update_s", "push_ms"), 1.0)
