@@ -75,7 +75,6 @@ def _model(choices: ProjectChoices) -> Iterator[Line]:
     yield Line("path", _text(choices.model), size)
     if choices.sizes.places.gpus:
         yield Line("dtype", '"bfloat16"', "parameters and activations on the GPU; the optimizer's are float32")
-        yield Line("gradient_checkpointing", '"full"', "recompute activations: less memory, a third more time")
 
 
 def _task(choices: ProjectChoices) -> Iterator[Line]:
