@@ -8,6 +8,7 @@ from pathlib import Path
 from streamppo.config import consent, diff
 from streamppo.config import file as configfile
 from streamppo.config.sections import Config
+from streamppo.driver import inputs
 from streamppo.errors import UNREADABLE, ConfigError, JournalError
 
 log = logging.getLogger(__name__)
@@ -60,12 +61,15 @@ def ask(run: Path, present: Config | None = None, *, trust: bool = False) -> Non
     with suppress(JournalError, *UNREADABLE), closing(Journal.open_run(run)) as journal:
         recorded = resume_checks.configs(journal).values()
         configs += [diff.as_present(config, present or run_config) for config in recorded]
-    consent.require(run, configs, trust=trust)
+    # Names that `present` adds come from the command line, and not from the folder.
+    typed = consent.code(present or run_config) - consent.code(run_config)
+    consent.require(run, configs, typed, trust=trust)
 
 
 def agree_to_changes(run: Path, config: Config, *, trust: bool = False) -> list[str]:
     """Require and record consent to continue the run with `config`. Logs and returns the lines of `changes`."""
     lines = changes(run, config)
+    inputs.refuse_missing(config, run)
     ask(run, config, trust=trust)
     consent.give(run, config)
     for line in lines:

@@ -4,9 +4,10 @@ STATE/streamppo/secret   32 random bytes of this user; STATE is XDG_STATE_HOME o
 RUN/consent              a line for each name to which this user has agreed: the name's HMAC with the secret
 FILE.consent             the same for the file of a bundle
 
-The user who starts a run agrees by starting it. Any other user must agree once to the run's code. The lines stay valid
-if the run is moved or copied. Only with the user's secret can a valid line be made. For code in the run's folder, the
-HMAC also covers the file's content. With STREAMPPO_TRUST=1, for scripts, a command runs all code without consent.
+The user who starts a run agrees by starting it. Any other user must agree once to the run's code. Only with the user's
+secret can a valid line be made. A file of code has two lines: its path, if it is outside the run's folder, and its path
+relative to the run with its content. The second stays valid if the run is moved or copied with its code. With
+STREAMPPO_TRUST=1, for scripts, a command runs all code without consent.
 """
 
 import hmac
@@ -14,7 +15,7 @@ import logging
 import os
 import secrets
 import shlex
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence, Set
 from contextlib import suppress
 from pathlib import Path
 from typing import cast
@@ -38,7 +39,7 @@ BUILT_IN = frozenset(
 )
 """Names in streamppo that run only streamppo's code. Other names (`Local`, `plugins:load`) may run other code."""
 MOST_LINES, MOST_CODE = 2**20, 2**26
-"""Maximum bytes of RUN/consent, and of a code file in the run's folder."""
+"""Maximum bytes of RUN/consent, and of a code file whose content a line covers."""
 CODE = ("environment.name", "environment.agent", "environment.sandbox.name", "rollout.limit", "task.environment")
 """Fields whose values name code, besides fields named `function`."""
 SHOWN, LENGTH = 10, 300
@@ -82,16 +83,19 @@ def give(run: Path, config: Config) -> None:
         return
     try:
         secret = _secret(make=True)
-        lines = _lines(run) | {_sign(secret, name, run) for name in names_of_code}
+        lines = _lines(run).union(*(_sign(secret, name, run) for name in names_of_code))
         durable.write(_file(run), "".join(f"{line}\n" for line in sorted(lines)).encode())
     except (OSError, RuntimeError, StreamppoError) as error:
         log.warning(f"{run}: your trust in this run's code cannot be recorded ({error}): `resume` will ask for --trust")
 
 
-def require(run: Path, configs: Iterable[Config], *, trust: bool = False) -> None:
-    """Raise `ConfigError` if this user has not agreed to all code and addresses in `configs` of the run in `run`."""
+def require(run: Path, configs: Iterable[Config], typed: Set[str] = frozenset(), *, trust: bool = False) -> None:
+    """Raise `ConfigError` if this user has not agreed to all code and addresses in `configs` of the run in `run`.
+
+    The user agrees to names that are `typed` in the command.
+    """
     configs = list(configs)
-    names_of_code = set[str]().union(*map(code, configs))
+    names_of_code = set[str]().union(*map(code, configs)) - typed
     if not names_of_code:
         return
     if trust or os.environ.get(VARIABLE) == "1":
@@ -100,7 +104,7 @@ def require(run: Path, configs: Iterable[Config], *, trust: bool = False) -> Non
         return
     try:
         secret, lines = _secret(make=False), _lines(run)
-        unknown = {name for name in names_of_code if _sign(secret, name, run) not in lines}
+        unknown = {name for name in names_of_code if lines.isdisjoint(_sign(secret, name, run))}
     except (OSError, RuntimeError):
         unknown = names_of_code
     if unknown:
@@ -149,22 +153,33 @@ def _lines(run: Path) -> set[str]:
         return set(stream.read(MOST_LINES).decode("ascii", "replace").split())
 
 
-def _sign(secret: bytes, name: str, run: Path) -> str:
-    """Return the HMAC of `name`, with a path relative to the run, and with the digest of a file in the run."""
-    file, colon, attribute = name.rpartition(":")
-    # A name with NUL or a lone surrogate cannot be a file's name.
+def _sign(secret: bytes, name: str, run: Path) -> set[str]:
+    """Return the HMAC of `name`, unless it names a file in the run, and the HMAC of `name` with its files' content."""
+    texts = {name}
+    # A name with NUL or a lone surrogate cannot be a file's name, and a text with a single quote is no command.
     with suppress(ValueError):
-        path, folder = Path(file).resolve(), run.resolve()
-        if not path.exists():
-            # `load` makes only the paths of existing files absolute, so a deleted file's path is relative to the run.
-            path = (folder / file).resolve()
-        if colon and file.endswith(".py") and path.is_relative_to(folder.parent):
-            digest = _digest(path) if path.is_relative_to(folder) and path.is_file() else ""
-            name = f"{os.path.relpath(path, folder)}\0{digest}:{attribute}"
-    return hmac.new(secret, name.encode("utf-8", "backslashreplace"), "sha256").hexdigest()
+        file, colon, attribute = name.rpartition(":")
+        is_function = bool(colon) and file.endswith(".py")
+        folder, words = run.resolve(), [file] if is_function else shlex.split(name)
+        covered = [_with_content(word, folder) for word in words]
+        is_inside = any(_is_file_in(word, folder) for word in words)
+        texts = {"\0".join([*covered, attribute] if is_function else covered)} | ({name} - {name if is_inside else ""})
+    return {hmac.new(secret, text.encode("utf-8", "backslashreplace"), "sha256").hexdigest() for text in texts}
 
 
-def _digest(path: Path) -> str:
-    if path.stat().st_size > MOST_CODE:
-        raise OSError(f"{path}: {path.stat().st_size:,} bytes are not code")
-    return durable.sha256(path)
+def _is_file_in(word: str, folder: Path) -> bool:
+    return os.path.isabs(word) and Path(word).resolve().is_relative_to(folder) and Path(word).is_file()
+
+
+def _with_content(word: str, folder: Path) -> str:
+    """Return the path of a code file relative to `folder`, with the file's digest; another `word` unchanged."""
+    if _is_file_in(word, folder):
+        path = Path(word).resolve()
+        if path.stat().st_size > MOST_CODE:
+            raise OSError(f"{path}: {path.stat().st_size:,} bytes are not code")
+    else:
+        path = Path(word)
+        is_near = path.is_absolute() and os.path.commonpath([path, folder]) != os.sep
+        if not is_near or not path.is_file() or path.stat().st_size > MOST_CODE:
+            return word
+    return f"{os.path.relpath(path, folder)}\0{durable.sha256(path)}"

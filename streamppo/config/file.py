@@ -5,8 +5,11 @@
 
 A run stores its configuration in its folder in the same format. A relative path in a file is resolved in the file's
 folder, or the folder of a link's target, or else in the current folder; a path in an override, in the current folder. A
-run stores absolute paths, so it can be resumed from any folder. Paths below the parent folder of the run are stored
-relative to the run, so the parent folder can be moved with all its files.
+run stores absolute paths, so it can be resumed from any folder, and its own folder, so it can be moved or copied with
+its files.
+
+Example: /a/runs/math with /a/rows.jsonl is copied to /b/runs/math. `load` takes /b/rows.jsonl if it exists, and
+otherwise /a/rows.jsonl.
 """
 
 import os
@@ -29,6 +32,8 @@ from streamppo.config.short_forms import as_kinds, expand, with_kinds
 from streamppo.errors import CheckpointError, ConfigError, RunError
 
 CONFIG = "config.toml"
+RUN_FOLDER = "run_folder"
+"""The key in a run's file with the folder that the run had. It is no field."""
 REWARD = "reward.py"
 """The file in a run's folder with the source of a reward that a script or notebook defined."""
 WEIGHTS = (".safetensors", ".bin")
@@ -65,6 +70,9 @@ def load(path: Path, overrides: Sequence[str] = ()) -> Config:
         tree = tomllib.loads(text)
     except (tomllib.TOMLDecodeError, RecursionError) as error:
         raise ConfigError(f"{path}: not TOML: {error}") from error
+    former = tree.pop(RUN_FOLDER, None)
+    if path.name == CONFIG and isinstance(former, str) and os.path.isabs(former):
+        _relocate(tree, former, path.parent.resolve())
     for folder in (path.parent, path.resolve().parent):
         _make_absolute(tree, folder)
     tree.setdefault("name", path.stem)
@@ -79,8 +87,7 @@ def change(config: Config, overrides: Sequence[str]) -> Config:
 def save(config: Config, run: Path) -> None:
     """Write `config` as the configuration of the run in the folder `run`. Raises `RunError`."""
     with durable.naming(run / CONFIG, RunError):
-        tree = _plain(config)
-        _make_relative(tree, run)
+        tree = {RUN_FOLDER: str(run.resolve()), **_plain(config)}
         durable.write(run / CONFIG, tomli_w.dumps(tree).encode())
 
 
@@ -156,14 +163,20 @@ def _make_absolute(tree: Tree, folder: Path) -> None:
     _change(tree, change)
 
 
-def _make_relative(tree: Tree, run: Path) -> None:
-    """Make the paths in `tree` to files in the run's folder or its parent relative to the run's folder, in place."""
-    absolute = run.absolute()
+def _relocate(tree: Tree, former: str, run: Path) -> None:
+    """Replace every path in `tree` by the path in the same place relative to the run, if the run moved it along.
+
+    The root is no common folder of a run and its files.
+    """
 
     def change(path: str) -> str:
-        return os.path.relpath(path, absolute) if Path(path).is_relative_to(absolute.parent) else path
+        if not os.path.isabs(path) or os.path.commonpath([path, former]) == os.sep:
+            return path
+        candidate = os.path.normpath(run / os.path.relpath(path, former))
+        return candidate if os.path.exists(candidate) else path
 
-    _change(tree, change)
+    if former != str(run):
+        _change(tree, change)
 
 
 def _change(tree: Tree, change: Callable[[str], str]) -> None:

@@ -20,12 +20,13 @@ import msgspec
 from msgspec import structs
 
 from streamppo import durable
+from streamppo.config import diff
 from streamppo.config import file as configfile
 from streamppo.config.algorithm import CRITICS
 from streamppo.config.reward import FunctionScorer, ModelScorer
 from streamppo.config.sections import Config, model_path
 from streamppo.config.task import DataTask
-from streamppo.errors import UNREADABLE, CheckpointError, RunError
+from streamppo.errors import UNREADABLE, CheckpointError, ConfigError, RunError
 
 INPUTS = "inputs.json"
 PACKAGE = "__init__.py"
@@ -57,6 +58,26 @@ def with_clock(config: Config, folder: Path) -> Config:
     saved = configfile.load(folder / configfile.CONFIG).model.clock if (folder / configfile.CONFIG).is_file() else ""
     clock = saved or datetime.now().isoformat(timespec="minutes")
     return structs.replace(config, model=structs.replace(config.model, clock=clock))
+
+
+def refuse_missing(config: Config, folder: Path) -> None:
+    """Raise `ConfigError` if inputs outside the run in `folder` are missing, with the overrides that name them anew."""
+    missing = {
+        entry.field: entry.path
+        for entry in _named_inputs(config, folder)
+        if os.path.isabs(entry.path) and not Path(entry.path).is_relative_to(folder) and not os.path.exists(entry.path)
+    }
+    if missing:
+        values = diff.fields(config)
+        here = {field: Path(path).name if os.path.exists(Path(path).name) else "" for field, path in missing.items()}
+        moved = {field: here[field] or f"FOLDER/{Path(path).name}" for field, path in missing.items()}
+        overrides = [
+            f"{field}={moved[field]}{str(values[field]).removeprefix(path)}" for field, path in missing.items()
+        ]
+        raise ConfigError(
+            "\n".join(f"{field}: {path} does not exist" for field, path in missing.items())
+            + f"\nif it was moved: {shlex.join(['streamppo', 'resume', str(folder), *overrides])}"
+        )
 
 
 def verify(config: Config, folder: Path, *, accept_changes: bool) -> None:

@@ -4,6 +4,7 @@ import ast
 import importlib
 import inspect
 import os
+import re
 import shutil
 import socket
 from collections.abc import Callable, Iterator
@@ -86,22 +87,68 @@ def test_a_run_that_is_made_here_asks_nothing(tmp_path: Path, math_config: Calla
 
 
 def test_a_run_that_is_made_here_asks_nothing_after_its_code_beside_it_was_deleted(
-    tmp_path: Path, math_config: Callable[..., Config], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, math_config: Callable[..., Config]
 ) -> None:
-    code, runs, elsewhere = tmp_path / "runs" / "rewards.py", tmp_path / "runs", tmp_path / "elsewhere" / "below"
-    for folder in (runs, elsewhere):
-        folder.mkdir(parents=True)
+    code, runs = tmp_path / "runs" / "rewards.py", tmp_path / "runs"
+    runs.mkdir()
     code.touch()
     folder = loop.new_folder(math_config(f"reward.function={code}:score"), runs)
     code.unlink()
     stored = configfile.load(folder / configfile.CONFIG)
-    assert consent.code(stored) == {"../rewards.py:score"}
+    assert consent.code(stored) == {f"{code}:score"}
     consent.require(folder, [stored])
-    # Another file that the name would find is not the one that was agreed to.
-    (elsewhere.parent / "rewards.py").touch()
-    monkeypatch.chdir(elsewhere)
-    with pytest.raises(ConfigError, match=r"rewards\.py:score"):
-        consent.require(folder, [stored])
+
+
+@pytest.fixture
+def project(tmp_path: Path, math_config: Callable[..., Config]) -> Path:
+    """A project with a run and, outside the run's folder, its reward and its agent."""
+    project = tmp_path / "a project"
+    (project / "lib").mkdir(parents=True)
+    for name in ("lib/rewards.py", "agent.py"):
+        (project / name).write_text("# the first")
+    command = f"environment.command=['python', '{project}/agent.py', '--fast']"
+    loop.new_folder(
+        math_config(f"reward.function={project}/lib/rewards.py:score", command, "environment.max_turns=2"),
+        project / "runs",
+    )
+    return project
+
+
+@pytest.mark.parametrize("copies", [True, False])
+@pytest.mark.parametrize("name", ["lib/rewards.py", "agent.py"])
+def test_a_project_that_moves_with_its_code_asks_only_for_changed_code(
+    name: str, copies: bool, project: Path, tmp_path: Path
+) -> None:
+    (project / name).write_text("# changed where it was agreed to")
+    run_argument.ask(project / "runs" / "math")
+    config = configfile.load(project / "runs" / "math" / configfile.CONFIG)
+    consent.give(project / "runs" / "math", config)
+    moved = tmp_path / "elsewhere" / "deep"
+    shutil.copytree(project, moved) if copies else shutil.move(project, moved)
+    run_argument.ask(moved / "runs" / "math")
+    (moved / name).write_text("# changed after the move")
+    with pytest.raises(ConfigError, match=re.escape(f"{moved / name}")):
+        run_argument.ask(moved / "runs" / "math")
+
+
+def test_a_large_file_of_a_command_is_agreed_to_by_its_path(tmp_path: Path, math_config: Callable[..., Config]) -> None:
+    (tmp_path / "model.bin").touch()
+    os.truncate(tmp_path / "model.bin", consent.MOST_CODE + 1)
+    config = math_config(f"environment.command=['serve', '{tmp_path}/model.bin']", "environment.max_turns=2")
+    consent.require(loop.new_folder(config, tmp_path / "runs"), [config])
+
+
+def test_code_that_the_user_types_needs_no_consent(project: Path) -> None:
+    run = project / "runs" / "math"
+    with closing(Journal(run / "journal.sqlite")) as journal:
+        journal.configure(0, msgspec.msgpack.encode(configfile.load(run / configfile.CONFIG)))
+    (project / "lib" / "rewards.py").rename(project / "rewards.py")
+    config = configfile.load(run / configfile.CONFIG, [f"reward.function={project}/rewards.py:score"])
+    run_argument.agree_to_changes(run, config)
+    (run / consent.FILE).unlink()
+    with pytest.raises(ConfigError, match=r"lib/rewards\.py:score") as told:
+        run_argument.ask(run, config)
+    assert f"{project}/rewards.py" not in str(told.value)
 
 
 def test_a_line_of_another_user_is_no_consent(

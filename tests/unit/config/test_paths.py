@@ -1,5 +1,6 @@
 """Paths of a file are found beside it, those of an override here; a run is resumed from anywhere, moved or not."""
 
+import shutil
 from pathlib import Path
 
 import pytest
@@ -93,6 +94,33 @@ def test_a_run_that_was_moved_with_its_neighbours_finds_them(project: Path) -> N
     config = configfile.load(moved / "run" / configfile.CONFIG)
     assert (config.model.path, data(config)) == (str(moved / "base"), str(moved / "rows.jsonl"))
     assert config.environment is not None and config.environment.name == f"{moved / 'world.py'}:World"
+
+
+def test_a_run_that_was_moved_with_its_project_finds_the_projects_files(project: Path) -> None:
+    config, run = configfile.load(project / "own.toml"), Path("out") / "runs" / "run"
+    (project / run).mkdir(parents=True)
+    configfile.save(config, project / run)
+    copy = shutil.copytree(project, project.parent / "über all" / "copy")
+    assert data(configfile.load(copy / run / configfile.CONFIG)) == str(copy / "rows.jsonl")
+    (copy / "rows.jsonl").unlink()
+    assert data(configfile.load(copy / run / configfile.CONFIG)) == str(project / "rows.jsonl")
+    moved = project.rename(project.parent / "moved")
+    found = configfile.load(moved / run / configfile.CONFIG)
+    assert data(found) == str(moved / "rows.jsonl")
+    assert found.rollout.limit == f"{moved / 'mine.py'}:limit"
+    configfile.save(found, moved / run)
+    assert configfile.load(moved / run / configfile.CONFIG) == found
+
+
+def test_a_run_that_was_moved_alone_keeps_the_files_of_its_project(project: Path, tmp_path: Path) -> None:
+    config = configfile.load(project / "own.toml")
+    (project / "runs" / "run").mkdir(parents=True)
+    configfile.save(config, project / "runs" / "run")
+    (tmp_path / "disk" / "all").mkdir(parents=True)
+    moved = (project / "runs").rename(tmp_path / "disk" / "all" / "runs")
+    assert configfile.load(moved / "run" / configfile.CONFIG) == config
+    copied = shutil.copy(moved / "run" / configfile.CONFIG, tmp_path / "mine.toml")
+    assert configfile.load(Path(copied)) == config
 
 
 def test_a_name_that_leads_nowhere_stays_as_it_is(project: Path) -> None:

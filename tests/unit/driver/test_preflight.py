@@ -12,6 +12,7 @@ from msgspec import structs
 
 from streamppo.config import file as configfile
 from streamppo.config.sections import Config
+from streamppo.config.task import DataTask
 from streamppo.driver import inputs, preflight
 from streamppo.errors import CheckpointError, ConfigError, JournalError, StreamppoError
 from streamppo.learner.checkpoint import manifest
@@ -232,6 +233,23 @@ def test_data_that_are_gone_are_refused(own: Config) -> None:
     preflight.verify(own, Path("run"))
     Path("train.jsonl").unlink()
     assert "train.jsonl does not exist" in str(refusal(own, Path("run")))
+
+
+def test_missing_files_are_refused_with_the_overrides_that_name_them(
+    own: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert isinstance(own.task, DataTask)
+    run, rows = tmp_path / "run", Path(own.task.sources["data"].data)
+    inputs.refuse_missing(own, run)
+    rows.unlink()
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    told = rf"task\.sources\.data\.data: {rows} does not exist\nif it was moved: streamppo resume {run} "
+    with pytest.raises(ConfigError, match=rf"{told}task\.sources\.data\.data=FOLDER/{rows.name}"):
+        inputs.refuse_missing(own, run)
+    (tmp_path / "here" / rows.name).touch()
+    with pytest.raises(ConfigError, match=rf"{told}task\.sources\.data\.data={rows.name}"):
+        inputs.refuse_missing(own, run)
 
 
 def test_a_changed_reward_is_a_note_and_other_data_named_on_purpose_are_none(
