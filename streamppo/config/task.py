@@ -183,8 +183,9 @@ class AgentEnvironment(Conversation, frozen=True, kw_only=True, tag_field="kind"
     """The sandbox in which `command` runs. By default `command` runs with the user's rights."""
     host: str = "127.0.0.1"
     """Address on which the endpoint listens."""
-    ignored: tuple[Literal["response_format", "tool_choice"], ...] = ()
-    """Parameters of requests that are ignored; by default such requests are refused."""
+    ignored: tuple[Literal["response_format", "tool_choice", "tools"], ...] = ()
+    """Parameters of requests that are ignored; by default such requests are refused (`tools` only if the chat template
+    leaves them out)."""
     timeout_s: Seconds = 600.0
     """Time limit of an agent's run; a longer run fails its trajectory."""
 

@@ -99,6 +99,8 @@ class ChatTemplate:
         """Shapes (`_message_shape`) of messages that the template was found to write completely."""
         self._counting_shapes = dict[tuple[object, ...], bool]()
         """Results of `_counts_turns` by shape."""
+        self._toolless_shapes = dict[tuple[object, ...], bool]()
+        """Results of `leaves_out_tools` by shape."""
         self._lists_parts = dict[tuple[str, str], bool]()
         """Results of `_needs_parts` by role and by the argument that replaces the chat template ("": none does)."""
         self._clock = _directives(datetime.fromisoformat(clock)) if clock else {}
@@ -119,9 +121,14 @@ class ChatTemplate:
     def leaves_out_tools(self, messages: Sequence[Message], template: Template) -> bool:
         if not template.tools:
             return False
-        return self._render_open(messages, template) == self._render_open(messages, structs.replace(template, tools=()))
+        shape = (*map(_message_shape, messages), *_template_shape(template))
+        if shape not in self._toolless_shapes:
+            without = structs.replace(template, tools=())
+            self._toolless_shapes[shape] = self._render_open(messages, template) == self._render_open(messages, without)
+        return self._toolless_shapes[shape]
 
     def _refuse_omissions(self, messages: Sequence[Message], template: Template) -> None:
+        self._refuse_omitted_calls(messages, template)
         words = {number: f"{WORDS}{number}z" for number, message in enumerate(messages) if message.role != "assistant"}
         probe = [
             structs.replace(message, content=words[number]) if number in words else message
@@ -139,6 +146,20 @@ class ChatTemplate:
                     f"the chat template leaves out a message of the role {role!r}: the policy would not see it; "
                     "put its words into the user's message, or give the tokenizer another template"
                 )
+
+    def _refuse_omitted_calls(self, messages: Sequence[Message], template: Template) -> None:
+        """Raise `TaskError` for a message with calls if the template writes no calls even where an answer follows."""
+        text = ""
+        for call in [call for message in messages for call in message.tool_calls][:1]:
+            turn = *FIRST, Message(role="assistant", content=None, tool_calls=(_with_sentinel(call),))
+            for answers in ((), (Message(role="tool", content=WORDS, tool_call_id=call.get("id")),)):
+                with suppress(TaskError):
+                    text += self.render_conversation((*turn, *answers), template)
+        if text and SENTINEL not in text:
+            raise TaskError(
+                "the chat template leaves out the calls of an assistant's message: the policy would not see them; "
+                "write them into the message's content, or give the tokenizer another template"
+            )
 
     def _render_open(self, messages: Sequence[Message], template: Template) -> str:
         continues = bool(messages) and messages[-1].role == "assistant"
@@ -180,6 +201,7 @@ class ChatTemplate:
             with suppress(TaskError):
                 after = self._after_words(said, template, calls, before)
         if shape not in self._complete_shapes:
+            self._refuse_omitted_calls(said, template)
             words = [structs.replace(message, content=f"{WORDS}{number}z") for number, message in enumerate(said)]
             probe = self._after_words(words, template, calls).text
             for number, message in enumerate(said):

@@ -40,6 +40,10 @@ STREAMED, STREAM_S = 4, 0.2
 MOST_UNDER_WAY = 256
 TAIL = 16
 """The number of a context's last tokens in which a <think> of the chat template is searched."""
+TOOLS_LEFT_OUT = (
+    "the chat template leaves out the tools of a request: the policy would not see them. Describe them in a message, "
+    'or give the tokenizer another template; with environment.ignored = ["tools"] the request is answered all the same'
+)
 
 
 class SampledPolicy(NamedTuple):
@@ -326,6 +330,8 @@ class Session:
         if not tokenizer.has_template:
             return self._render_plain(place, messages, template)
         if place.at == NO_PLACE:
+            if tokenizer.chat.leaves_out_tools(messages, template):
+                raise TaskError(TOOLS_LEFT_OUT)
             text = "\n\n".join(message.text for message in messages)
             return tokenizer.encode(Prompt(text=text, columns={}, messages=messages, template=template))
         # Some templates write a tool's answer only after the message that calls the tool.

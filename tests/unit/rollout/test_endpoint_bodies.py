@@ -5,6 +5,7 @@ import copy
 import json
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import agent_case
@@ -307,6 +308,25 @@ def test_what_environment_ignored_names_is_left_out_and_counted_and_nothing_else
 
     run(tokenizer, test, ignored=(name,))
     run(tokenizer, refused, ignored=tuple({"response_format", "tool_choice"} - {name}))
+
+
+@pytest.mark.parametrize("path", DIALECTS)
+def test_tools_that_the_chat_template_leaves_out_are_refused_unless_environment_ignored_names_them(
+    path: str, tmp_path: Path
+) -> None:
+    plain = agent_case.tokenizer(tmp_path, agent_case.TEMPLATE.replace("{% if tools %}", "{% if false %}"))
+
+    async def refused(case: Case, client: httpx.AsyncClient) -> None:
+        answer = await client.post(path, json=WHOLE[path])
+        assert answer.status_code == 400 and "leaves out the tools" in answer.json()["error"]["message"]
+        assert (await client.post(path, json={**WHOLE[path], "tools": []})).status_code == 200
+
+    async def answered(case: Case, client: httpx.AsyncClient) -> None:
+        assert (await client.post(path, json=WHOLE[path])).status_code == 200
+        assert case.counts["ignored parameters left out"] == 1
+
+    run(plain, refused)
+    run(plain, answered, ignored=("tools",))
 
 
 def test_a_body_that_is_nested_too_deeply_is_refused(tokenizer: Tokenizer) -> None:

@@ -16,6 +16,7 @@ from agent_case import Case, served
 from jinja2 import TemplateError, UndefinedError
 
 from streamppo.tasks.tokenizer import Tokenizer
+from streamppo.types import Message, Template
 
 TOOL = {
     "type": "function",
@@ -90,7 +91,8 @@ def played(
         return ("\n</think>\n\n" if text.rstrip().endswith("<think>") else "") + left.pop(0)
 
     async def main() -> Played:
-        async with served(tokenizer, say) as case:
+        unwritten = tokenizer.chat.leaves_out_tools((Message(role="user", content="?"),), Template(tools=(TOOL,)))
+        async with served(tokenizer, say, ignored=("tools",) if unwritten else ()) as case:
             messages, refusal = [{"role": "user", "content": "1+2"}], ""
             while left:
                 asked = [{"role": "user", "content": "edited"}, *messages[1:]] if edits and len(left) == 1 else messages

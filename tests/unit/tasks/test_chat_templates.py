@@ -484,13 +484,24 @@ def with_call(folder: Path, arguments: object, content: str = "1+2") -> Prompt:
     return task.build(one_source(data=str(data), held_out=0.0), 1, None).prompt(0)
 
 
-@pytest.mark.parametrize("family", ["qwen2.5", "qwen3", "llama3", "deepseek", "glm"])
+@pytest.mark.parametrize("family", ["qwen2.5", "qwen3"])
 @pytest.mark.parametrize("arguments", [{"a": 1}, {}, {"text": 'he said "5"', "list": [1, [None]]}, {"é": {"n": True}}])
 def test_the_arguments_of_a_call_are_written_once_whether_they_are_values_or_json(
     tmp_path: Path, family: str, arguments: dict[str, Any]
 ) -> None:
     tokenizer, given = made(family), with_call(tmp_path, json.dumps(arguments))
     assert tokenizer.render(given) == tokenizer.render(with_call(tmp_path, arguments))
+
+
+@pytest.mark.parametrize("family", ["llama3", "deepseek", "glm"])
+def test_a_call_is_refused_if_the_template_writes_no_calls(tmp_path: Path, family: str) -> None:
+    tokenizer, given = made(family), with_call(tmp_path, {"a": 1})
+    for written in (tokenizer.render, tokenizer.ids):
+        with pytest.raises(TaskError, match="the chat template leaves out the calls of an assistant's message"):
+            written(given)
+    question, call, _ = given.messages
+    with pytest.raises(TaskError, match="leaves out the calls"):
+        tokenizer.observation((question, call, question), Template(), tokenizer.eos_id)
 
 
 @pytest.mark.parametrize(("given", "read"), [("", {}), (" ", {}), ("[1]", "[1]"), ("no JSON", "no JSON")])
@@ -508,7 +519,10 @@ def test_a_message_that_crosses_no_process_is_refused_with_its_row(
         with_call(tmp_path, arguments, content)
 
 
-WRITES = "{% for m in messages %}{% if CONDITION %}<|im_start|>{{ m.role }} CONTENT<|im_end|>{% endif %}{% endfor %}"
+WRITES = (
+    "{% for m in messages %}{% if CONDITION %}<|im_start|>{{ m.role }} CONTENT"
+    "{% for call in m.tool_calls or [] %}{{ call.function | tojson }}{% endfor %}<|im_end|>{% endif %}{% endfor %}"
+)
 HISTORY = (
     Message(role="system", content="Be brief"),
     user("1+2"),

@@ -98,6 +98,8 @@ def without(body: Body, ignored: Sequence[str]) -> tuple[Body, tuple[str, ...]]:
     if "tool_choice" in ignored and choice(body) not in CHOICES:
         names.append("tool_choice")
         del request["tool_choice"]
+    if "tools" in ignored and request.pop("tools", None):
+        names.append("tools")
     return request, tuple(names)
 
 
