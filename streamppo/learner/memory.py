@@ -241,8 +241,8 @@ def rank(config: Config, model: ModelSizes, longest: int) -> RankMemory:
     batch        all rows of the batch, which every rank holds between passes; the experts of one pass's tokens, and on
                  a CPU those of the rank's rows
     """
-    learner, critic_body = config.learner, _critic_body(config, model)
-    is_small = model.parameters + critic_body <= SHARD_LAYERS_ABOVE
+    learner, own_critic = config.learner, critic_body(config, model)
+    is_small = model.parameters + own_critic <= SHARD_LAYERS_ABOVE
     mesh = learner.mesh
     kept_of_layer = model.layer - model.by_tensor + model.by_tensor // mesh.tensor
     kept_of_layer -= model.by_expert - model.by_expert // mesh.expert
@@ -252,7 +252,7 @@ def rank(config: Config, model: ModelSizes, longest: int) -> RankMemory:
     reduced = gradients * (gathered_parameters if is_small else max(model.rest, kept_of_layer))
     gathered = int((1 + gradients) * gathered_parameters * model.element + MASTER * reduced)
     if is_alone := is_whole(learner.ranks, offload=learner.offload):
-        gathered = (model.element < MASTER) * model.element * (model.trained + critic_body)
+        gathered = (model.element < MASTER) * model.element * (model.trained + own_critic)
     tokens = -(-max(learner.micro_batch_tokens, longest) // mesh.slices)
     per_layer = model.activations_per_layer + 2 * (mesh.tensor - 1) * model.hidden * model.element
     kind, layer_input = config.model.gradient_checkpointing, model.hidden * model.element
@@ -327,9 +327,10 @@ def _head(config: Config, model: ModelSizes, tokens: int) -> int:
 def state(config: Config, model: ModelSizes) -> int:
     """The bytes of a rank's weights, gradients and moments, on its GPU or in host memory."""
     frozen = (model.parameters - model.trained) * model.element
-    trained = (model.trained + _critic_body(config, model)) * (MASTER + GRADIENT + MOMENTS)
+    trained = (model.trained + critic_body(config, model)) * (MASTER + GRADIENT + MOMENTS)
     return (trained + frozen) // config.learner.mesh.shards(config.learner.ranks)
 
 
-def _critic_body(config: Config, model: ModelSizes) -> int:
+def critic_body(config: Config, model: ModelSizes) -> int:
+    """The parameters of a critic with its own transformer, without the value head; 0 if the critic is a head."""
     return model.body if config.algorithm.critic.model != "head" else 0

@@ -141,14 +141,17 @@ def _queue(config: Config, model: ranks.ModelSizes) -> Findings:
 def _machine(config: Config, model: ranks.ModelSizes, longest: int) -> Findings:
     engine = estimate.engine(config, model, longest, 0.0)
     rank = ranks.rank(config, model, longest)
-    needed, size_mib = estimate.machine(config, model, rank, engine, longest), host_memory.total_mib()
-    if config.cluster.address != LOCAL or needed.total <= size_mib * 2**20:
+    if config.cluster.address != LOCAL:
         return
+    needed, size = estimate.machine(config, model, rank, engine, longest), host_memory.total_mib() * 2**20
     parts = ", ".join(f"{name.replace('_', ' ')} {_gib(size)}" for name, size in needed._asdict().items() if size)
-    text = f"about {_gib(needed.total)} are too much for this machine, which has {_gib(size_mib * 2**20)}: {parts}"
+    if needed.total <= size:
+        yield Finding("this machine", "ok", f"about {_gib(needed.total)} of {_gib(size)}: {parts}")
+        return
+    text = f"about {_gib(needed.total)} are too much for this machine, which has {_gib(size)}: {parts}"
     advice = "; lower rollout.slots, rollout.max_tokens or max_prompt_tokens for a smaller cache"
     has_large_cache = engine is not None and 4 * config.engines * engine.cache > needed.total
-    yield Finding("host memory", _lack_state(config), text + advice * has_large_cache)
+    yield Finding("this machine", _lack_state(config), text + advice * has_large_cache)
 
 
 def _rank_and_engine(config: Config, model: ranks.ModelSizes, longest: int, gpu: Gpu) -> Findings:

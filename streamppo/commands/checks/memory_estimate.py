@@ -6,7 +6,7 @@ from typing import NamedTuple
 from streamppo.config.learner import ObjectStore
 from streamppo.config.rollout import EmbeddedEngine, SGLangEngine
 from streamppo.config.sections import LOCAL, Config
-from streamppo.learner.memory import MASTER, MOMENTS, ModelSizes, RankMemory, routes, state
+from streamppo.learner.memory import MASTER, MOMENTS, ModelSizes, RankMemory, critic_body, routes, state
 
 VERSIONS = 3
 """Versions of the weights in the object store: two in the ledger, and one that is being pushed."""
@@ -14,6 +14,8 @@ COPIES = 2
 """Versions of the weights in an actor with SGLang besides the pulled version: the served version and the next."""
 IN_COMMON = 3
 """Versions in memory that a machine's actors share: the served version, the next, and the pulled version."""
+RAY, PROCESS = 2**30, 350 * 2**20
+"""Bytes of Ray, driver and queue, and of a rank or a rollout actor without its tensors (measured)."""
 TOKEN_BYTES = 13
 """Bytes of a token of a completion in journal and archive: its id, log-prob, version and mask."""
 QUEUE_BYTES_PER_S = 60e6
@@ -48,8 +50,7 @@ def engine(config: Config, model: ModelSizes, longest: int, free: float) -> Engi
     for a row of `longest` tokens in every slot.
     """
     gpus = max(1, int(config.rollout.gpus))
-    spare = config.rollout.engine.spare_weights if config.rollout.gpus else 0
-    weights = (1 + spare) * _engine_weights(config, model) // gpus
+    weights = (1 + config.rollout.engine.spare_weights) * _engine_weights(config, model) // gpus
 
     def fit(share: float) -> int:
         return int(max(0.0, share * free - weights) * gpus / model.cache_per_token)
@@ -137,6 +138,7 @@ class MachineMemory(NamedTuple):
     engines: int
     weights: int
     object_store: int
+    processes: int
 
     @property
     def total(self) -> int:
@@ -148,21 +150,21 @@ def machine(
 ) -> MachineMemory:
     """Estimate the host memory of a run on one machine.
 
-    Ranks hold two sets of buckets for pushes, and copy the trained state while they write a checkpoint. An embedded
-    engine holds two versions of the weights.
+    Ranks hold two sets of buckets for pushes, and copy the trained state while they write a checkpoint.
     """
+    trained = model.trained + critic_body(config, model)
     on_cpu = routes(config, model, longest) if config.learner.gpus else rank.total
     offloaded = state(config, model) if config.learner.offload else 0
-    spare = config.rollout.engine.spare_weights
-    cached = 0 if engine is None or config.rollout.gpus else engine.total + spare * engine.weights
+    cached = 0 if engine is None or config.rollout.gpus else engine.total
     store = min(object_store(model), config.cluster.object_store_mib * 2**20)
     return MachineMemory(
         ranks=config.learner.ranks * (on_cpu + offloaded),
         pushes=2 * model.trained * model.element,
-        checkpoint=config.learner.mesh.replicate * model.trained * (MASTER + MOMENTS),
+        checkpoint=config.learner.mesh.replicate * trained * (MASTER + MOMENTS),
         engines=config.engines * cached,
         weights=config.engines * actor(config, model).total + in_common(config, model),
         object_store=store,
+        processes=RAY + PROCESS * (config.learner.ranks + config.engines),
     )
 
 
