@@ -188,6 +188,7 @@ def batch_metrics(
     by_lag = {}
     for bucket, divergence in divergences.by_lag.items():
         by_lag |= {f"ess_lag_{bucket}": divergence.ess_token, f"behavior_kl_lag_{bucket}": divergence.k3}
+    mismatch = {} if divergences.numerics is None else {"mismatch": divergences.numerics.mean_abs_log_ratio}
     return {
         **describe(batch, trained_BT),
         "behavior_kl_k1": divergences.overall.k1,
@@ -200,8 +201,8 @@ def batch_metrics(
         "weights_low": divergences.overall.fraction_low,
         "log_ppl_engine": divergences.overall.log_ppl_engine,
         "log_ppl_learner": divergences.overall.log_ppl_learner,
-        "mismatch": divergences.numerics.mean_abs_log_ratio if divergences.numerics else 0.0,
         "explained_variance": float(explained_variance(learner.values_BT, estimate.returns, mask_BT)),
+        **mismatch,
         **by_lag,
     }
 

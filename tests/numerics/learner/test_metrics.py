@@ -197,6 +197,14 @@ def test_top_p_adds_numbers_about_the_tokens_that_it_left() -> None:
 
 
 @pytest.mark.usefixtures("group")
+def test_an_update_without_tokens_of_lag_0_has_no_mismatch() -> None:
+    """A 0 would be counted in the mean over updates, and hide an engine of another policy in asynchronous training."""
+    batch = rows()
+    older = metrics(batch=batch._replace(lag_BT=batch.lag_BT + 1))
+    assert "mismatch" in metrics() and "mismatch" not in older
+
+
+@pytest.mark.usefixtures("group")
 def test_a_teacher_and_the_nll_of_right_answers_add_a_number_each() -> None:
     config = case.config_of(*CHOICES, "algorithm.teacher.model=x", "algorithm.positive_nll=1e-9")
     policy = tables.TablePolicy(*BEFORE)
