@@ -32,26 +32,30 @@ def needed(config: Config) -> int:
 
 
 @pytest.mark.parametrize("share", [1.0, 0.5])
-def test_activations_are_kept_where_a_rank_fits_in_85_percent_of_what_is_free(share: float) -> None:
+def test_activations_are_kept_where_a_rank_fits_in_85_percent_of_its_share(share: float) -> None:
     config = on_gpu(f"learner.gpus={share}")
     assert config.model.gradient_checkpointing == "auto"
     model, whole, longest = memory.sizes(WIDE, config.model), needed(config), longest_row(config)
     assert whole > needed(on_gpu("model.gradient_checkpointing=full"))
-    enough = int(whole / 0.85 / share) + 2
-    assert gradient_checkpointing.checkpointing_for(config, model, longest, enough) == "off"
-    assert gradient_checkpointing.checkpointing_for(config, model, longest, enough - 4) == "full"
+    enough = int(whole / 0.85) + 2
+    total = int(enough / share)
+    assert gradient_checkpointing.checkpointing_for(config, model, longest, total, total) == "off"
+    assert gradient_checkpointing.checkpointing_for(config, model, longest, total - 8, total - 8) == "full"
+    # Beside an engine that has already taken its share, the choice is the same while a rank's share is free.
+    assert gradient_checkpointing.checkpointing_for(config, model, longest, enough, total) == "off"
+    assert gradient_checkpointing.checkpointing_for(config, model, longest, enough - 4, total) == "full"
     # The memory of a rank decides, with its micro-batches.
     more = on_gpu(f"learner.gpus={share}", "learner.micro_batch_tokens=65536")
-    assert gradient_checkpointing.checkpointing_for(more, model, longest, enough) == "full"
+    assert gradient_checkpointing.checkpointing_for(more, model, longest, total, total) == "full"
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_ranks_on_a_cpu_keep_activations_if_they_fit_in_half_of_the_machines_memory(ranks: int) -> None:
     config = configfile.load(MATH, [f"learner.ranks={ranks}"])
     model, whole, longest = memory.sizes(WIDE, config.model), needed(config), longest_row(config)
-    enough = 2 * ranks * whole
-    assert gradient_checkpointing.checkpointing_for(config, model, longest, enough) == "off"
-    assert gradient_checkpointing.checkpointing_for(config, model, longest, enough - 2 * ranks) == "full"
+    for spare, kind in ((0, "off"), (-2 * ranks, "full")):
+        machine = 2 * ranks * whole + spare
+        assert gradient_checkpointing.checkpointing_for(config, model, longest, machine, machine) == kind
 
 
 def test_a_rank_chooses_before_it_loads_and_says_why(
@@ -61,11 +65,12 @@ def test_a_rank_chooses_before_it_loads_and_says_why(
     monkeypatch.setattr(gradient_checkpointing.dist, "get_rank", lambda: 0)
     config, whole = on_gpu(), needed(on_gpu())
     for free, kind in ((8 * whole, "off"), (whole, "full")):
-        monkeypatch.setattr(gradient_checkpointing, "_free", lambda _, free=free: free)
+        monkeypatch.setattr(gradient_checkpointing, "_free_and_total", lambda _, free=free: (free, 9 * whole))
         logged.clear()
         assert gradient_checkpointing.resolve_on_rank(config, str(tmp_path), "cuda").gradient_checkpointing == kind
         (line,) = logged.messages
-        numbers = f"about {whole / GIB:.1f} GiB with all activations kept, {free / GIB:.1f} GiB are free"
+        there = f"{free / GIB:.1f} of {9 * whole / GIB:.1f} GiB are free, and learner.gpus is 1"
+        numbers = f"about {whole / GIB:.1f} GiB with all activations kept, {there}"
         assert line == f'model.gradient_checkpointing = "{kind}": {numbers}'
         # A choice of the user's wins, without a word.
         logged.clear()
@@ -97,7 +102,7 @@ def test_a_model_whose_memory_is_not_known_keeps_all_and_says_so(
 ) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "mamba", "num_hidden_layers": 1, "vocab_size": 10}')
     monkeypatch.setattr(gradient_checkpointing.dist, "get_rank", lambda: 0)
-    monkeypatch.setattr(gradient_checkpointing, "_free", lambda _: 1)
+    monkeypatch.setattr(gradient_checkpointing, "_free_and_total", lambda _: (1, 1))
     assert gradient_checkpointing.resolve_on_rank(on_gpu(), str(tmp_path), "cuda").gradient_checkpointing == "off"
     assert "the memory of a rank and an engine is unknown for a MambaConfig" in logged.text
 
