@@ -38,6 +38,9 @@ GRACE_S = 5.0
 """A process that still runs this long after the time limit is killed."""
 HIDDEN = "[key]"
 """Replaces the run's key in texts from its agent."""
+OVER_BUDGET = (
+    "; an agent whose run is over its budget ends with a reward if it catches the error context_length_exceeded"
+)
 MEMORY_MIB = 8192
 """Memory that one process may allocate after it has imported the agent (Linux)."""
 
@@ -124,7 +127,7 @@ class Agents:
 
     def _episode(self, session: Session, outcome: agent.AgentOutcome, prompt: Prompt) -> Episode:
         if outcome.reason:
-            raise EnvironmentFailed(outcome.reason, session.sampled)
+            raise EnvironmentFailed(outcome.reason + OVER_BUDGET * session.refused, session.sampled)
         turns = session.received_turns()
         has_reward = outcome.score is not None or session.rewards or any(turn.reward for turn in turns)
         if not has_reward and not self._scored:

@@ -63,6 +63,10 @@ async def until_refused(prompt: str, base_url: str, api_key: str) -> float:
     return -1.0
 
 
+async def raises_when_refused(prompt: str, base_url: str, api_key: str) -> float:
+    raise ValueError(f"refused at {await until_refused(prompt, base_url, api_key)}")
+
+
 async def never_calls(prompt: str, base_url: str, api_key: str) -> float:
     print("no proxy is set")
     return 1.0

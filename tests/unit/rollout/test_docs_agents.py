@@ -26,10 +26,8 @@ BLOCK = re.compile(r"^```(python|toml)\n(.*?)^```", re.DOTALL | re.MULTILINE)
 CALL = '<tool_call>{"name": "search", "arguments": {"word": "tide"}}</tool_call>'
 
 
-@pytest.mark.slow
-def test_the_agent_of_the_page_asks_calls_its_tool_and_is_rewarded(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def play_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, say: Callable[[str], str]) -> tuple[Episode, str]:
+    """Play the page's agent with a policy that says `say(context)`; return the episode and the text of its tokens."""
     (_, code), (_, table) = BLOCK.findall(PAGE)
     (tmp_path / "agents").mkdir()
     (tmp_path / code.splitlines()[0].removeprefix("# ")).write_text(code)
@@ -39,7 +37,7 @@ def test_the_agent_of_the_page_asks_calls_its_tool_and_is_rewarded(
     tokenizer = agent_case.tokenizer(tmp_path / "model")
 
     async def main() -> Episode:
-        engine = Speaks(tokenizer, lambda text: "twice a day" if "[tool]" in text else CALL)
+        engine = Speaks(tokenizer, say)
         player = Player(engine, tokenizer, config)  # pyright: ignore
         assert player.agents is not None
         try:
@@ -49,12 +47,30 @@ def test_the_agent_of_the_page_asks_calls_its_tool_and_is_rewarded(
             await player.agents.close()
 
     episode = asyncio.run(main())
+    return episode, tokenizer.spell([*episode.prompt_tokens.tolist(), *episode.tokens.tolist()])
+
+
+@pytest.mark.slow
+def test_the_agent_of_the_page_asks_calls_its_tool_and_is_rewarded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def say(text: str) -> str:
+        return "twice a day" if "[tool]" in text else CALL
+
+    episode, whole = play_page(tmp_path, monkeypatch, say)
     assert episode.turn_rewards == (0.0, 1.0) and not episode.branches
-    whole = tokenizer.spell([*episode.prompt_tokens.tolist(), *episode.tokens.tolist()])
     assert whole == (
         f"[tools]search <eos>[user]How often?<eos>[assistant]{CALL}<eos>"
         "[tool]The tide turns twice a day.<eos>[assistant]twice a day<eos>"
     )
+
+
+@pytest.mark.slow
+def test_the_agent_of_the_page_ends_with_a_reward_if_the_policy_never_stops_calling(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    episode, _ = play_page(tmp_path, monkeypatch, lambda _: CALL)
+    assert (len(episode.turns), sum(episode.turn_rewards), episode.finish) == (8, 0.0, "length")
 
 
 FAILS = "with the row's answer to each request it fails: "
@@ -65,6 +81,7 @@ CHECKED = {
         "ok",
         "it got 3 answers in 3 branches, continued with 'user: 12+341', was cut off by max_turns or",
     ),
+    "raises_when_refused": ("note", "refused at 3.0; an agent that uses up its budget is scored if it catches"),
     "raises": ("note", FAILS + "the agent: agents_of_every_kind.py"),
     "gives_nothing": ("note", FAILS + "the agent gave no reward"),
     "never_calls": ("error", FAILS + "the agent made no request"),
