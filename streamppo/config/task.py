@@ -61,7 +61,8 @@ class Source(HeldOut, frozen=True, kw_only=True):
     prompt: str = "prompt"
     """Column of the prompt: a string, or messages with role and content."""
     answer: str = "answer"
-    """Column that scorers get as `answer`; "" is none."""
+    """Column that scorers get as `answer`; "" is none. If it is also the prompt's column, its last message is the
+    answer."""
     columns: dict[str, str] = msgspec.field(default_factory=dict[str, str])
     """Further columns for scorers, `name = "column"`; an `answer` replaces the field `answer`."""
     chat: bool = False

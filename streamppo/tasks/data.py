@@ -175,7 +175,10 @@ def _evaluation(source: Source) -> tuple[str, str]:
 
 def prompt(row: Row, where: str, name: str, source: Source) -> Prompt:
     """Convert one row according to `source`. Raises `TaskError` with the name of a missing column."""
-    text, messages = content(_column(row, source.prompt, where), where, source)
+    value = _column(row, source.prompt, where)
+    if source.answer == source.prompt:
+        value = _before_answer(value, where)
+    text, messages = content(value, where, source)
     columns = reward_columns(row, where, source)
     row_source = row.get("data_source")
     template = Template(arguments=source.template, control_tokens=source.control_tokens)
@@ -201,8 +204,29 @@ def reward_columns(row: Row, where: str, source: Source) -> dict[str, object]:
         columns.pop("prompt", None)
     columns |= {new: _column(row, old, where) for new, old in source.columns.items()}
     if source.answer and ANSWER not in source.columns:
-        columns[ANSWER] = _column(row, _answer_column(row, source.answer), where)
+        value = _column(row, _answer_column(row, source.answer), where)
+        columns[ANSWER] = _last_answer(value, where) or value
     return columns
+
+
+def _before_answer(value: object, where: str) -> object:
+    """Return the messages before the answer, which is the last one. Raises `TaskError` for other values."""
+    messages = _as_json(value) if isinstance(value, str) else value
+    if not isinstance(messages, list) or len(messages) < 2 or not _last_answer(messages, where):
+        raise TaskError(
+            f"{where}: prompt and answer are the same column, so its messages must end with an assistant's answer that "
+            f"is a text, not {value!r:.{QUOTED}}"
+        )
+    return messages[:-1]
+
+
+def _last_answer(value: object, where: str) -> str:
+    """Return the text of an assistant's message at the end of messages; "" if `value` does not end with one."""
+    match _as_json(value) if isinstance(value, str) else value:
+        case [*_, {"role": "assistant"} as last]:
+            return chat.message(last, where).text
+        case _:
+            return ""
 
 
 def present_columns(row: Row, source: Source) -> Source:

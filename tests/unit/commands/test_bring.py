@@ -98,8 +98,22 @@ def test_columns_are_found_by_the_names_that_data_sets_have(
     assert source(config).chat == isinstance(row[prompt], str), "a text becomes a user's message; messages are some"
 
 
+def test_the_last_message_of_a_conversation_is_the_answer(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    case.model(tmp_path / "chat", template=case.TEMPLATE)
+
+    def turns(number: int) -> list[dict[str, str]]:
+        return [{"role": "user", "content": f"1+{number}"}, {"role": "assistant", "content": f"#### {1 + number}"}]
+
+    data = case.rows(tmp_path / "its.jsonl", [{"messages": turns(number)} for number in range(40)])
+    config, said = begun(capsys, case.bring(tmp_path, data=str(data), model="chat", reward="gsm8k"))
+    assert (source(config).prompt, source(config).answer) == ("messages", "messages")
+    assert "8 rows with their own answer as the completion score 1" in said or "0 errors" in said
+    assert re.search(r'answer = "messages" +# its last message', Path("mine.toml").read_text())
+
+
 TESTS = "streamppo.tasks.scorers.code:CodeTests"
 DONE = [{"role": "user", "content": "x"}, {"role": "assistant", "content": "y"}]
+CALLS = [DONE[0], {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "f"}}]}]
 
 
 @pytest.mark.parametrize(
@@ -110,8 +124,17 @@ DONE = [{"role": "user", "content": "x"}, {"role": "assistant", "content": "y"}]
         ({"prompt": 3, "answer": "z"}, {}, "no column is the prompt by its name"),
         ({"prompt": 3, "answer": "z"}, {}, "'prompt' of row 1 is 3, neither a text nor messages"),
         ({"question": None, "problem": "", "answer": "z"}, {}, "'problem' of row 1 is empty: leave such rows out"),
-        ({"messages": DONE}, {}, "'messages' of row 1 ends with the assistant's answer: move it to another column"),
-        ({"messages": DONE}, {"prompt": "messages"}, "one there; 'messages' of row 1 ends with the assistant's answer"),
+        ({"messages": DONE[1:]}, {}, "'messages' of row 1 ends with an assistant's message: the last message of each"),
+        (
+            {"messages": CALLS},
+            {"prompt": "messages"},
+            "one there; 'messages' of row 1 ends with an assistant's message",
+        ),
+        (
+            {"chosen": DONE, "rejected": DONE},
+            {},
+            "columns are chosen, rejected: name the prompt's column with --prompt",
+        ),
         ({"conversations": [{"from": "human", "value": "x"}]}, {}, 'has turns of "from" and "value": write "role"'),
         ({"system": "s", "conversations": [{"from": "user", "value": "x"}]}, {}, 'has turns of "from" and "value"'),
         (

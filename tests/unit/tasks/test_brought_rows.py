@@ -190,6 +190,33 @@ def test_verls_extra_info_has_what_its_reward_managers_add(turns: tuple[str, ...
     assert outcome.reward is not None and outcome.reward.total == 10 + count
 
 
+# --- conversations with their answer --------------------------------------------------------------------------
+
+
+TURNS = [
+    {"role": "system", "content": "s"},
+    {"role": "user", "content": "1+1"},
+    {"role": "assistant", "content": [{"type": "text", "text": "2"}]},
+]
+
+
+@pytest.mark.parametrize("written", [TURNS, json.dumps(TURNS)], ids=["messages", "JSON"])
+def test_the_last_message_is_the_answer_if_prompt_and_answer_are_one_column(tmp_path: Path, written: object) -> None:
+    prompt = read(tmp_path, [{"messages": written}], prompt="messages", answer="messages").prompt(0)
+    assert [message.role for message in prompt.messages] == ["system", "user"] and prompt.columns["answer"] == "2"
+
+
+@pytest.mark.parametrize("turns", [TURNS[:2], TURNS[2:], "1+1", [*TURNS[:2], {"role": "assistant", "content": ""}]])
+def test_a_conversation_without_an_answer_is_refused_with_its_row(tmp_path: Path, turns: object) -> None:
+    with pytest.raises(TaskError, match=r"row 1: prompt and answer are the same column, so its messages must end"):
+        read(tmp_path, [{"messages": turns}], prompt="messages", answer="messages")
+
+
+def test_an_answer_that_is_a_message_is_its_text_and_its_own_column_stays(tmp_path: Path) -> None:
+    columns = read(tmp_path, [{"prompt": TURNS[:2], "completion": TURNS[2:]}], answer="completion").prompt(0).columns
+    assert columns["answer"] == "2" and columns["completion"] == TURNS[2:]
+
+
 # --- TRL -----------------------------------------------------------------------------------------------------
 
 

@@ -149,14 +149,15 @@ def _length(view: PromptView, prompt: Prompt, where: str) -> int:
 
 def _prompt_column(data: str, rows: Sequence[Row], named: str) -> str:
     if named:
-        if not all(_is_prompt(_at(row, named)) for row in rows):
+        if not any(all(fits(_at(row, named)) for row in rows) for fits in (_is_prompt, _has_answer)):
             raise ConfigError(
                 f"--prompt {named}: a prompt is a text or a list of messages, and not every row of {data} has one "
                 f"there{_misfit(rows, named)}; columns are {', '.join(rows[0])}"
             )
         return named
     fitting = [name for name in rows[0] if all(_is_prompt(row.get(name)) for row in rows)]
-    known = [name for usual in PROMPTS for name in fitting if name.lower() == usual]
+    answered = [name for name in rows[0] if all(_has_answer(row.get(name)) for row in rows)]
+    known = [name for names in (fitting, answered) for usual in PROMPTS for name in names if name.lower() == usual]
     others = [name for name in fitting if name not in ANSWERS]
     misfit = next((text for name in PROMPTS if (text := _misfit(rows, name))), "")
     if known or (len(others) == 1 and not misfit):
@@ -175,6 +176,8 @@ def _answer_column(data: str, rows: Sequence[Row], named: str, prompt: str) -> s
                 f"{', '.join(rows[gap - 1])}"
             )
         return named
+    if all(_has_answer(_at(row, prompt)) for row in rows):
+        return prompt
     names = [name for usual in ANSWERS for name in (usual, *rows[0]) if name.lower() == usual and name != prompt]
     return next((name for name in names if all(_at(row, name) is not None for row in rows)), "")
 
@@ -190,7 +193,7 @@ def _misfit(rows: Sequence[Row], name: str) -> str:
 def _fault(value: object) -> str:
     match value:
         case [*_, {"role": "assistant"}]:
-            return "ends with the assistant's answer: move it to another column"
+            return "ends with an assistant's message: the last message of each row must be its answer, or of none"
         case [{"from": _, "value": _}, *_]:
             return 'has turns of "from" and "value": write "role" (user, assistant, system) and "content"'
         case None | "" | []:
@@ -206,6 +209,15 @@ def _is_prompt(value: object) -> bool:
     if not messages or not all(isinstance(message, Mapping) and "role" in message for message in messages):
         return False
     return cast("Mapping[str, object]", messages[-1])["role"] != "assistant"
+
+
+def _has_answer(value: object) -> bool:
+    """Return True if `value` is messages of which the last one is the assistant's answer."""
+    match value:
+        case [*_, {"role": str()}, {"role": "assistant", "content": str(text)}]:
+            return bool(text)
+        case _:
+            return False
 
 
 def _at(row: Row, name: str) -> object:

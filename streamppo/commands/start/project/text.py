@@ -81,7 +81,8 @@ def _task(choices: ProjectChoices) -> Iterator[Line]:
     rows, length = choices.rows, choices.sizes.completion
     yield Line("data", _text(choices.data), f"{rows.total:,} rows; the reward gets their other columns too")
     yield Line("prompt", _text(rows.prompt), "the column of the prompt")
-    yield Line("answer", _text(rows.answer), "the column that the reward gets as `answer`" if rows.answer else "none")
+    of_answer = "the column that the reward gets as `answer`" if rows.answer else "none"
+    yield Line("answer", _text(rows.answer), "its last message" if rows.answer == rows.prompt else of_answer)
     if rows.columns:
         pairs = ", ".join(f"{_key(name)} = {_text(column)}" for name, column in rows.columns.items())
         yield Line("columns", f"{{ {pairs} }}", "what the reward gets by other names than those of the columns")
