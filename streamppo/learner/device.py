@@ -55,10 +55,15 @@ def acquire(gpus: float, *, exact: bool = True) -> torch.device:
 
 
 @contextmanager
-def naming_inexact_operation() -> Generator[None]:
-    """Turn torch's error about an operation without a deterministic form into an `UpdateError` of one sentence."""
+def naming_errors() -> Generator[None]:
+    """Turn torch's errors about a full GPU and an operation without a deterministic form into an `UpdateError`."""
     try:
         yield
+    except torch.OutOfMemoryError as error:
+        raise UpdateError(
+            f"the GPU's memory is full ({str(error).partition('. GPU')[0]}): set model.gradient_checkpointing = "
+            "'full', lower learner.micro_batch_tokens or, beside an engine, rollout.engine.mem_fraction_static"
+        ) from error
     except RuntimeError as error:
         if (operation := INEXACT.match(str(error))) is None:
             raise

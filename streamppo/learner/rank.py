@@ -124,7 +124,7 @@ class Rank:
             self._fetcher.start(following, learner.rank_rows)
         scheduled = learner.follow_schedule(fetched.lags)
         batch, updater = fetched.batch.to(learner.updater.device), learner.updater
-        with device.naming_inexact_operation():
+        with device.naming_errors():
             updated = updater.update(batch)
         metrics, token_record = learner.metrics(updated), encode(updater.token_record(updated))
         metrics |= learner.adapt(updated, metrics, fetched.lags, scheduled) | learner.speed(updated, metrics)

@@ -104,7 +104,7 @@ def _update(bundle: Bundle, learner: Learner, rows: Sequence[int], model: str, *
     batch, make_update = pad(bundle.batch), learner.updater.update
     lags, on_device = lag_histogram(batch), batch.to(learner.updater.device)
     scheduled = learner.follow_schedule(lags)
-    with device.naming_inexact_operation():
+    with device.naming_errors():
         updated = pdb.Pdb().runcall(make_update, on_device) if debug else make_update(on_device)
     if updated is None:
         raise BundleError("its update was ended in the debugger")

@@ -144,9 +144,16 @@ def test_an_operation_without_a_deterministic_form_is_named_with_the_setting_and
     torch.use_deterministic_algorithms(True)
     try:
         named = pytest.raises(UpdateError, match=r"operation put_ has no .* set learner\.exact = false$")
-        with named, device.naming_inexact_operation():
+        with named, device.naming_errors():
             torch.zeros(2).put_(torch.tensor([0]), torch.ones(1))
     finally:
         torch.use_deterministic_algorithms(False)
-    with pytest.raises(RuntimeError, match="size of tensor"), device.naming_inexact_operation():
+    with pytest.raises(RuntimeError, match="size of tensor"), device.naming_errors():
         torch.zeros(2) + torch.zeros(3)
+
+
+def test_a_full_gpu_is_named_with_the_settings_that_take_memory() -> None:
+    said = "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 79.10 GiB, of which"
+    match = r"^the GPU's memory is full \(CUDA out of memory\. Tried to allocate 2\.00 GiB\): set model\.gradient_"
+    with pytest.raises(UpdateError, match=match), device.naming_errors():
+        raise torch.OutOfMemoryError(said)
