@@ -205,7 +205,8 @@ def _flash_refusal(name: str, config: "PretrainedConfig") -> str:
     compatible = getattr(model, "_compatible_flash_implementations", None)
     if compatible is not None and name not in compatible:
         return f"{text.model_type} models are computed by {' or '.join(compatible)}, not by {name}"
-    return varlen.width_refusal(text, name)
+    # The interface of flash-attn 2 widens heads itself.
+    return varlen.width_refusal(text, name, 1 if name == "flash_attention_2" else varlen.MULTIPLE)
 
 
 def _sdpa_refusal(config: "PretrainedConfig") -> str:

@@ -19,7 +19,8 @@ CAP = "attn_logit_softcapping"
 """transformers' field for a bound on attention scores, which only flash-attn and eager attention apply."""
 BOUNDS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
 """transformers' names of the arguments with the bounds and greatest lengths of rows."""
-WIDEST = 256
+WIDEST, MULTIPLE = 256, 8
+"""The entries of a head that flash attention takes: at most `WIDEST`, a multiple of `MULTIPLE`."""
 WIDTHS = ("head_dim", "qk_head_dim", "v_head_dim", "global_head_dim")
 """transformers' fields that may hold the width of a head."""
 SINKS = ("gpt_oss", "deepseek_v4", "flint", "granite_swa", "granitemoe_swa", "hy_v4", "mimo_v2_flash")
@@ -78,12 +79,16 @@ def model_class(text: "PretrainedConfig") -> object:
     return MODEL_MAPPING.get(type(text), None)
 
 
-def width_refusal(text: "PretrainedConfig", kernel: str) -> str:
-    """The reason why `kernel` cannot compute heads as wide as those of `text`; "" if it can."""
-    widest = max(getattr(text, name, None) or 0 for name in WIDTHS)
-    if widest <= WIDEST:
-        return ""
-    return f"the model's attention has heads of {widest} entries, and {kernel} takes {WIDEST}"
+def width_refusal(text: "PretrainedConfig", kernel: str, multiple: int = 1) -> str:
+    """The reason why `kernel`, which takes heads of a `multiple` of entries, cannot compute those of `text`; or ""."""
+    widths = [width for name in WIDTHS if (width := getattr(text, name, None))]
+    if not widths and isinstance(heads := getattr(text, "num_attention_heads", None), int):
+        widths = [text.hidden_size // heads]
+    if max(widths, default=0) > WIDEST:
+        return f"the model's attention has heads of {max(widths)} entries, and {kernel} takes {WIDEST}"
+    if odd := next((width for width in widths if width % multiple), 0):
+        return f"the model's attention has heads of {odd} entries, and {kernel} takes multiples of {multiple}"
+    return ""
 
 
 def attend(
@@ -101,11 +106,16 @@ def attend(
     """Causal attention, aligned at the end of each row: [1, N, H, D]. Raises `ModelError` for sinks or a score cap."""
     if any(named.get(name) is not None for name in ("softcap", "s_aux")):
         raise ModelError(f"{type(module).__name__} caps its scores or has sinks, and {KERNEL} leaves both out")
-    query, key, value = (tensor[0].transpose(0, 1) for tensor in (query_1HND, key_1HKD, value_1HKD))
-    missing = query.shape[-1] - value.shape[-1]
-    if missing:
-        value = torch.nn.functional.pad(value, (0, missing))
+    own, width = query_1HND.shape[-1], value_1HKD.shape[-1]
+    # Entries of 0 change no score, and give outputs that are cut off.
+    wide = -(-max(own, width) // MULTIPLE) * MULTIPLE
+    query, key, value = (_widened(tensor[0], wide).transpose(0, 1) for tensor in (query_1HND, key_1HKD, value_1HKD))
     window = (-1 if sliding_window is None else sliding_window - 1, 0)
     bounds = (named[name] for name in BOUNDS)
-    attended = kernel(query, key, value, *bounds, scale=scaling, window_size=window)
-    return attended[None, ..., : attended.shape[-1] - missing], None
+    scale = own**-0.5 if scaling is None else scaling
+    return kernel(query, key, value, *bounds, scale=scale, window_size=window)[None, ..., :width], None
+
+
+def _widened(heads_HKD: Tensor, width: int) -> Tensor:
+    missing = width - heads_HKD.shape[-1]
+    return torch.nn.functional.pad(heads_HKD, (0, missing)) if missing else heads_HKD

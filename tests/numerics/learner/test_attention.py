@@ -222,6 +222,7 @@ def test_auto_takes_torchs_own_where_no_flash_attention_runs(monkeypatch: pytest
 # Configurations as transformers writes them, and the attention that computes such a model completely.
 GEMMA, SINKS, WIDE = Gemma2Config(), GptOssConfig(), Qwen3Config(head_dim=320)
 PLAIN, LATENT = Qwen2Config(), DeepseekV3Config()
+NARROW = Qwen2Config(hidden_size=24, num_attention_heads=4)
 
 
 @pytest.mark.usefixtures("alone")
@@ -251,6 +252,8 @@ def test_a_model_that_torchs_own_cannot_compute_gets_the_next_one(
         (BloomConfig(), THREE, "transformers has no flash-attn for bloom models", "eager"),
         (WIDE, TWO, "heads of 320 entries, and flash_attention_2 takes 256", "sdpa"),
         (PLAIN, TWO, "", TWO),
+        (NARROW, TWO, "", TWO),
+        (NARROW, FOUR, "heads of 6 entries, and flash_attention_4 takes multiples of 8", "sdpa"),
     ],
 )
 def test_a_model_that_a_flash_attention_cannot_compute_gets_the_next_one(
@@ -299,11 +302,12 @@ DENSE = {"first_k_dense_replace": 1, "num_attention_heads": 4, "num_key_value_he
 KERNELS = [
     Seen(MistralModel, MistralConfig(**TINY, **HEADS, sliding_window=5), (4, 0), (8, 8)),
     Seen(LlamaModel, LlamaConfig(**TINY, **HEADS), (-1, 0), (8, 8)),
-    Seen(DeepseekV3Model, DeepseekV3Config(**TINY, **MLA, **DENSE), (-1, 0), (12, 12)),
+    Seen(LlamaModel, LlamaConfig(**TINY, **HEADS, head_dim=6), (-1, 0), (8, 8)),
+    Seen(DeepseekV3Model, DeepseekV3Config(**TINY, **MLA, **DENSE), (-1, 0), (16, 16)),
 ]
 
 
-@pytest.mark.parametrize("case_", KERNELS, ids=lambda seen: seen.config.model_type)
+@pytest.mark.parametrize("case_", KERNELS, ids=lambda seen: f"{seen.config.model_type}-{seen.widths[0]}")
 def test_torchs_kernel_gets_rows_windows_and_heads_as_the_models_have_them(
     monkeypatch: pytest.MonkeyPatch, case_: Seen
 ) -> None:
