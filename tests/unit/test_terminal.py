@@ -8,6 +8,7 @@ import sys
 import traceback
 import unicodedata
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import msgspec
@@ -90,7 +91,7 @@ def test_what_a_command_prints_and_complains_of_is_harmless(hostile: str, capsys
 def test_what_rewards_and_actors_print_is_harmless(hostile: str) -> None:
     shown = template._sanitise(hostile.encode(errors="replace"), b"reward f: ").decode()
     data = {"lines": [hostile, "plain", "5e1fours"], "actor_name": hostile}
-    cluster._show_lines("5e1f", data)
+    cluster._show_lines("5e1f", set(), data)
     assert is_shown(shown) and is_shown("".join(data["lines"])) and is_shown(data["actor_name"])
     assert data["lines"][1:] == ["prints: plain", "ours"]
 
@@ -102,7 +103,7 @@ ORDERS = [f"{RAY_TQDM_MAGIC}{{}}", f"{ray_constants.LOG_PREFIX_INFO_MESSAGE}lear
 @pytest.mark.parametrize("line", [*FORGED, *ORDERS])
 def test_no_line_that_an_actor_prints_passes_for_one_of_its_log(line: str) -> None:
     data = {"lines": [line, f" 5e1f{line}"], "pid": 12, "is_err": False}
-    cluster._show_lines("5e1f", data)
+    cluster._show_lines("5e1f", set(), data)
     out = io.StringIO()
     worker.print_worker_logs(data, out)
     assert len(out.getvalue().splitlines()) == 2
@@ -205,3 +206,16 @@ def test_a_table_in_a_file_has_no_padding_at_the_ends_of_lines(capsys: pytest.Ca
     ]
     print_findings([Finding("one", "ok", "x" * 300), Finding("two", "ok", "short")])
     assert [line for line in capsys.readouterr().out.splitlines() if line.endswith(" ")] == []
+
+
+def test_rays_line_about_a_full_disk_becomes_one_warning(logged: pytest.LogCaptureFixture) -> None:
+    line = (
+        "[2026-01-31 12:39:33,687 E 1 2] (raylet) file_system_monitor.cc:116: /tmp/ray/session_1 is over 95% full, "
+        "available space: 4.2 GB; capacity: 250 GB. Object creation will fail if spilling is required."
+    )
+    full_disks = set[str]()
+    for _ in range(2):
+        data: dict[str, Any] = {"pid": "raylet", "lines": [line, "another", "another", line]}
+        cluster._show_lines("5e1f", full_disks, data)
+        assert data["lines"] == ["another", "another"]
+    assert logged.messages == ["/tmp/ray/session_1: the disk is over 95% full (4.2 GB left), and Ray may need it"]

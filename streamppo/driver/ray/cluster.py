@@ -52,6 +52,8 @@ RAYS_OWN = ("raylet", "gcs_server", "autoscaler")
 """The "pid" fields of log lines from Ray's processes. In log lines from actors, "pid" is a number."""
 ORDERS = (RAY_TQDM_MAGIC, ray_constants.LOG_PREFIX_INFO_MESSAGE)
 """The first marker in a line makes Ray draw a progress bar, and the second makes Ray omit the text before it."""
+FULL_DISK = re.compile(r"file_system_monitor\.cc:\d+: (.*) is over (.*) full, available space: ([^;]*)")
+"""A line of Ray, every ten seconds, if the disk of its folder is nearly full."""
 log = logging.getLogger(__name__)
 
 
@@ -124,13 +126,23 @@ def show_origins() -> str:
     printed = ray_logging.global_worker_stdstream_dispatcher
     printed.remove_handler(__name__)
     # This handler must run before Ray's handler, which `ray.init` adds.
-    printed.add_handler(__name__, functools.partial(_show_lines, secret))
+    printed.add_handler(__name__, functools.partial(_show_lines, secret, set[str]()))
     return secret
 
 
-def _show_lines(mark: str, data: dict[str, Any]) -> None:
-    """Make actors' lines harmless before Ray prints them, and mark lines that are not from our log."""
+def _show_lines(mark: str, full_disks: set[str], data: dict[str, Any]) -> None:
+    """Make actors' lines harmless before Ray prints them, and mark lines that are not from our log.
+
+    Ray's lines about a full disk are replaced by a warning for each of its folders, which are added to `full_disks`.
+    """
     rays_own = data.get("pid") in RAYS_OWN
+    if rays_own:
+        found = [(line, FULL_DISK.search(line)) for line in data.get("lines", ())]
+        data["lines"] = [line for line, full in found if full is None]
+        for folder, share, free in (full.groups() for _, full in found if full):
+            if folder not in full_disks:
+                full_disks.add(folder)
+                log.warning("%s: the disk is over %s full (%s left), and Ray may need it", folder, share, free)
     shown = ((harmless(line) if rays_own else process.with_origin(line, mark)) for line in data.get("lines", ()))
     data["lines"] = [
         line if rays_own else functools.reduce(lambda text, order: text.replace(order, "·"), ORDERS, line)
