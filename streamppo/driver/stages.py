@@ -246,7 +246,8 @@ class Stages:
         if not self._loaded_ranks:
             return self.config.watchdog.load_s
         # An engine that takes longer than `start_s` raises its own error.
-        starting = self.rollouts.generating and not self.rollouts.at_work()
+        at_work = self.rollouts.at_work()
+        starting = self.rollouts.generating and (not at_work or any(handle.is_starting for handle in at_work))
         return self.config.rollout.engine.start_s if starting else 0.0
 
     def _explain_stall(self) -> str:

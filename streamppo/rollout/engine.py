@@ -122,6 +122,7 @@ class Usage(NamedTuple):
 
     `restarts` counts restarts of the engine's processes after a death. `prompted` counts prompt tokens, `reused` those
     from the cache, and `kv_ages` the reused ones by age: the engine's version minus the version that computed them.
+    `is_starting` is true from a death until the restarted engine has loaded its weights.
     """
 
     tokens: int
@@ -133,6 +134,7 @@ class Usage(NamedTuple):
     prompted: int = 0
     reused: int = 0
     kv_ages: Mapping[int, int] = {}
+    is_starting: bool = False
 
 
 class Sampler(Protocol):

@@ -339,6 +339,7 @@ class Worker:
             push_ms=self._follower.push_ms,
             checksum=self._follower.digest,
             restarts=usage.restarts,
+            is_starting=usage.is_starting,
             prompted=usage.prompted,
             reused=usage.reused,
             context=self._player.contexts.tokens,

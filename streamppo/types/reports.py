@@ -60,10 +60,11 @@ class EngineReport(WireStruct, frozen=True):
     """One rollout actor's counters since it started. Seconds are wall time. `idle_s` is time with nothing to decode.
 
     `too_long` counts prompts that were skipped or truncated when the task was loaded. `restarts` counts restarts of the
-    engine's processes. `stalls` counts environment steps that blocked the actor, by file and line. `agents` counts
-    requests of agents by outcome. `prompted` counts prompt tokens, `reused` counts prompt tokens that came from the
-    engine's cache, and `kv_ages` counts the reused tokens by age in versions. `context` counts tokens of an episode's
-    earlier turns, and `context_reused` counts such tokens that came from the cache. `sample` is the newest completion.
+    engine's processes, and `is_starting` is true during one. `stalls` counts environment steps that blocked the actor,
+    by file and line. `agents` counts requests of agents by outcome. `prompted` counts prompt tokens, `reused` counts
+    prompt tokens that came from the engine's cache, and `kv_ages` counts the reused tokens by age in versions.
+    `context` counts tokens of an episode's earlier turns, and `context_reused` counts such tokens that came from the
+    cache. `sample` is the newest completion.
     """
 
     actor: str
@@ -77,6 +78,7 @@ class EngineReport(WireStruct, frozen=True):
     push_ms: float
     checksum: str
     restarts: int = 0
+    is_starting: bool = False
     prompted: int = 0
     reused: int = 0
     context: int = 0

@@ -22,8 +22,8 @@ CONFIG = Qwen2Config(
 class Fake:
     """A fake SGLang, the link to it and the carrier of its weights in one object.
 
-    `gate` delays completions; `swallows` loses pushes; `deadly` fails on prompts; `cached` is the reported number of
-    cached tokens.
+    `gate` delays completions; `returns` delays starts; `swallows` loses pushes; `deadly` fails on prompts; `cached` is
+    the reported number of cached tokens.
     """
 
     version, ranks, longest, is_ordered = (0, 5, 21), 1, 1 << 20, True
@@ -37,6 +37,8 @@ class Fake:
         self.gate.set()
         self.look = asyncio.Event()
         self.look.set()
+        self.returns = asyncio.Event()
+        self.returns.set()
         self.dead = ""
         self.swallows = self.deadly = self.barren = False
         self.running = self.most = self.stopped = self.cached = 0
@@ -45,6 +47,7 @@ class Fake:
     async def start(self, life: int) -> "Fake":
         if self.barren:
             raise ModelError("SGLang cannot start: no luck")
+        await self.returns.wait()
         self.lives.append(life)
         self.dead, self.loaded = "", -1
         return self

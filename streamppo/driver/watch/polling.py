@@ -74,9 +74,13 @@ class ReportPolling:
             self._queue.report.remote(), RunStage.QUEUE, lambda answer: self._record.queue(decode(answer, QueueReport))
         )
         for handle in handles:
-            self._calls.watch(
-                handle.actor.report.remote(),
-                RunStage.ROLLOUT,
-                lambda answer: self._record.engine(decode(answer, EngineReport)),
-                name=handle.name,
-            )
+
+            def read(answer: bytes, handle: RolloutHandle = handle) -> None:
+                report = decode(answer, EngineReport)
+                # The time limits of a start and of a stall follow one another.
+                if handle.is_starting and not report.is_starting:
+                    self._calls.reset_stall()
+                handle.is_starting = report.is_starting
+                self._record.engine(report)
+
+            self._calls.watch(handle.actor.report.remote(), RunStage.ROLLOUT, read, name=handle.name)

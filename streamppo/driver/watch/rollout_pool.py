@@ -28,12 +28,16 @@ PARTS = 32
 
 @dataclass(slots=True, eq=False)
 class RolloutHandle:
-    """An actor, its name, and its number in the placement plan (placement.py). `at_work` is true once it has loaded."""
+    """An actor, its name, and its number in the placement plan (placement.py).
+
+    `at_work` is true once it has loaded. `is_starting` is true while its engine restarts.
+    """
 
     name: str
     place: int
     actor: "ActorProxy[RolloutActor]"
     at_work: bool = False
+    is_starting: bool = False
 
     @property
     def actor_id(self) -> str:

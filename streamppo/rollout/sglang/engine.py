@@ -149,7 +149,9 @@ class SGLangEngine:
         counts = (self._swaps, self._swap_s, self._restarts, self._prompted, self._reused)
         # A request's key names a version, so SGLang reuses only cache entries of age 0. With kv = "keep", however,
         # requests that wait during a swap reuse entries of the previous version, also counted with age 0.
-        return Usage(self._tokens, self._busy_s, idle_s, *counts, {0: self._reused} if self._reused else {})
+        return Usage(self._tokens, self._busy_s, idle_s, *counts, {0: self._reused} if self._reused else {})._replace(
+            is_starting=not self._serving.is_set()
+        )
 
     async def stop(self) -> None:
         self._watch.cancel()
@@ -168,9 +170,7 @@ class SGLangEngine:
             if not session.end.done() and (reason := await session.link.death()):
                 self._end_session(reason)
             if session.end.done():
-                log.info(
-                    "SGLang ended: %s; starting it again with version %d", session.end.result(), self._loaded_version
-                )
+                log.info("SGLang ended: %s; its next start gets version %d", session.end.result(), self._loaded_version)
                 await session.link.stop()
                 self._restarts += 1
                 self._session = await sessions.start(self._setup, self._restarts, self._loaded_version, self._tensors)

@@ -13,6 +13,7 @@ import tempfile
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from contextlib import AsyncExitStack
 from functools import partial
+from multiprocessing.process import BaseProcess
 from typing import Any, NamedTuple, TypeAlias
 
 from streamppo.errors import ModelError
@@ -73,13 +74,9 @@ class ProcessLink:
 
     async def death(self) -> str:
         self._output.show()
-        ended = [process.exitcode or 0 for process in self._processes if not process.is_alive()]
-        if not ended:
+        if all(process.is_alive() for process in self._processes):
             return ""
-        killed = [signal.Signals(-code).name for code in ended if code < 0]
-        return (
-            f"one of its processes was killed by {killed[0]}" if killed else self._output.reason() or "a process ended"
-        )
+        return processes.killed(self._processes) or self._output.reason() or "a process ended"
 
     async def stop(self) -> None:
         if self._thread.has_ended:
@@ -133,7 +130,10 @@ class LaunchSettings(NamedTuple):
 
 
 async def start(settings: LaunchSettings, number: int) -> ProcessLink:
-    """Start SGLang's processes, with the seed `settings.seed + number`. Raises `ModelError` if they do not start."""
+    """Start SGLang's processes, with the seed `settings.seed + number`.
+
+    Raises `ModelError` if they do not start, and `ConnectionError` if one of them is killed meanwhile.
+    """
     # SGLang's processes send SIGQUIT to their parent when they die, which by default would end the parent.
     ctypes.CDLL(None).signal(signal.SIGQUIT, ctypes.c_void_p(signal.SIG_IGN))
     descriptor, log = tempfile.mkstemp(prefix="streamppo-sglang-", suffix=".log")
@@ -142,31 +142,39 @@ async def start(settings: LaunchSettings, number: int) -> ProcessLink:
         output = ProcessOutput(file, logs_lines=settings.arguments.get("log_level") != "error")
         # The processes keep the unlinked file open; it disappears when the last of them dies.
         undo.callback(os.unlink, log)
-        thread = EngineThread(f"sglang-{number}")
+        thread, started = EngineThread(f"sglang-{number}"), set[BaseProcess]()
         undo.push_async_callback(thread.end)
         try:
             async with asyncio.timeout(settings.start_s):
-                engine = await _log_output_during(output, thread.run(_build(settings, settings.seed + number, log)))
+                work = thread.run(_build(settings, settings.seed + number, log))
+                engine = await _log_output_during(output, work, thread, started)
         except ModelError:
             await thread.end()
             raise
         except Exception as error:
             # SGLang may raise any error. Its output is complete when its processes have ended.
+            killed = processes.killed(started)
             await thread.end()
             output.show()
             timeout = f"not within rollout.engine.start_s ({settings.start_s:g} s)"
             reason = timeout if isinstance(error, TimeoutError) else str(error).partition("\n")[0]
+            if killed and not output.reason():
+                raise ConnectionError(killed) from error
             raise ModelError(f"SGLang cannot start: {output.reason() or reason}") from error
         undo.pop_all()
         os.unlink(log)
     return ProcessLink(thread, engine, output, settings)
 
 
-async def _log_output_during(output: ProcessOutput, work: Awaitable[SGLang]) -> SGLang:
+async def _log_output_during(
+    output: ProcessOutput, work: Awaitable[SGLang], thread: EngineThread, started: set[BaseProcess]
+) -> SGLang:
+    """Return the result of `work`. Meanwhile, log SGLang's output, and add its processes to `started`."""
     task = asyncio.ensure_future(work)
     try:
         while not task.done():
             await asyncio.wait([task], timeout=HEALTH_S)
+            started.update(thread.processes())
             output.show()
         return await task
     finally:

@@ -46,4 +46,7 @@ class Link(Protocol):
 
 
 Start: TypeAlias = Callable[[int], Awaitable[Link]]
-"""Starts SGLang, or waits for a server. The argument counts starts from 0. Raises `ModelError` if the start fails."""
+"""Starts SGLang, or waits for a server. The argument counts starts from 0.
+
+Raises `ModelError` if SGLang cannot start, and `ConnectionError` if it is killed meanwhile.
+"""

@@ -10,7 +10,8 @@ import logging
 import multiprocessing
 import os
 import re
-from collections.abc import Callable, Coroutine
+import signal
+from collections.abc import Callable, Coroutine, Iterable
 from concurrent.futures import Future
 from multiprocessing.process import BaseProcess
 from threading import Thread
@@ -30,6 +31,14 @@ EXPLANATIONS = (
 )
 T = TypeVar("T")
 log = logging.getLogger(__name__)
+
+
+def killed(started: Iterable[BaseProcess]) -> str:
+    """Return a sentence about the first of `started` that a signal has ended; "" if there is none."""
+    for process in started:
+        if process.exitcode is not None and process.exitcode < 0:
+            return f"one of its processes was killed by {signal.Signals(-process.exitcode).name}"
+    return ""
 
 
 class EngineThread:

@@ -1,10 +1,11 @@
 """One session of SGLang: from a start with loaded weights to a death.
 
-begin    start -> connect the weight transport -> stage -> load -> verify every tensor
+begin    start -> connect the weight transport -> stage -> load -> verify every tensor; after a death again
 swap     stage -> pause -> load -> continue -> verify every tensor
 """
 
 import asyncio
+import logging
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from contextlib import AsyncExitStack
 from typing import Literal, NamedTuple
@@ -16,6 +17,10 @@ from streamppo.rollout.sglang import checks, verify_weights, wire
 from streamppo.rollout.sglang.link import HEALTH_S, Link, Start
 from streamppo.rollout.sglang.push import Carrier, Connect
 from streamppo.rollout.sglang.verify_weights import Attestation
+
+STARTS = 3
+"""Maximum number of starts of a session, if SGLang dies before it has loaded the weights."""
+log = logging.getLogger(__name__)
 
 
 class SessionSetup(NamedTuple):
@@ -64,6 +69,17 @@ class EngineSession:
 
 async def start(setup: SessionSetup, number: int, version: int, tensors: Mapping[str, Tensor]) -> EngineSession:
     """Start SGLang session `number` with `tensors` as `version`. Raises `ModelError`, or `WeightsError` if refused."""
+    for missing in reversed(range(STARTS)):
+        try:
+            return await _start_once(setup, number, version, tensors)
+        except ConnectionError as died:
+            if not missing:
+                raise ModelError(f"SGLang died in each of {STARTS} starts with version {version}: {died}") from died
+            log.info("SGLang died before it had loaded version %d (%s); it gets %d more starts", version, died, missing)
+    raise AssertionError("the last start returns or raises")
+
+
+async def _start_once(setup: SessionSetup, number: int, version: int, tensors: Mapping[str, Tensor]) -> EngineSession:
     link = await setup.start(number)
     async with AsyncExitStack() as undo:
         undo.push_async_callback(link.stop)
@@ -81,8 +97,6 @@ async def start(setup: SessionSetup, number: int, version: int, tensors: Mapping
         except TimeoutError:
             limit = f"rollout.engine.start_s ({setup.start_s:g} s)"
             raise ModelError(f"SGLang has started, but has not loaded version {version} within {limit}") from None
-        except ConnectionError as died:
-            raise ModelError(f"SGLang died while it loaded version {version}: {died}") from died
         except ValueError as refused:
             raise WeightsError(f"version {version}: {refused}") from refused
         undo.pop_all()

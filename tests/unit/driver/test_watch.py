@@ -1,14 +1,18 @@
 """Awaited calls, and calls that are watched meanwhile."""
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from driver_case import Case, FakeRay
 from ray.exceptions import RayTaskError
 
+from streamppo.driver.watch.polling import ReportPolling
+from streamppo.driver.watch.rollout_pool import RolloutHandle
 from streamppo.driver.watch.watch import TICK_S, RunStage, WatchedCalls
 from streamppo.errors import JournalError, LearnerLost, RunError
+from streamppo.types import EngineReport, encode
 
 
 @pytest.fixture
@@ -133,6 +137,34 @@ def test_an_engine_may_take_as_long_to_start_as_its_configuration_says(driver_ca
     run.tick("update 1")
     with pytest.raises(RunError, match=r"no progress for 300 s.*the queue gives no answer.*not started: rollout-1$"):
         run.wait(400, "update 1")
+
+
+def test_a_report_says_whether_an_engine_restarts_and_its_end_resets_the_time_without_progress() -> None:
+    answers: list[Callable[[bytes], None]] = []
+    resets: list[str] = []
+    calls: Any = SimpleNamespace(
+        watch=lambda _ref, _stage, handle, **_: answers.append(handle), reset_stall=lambda: resets.append("")
+    )
+    record: Any = SimpleNamespace(display=SimpleNamespace(reports_s=0), engine=lambda report: None)
+    actor: Any = SimpleNamespace(report=SimpleNamespace(remote=bytes))
+    handles = [RolloutHandle(f"rollout-{place}", place, actor, at_work=True) for place in (0, 1)]
+    ReportPolling(actor, calls, record).check(handles)
+    counters: dict[str, Any] = dict.fromkeys(
+        ("version", "tokens", "trajectories", "busy_s", "idle_s", "swaps", "swap_s", "push_ms"), 0
+    )
+    for is_starting, expected in ((True, 0), (True, 0), (False, 1), (False, 1)):
+        report = EngineReport(actor="rollout-1", checksum="", is_starting=is_starting, **counters)
+        answers[2](encode(report))
+        assert [handle.is_starting for handle in handles] == [False, is_starting] and len(resets) == expected
+
+
+def test_an_engine_that_restarts_gets_that_time_again(driver_case: Callable[..., Case]) -> None:
+    run = driver_case(2, "rollout.engine={kind='sglang', start_s=500}").with_model()
+    run.rollouts.handles[0].is_starting = True
+    run.wait(700, "update 1")
+    run.rollouts.handles[0].is_starting = False
+    with pytest.raises(RunError, match="no progress for 300 s"):
+        run.tick("update 1")
 
 
 def test_a_model_may_take_as_long_to_load_as_the_configuration_says(driver_case: Callable[..., Case]) -> None:

@@ -1,6 +1,7 @@
 """Starts and deaths of SGLang as the actor sees them; this SGLang is a dozen lines."""
 
 import asyncio
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -9,8 +10,9 @@ from fake_sglang import CONFIG, Fake, opened, pushed, run
 
 from streamppo.errors import ModelError, WeightsError
 from streamppo.rollout.engine import Sampling
+from streamppo.rollout.sglang import processes
 from streamppo.rollout.sglang.engine import start
-from streamppo.rollout.sglang.session import SessionSetup
+from streamppo.rollout.sglang.session import STARTS, SessionSetup
 from streamppo.rollout.weight_checks import Architecture
 
 pytest_plugins = ["rollout_log"]
@@ -25,13 +27,18 @@ def test_what_was_in_flight_at_a_death_is_sampled_again_by_the_version_that_was_
         fake.gate.clear()
         under_way = asyncio.ensure_future(engine.generate(PROMPT, Sampling(1)))
         await asyncio.sleep(0.05)
+        fake.returns.clear()
         fake.dead = "killed by a test"
+        while not engine.usage().is_starting:
+            await asyncio.sleep(0.01)
+        fake.returns.set()
         while len(fake.lives) < 2:
             await asyncio.sleep(0.01)
         fake.gate.set()
         assert (await under_way).versions.tolist() == [6]
         assert (fake.lives, fake.norm, engine.usage().restarts) == ([0, 1], 2.0, 1)
-        assert log_lines == ["SGLang ended: killed by a test; starting it again with version 6"]
+        assert not engine.usage().is_starting
+        assert log_lines == ["SGLang ended: killed by a test; its next start gets version 6"]
         await engine.stop()
 
     run(case())
@@ -206,19 +213,57 @@ def test_an_sglang_that_does_not_take_its_first_weights_is_stopped() -> None:
     run(case())
 
 
-def test_an_sglang_that_dies_over_its_first_weights_is_told_and_not_waited_for() -> None:
+@pytest.mark.parametrize("place", ["start", "carry"])
+@pytest.mark.parametrize("deaths", [1, STARTS])
+def test_an_sglang_that_is_killed_during_a_start_is_started_up_to_three_times(
+    deaths: int, place: str, log_lines: list[str]
+) -> None:
     class Dies(Fake):
+        left = deaths
+
+        async def start(self, life: int) -> Fake:
+            await super().start(life)
+            if place == "start":
+                self._die()
+            return self
+
         async def carry(self, version: int, *, flush: bool) -> None:
-            self.dead = "killed by a test"
-            await asyncio.Event().wait()
+            if place == "carry" and self.left:
+                self.left -= 1
+                self.dead = "killed by a test"
+                await asyncio.Event().wait()
+            await super().carry(version, flush=flush)
+
+        def _die(self) -> None:
+            if self.left:
+                self.left -= 1
+                raise ConnectionError("killed by a test")
 
     async def case() -> None:
         fake = Dies()
-        with pytest.raises(ModelError, match="died while it loaded version 5: killed by a test"):
-            await opened(fake)
-        assert fake.stopped == 1
+        if deaths == STARTS:
+            with pytest.raises(ModelError, match="died in each of 3 starts with version 5: killed by a test"):
+                await opened(fake)
+        else:
+            engine = await opened(fake)
+            assert (await engine.generate(PROMPT, Sampling(1))).versions.tolist() == [5]
+            await engine.stop()
+        assert len(fake.lives) == min(deaths + 1, STARTS)
+        assert log_lines[0] == "SGLang died before it had loaded version 5 (killed by a test); it gets 2 more starts"
 
     run(case())
+
+
+class Killed(NamedTuple):
+    """A process that has ended with `exitcode`, or runs if it is None."""
+
+    exitcode: int | None
+
+
+def test_only_a_signal_is_a_kill() -> None:
+    started: Any = [Killed(None), Killed(0), Killed(1), Killed(-9)]
+    assert processes.killed(started) == "one of its processes was killed by SIGKILL"
+    assert not processes.killed(started[:3])
 
 
 def test_a_version_that_names_no_candidates_is_refused_where_top_p_or_top_k_are_on() -> None:
