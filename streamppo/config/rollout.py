@@ -109,7 +109,7 @@ class SGLangEngine(EngineKind, frozen=True, tag="sglang"):
     routes: bool = False
     """The learner uses the experts that SGLang chose for each token (R3)."""
     start_s: Seconds = 900.0
-    """Time limit for the engine's start."""
+    """Time limit for a start of the engine, or for the wait for a server at urls."""
     spare_weights: ClassVar[int] = 0
     """0, because SGLang loads weights in place."""
 
