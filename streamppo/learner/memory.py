@@ -39,7 +39,7 @@ class ModelSizes(NamedTuple):
     `trained` parameters are not frozen. One transformer layer has `layer` parameters, of which tensor and expert
     parallelism split `by_tensor` and `by_expert`; `rest` are outside of layers. `widest` is the largest activation in a
     layer. `routes` are a token's experts over all layers. One token uses `active` parameters. Only SGLang holds the
-    `encoders` of a multimodal model.
+    `encoders` of a multimodal model. Eager attention keeps `scores` for each pair of tokens of a row in a layer.
     """
 
     parameters: int
@@ -58,6 +58,7 @@ class ModelSizes(NamedTuple):
     routes: int
     active: int
     encoders: int = 0
+    scores: int = 0
 
     @property
     def rest(self) -> int:
@@ -107,14 +108,15 @@ def sizes(hf_config: PretrainedConfig, model: Model) -> ModelSizes:
 def _sizes(hf_config: PretrainedConfig, model: Model) -> ModelSizes:
     dtype, text = getattr(torch, model.dtype), hf_config.get_text_config()
     with torch.device("meta"):
-        attends = "sdpa" if attention.has_sdpa(text) else "eager"
-        lm = classes.make(hf_config, dtype=dtype, attn_implementation=attends)
+        attends = "sdpa" if attention.has_sdpa(text) and model.attention != "eager" else "eager"
+        # Without dropout, as in an update.
+        lm = classes.make(hf_config, dtype=dtype, attn_implementation=attends).eval()
         if model.lora is not None:
             adapters.add(lm, model.lora, model.dtype)
     body, name = parent_of_layers(lm.base_model)
     layers = getattr(body, name)
     head_width = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-    pair = 2 * text.num_key_value_heads * head_width
+    pair = 2 * (getattr(text, "num_key_value_heads", None) or text.num_attention_heads) * head_width
     parameters, other = _count(lm), sum(map(_count, getattr(lm, "other_parts", ())))
     head = parameters - _count(lm.base_model) - other
     whole = _count(classes.make(hf_config, whole=True, dtype=dtype)) if classes.is_multimodal(hf_config) else parameters
@@ -137,6 +139,7 @@ def _sizes(hf_config: PretrainedConfig, model: Model) -> ModelSizes:
         widest=widest,
         routes=len(layers) * chosen * (1 if experts <= BYTE else 2),
         encoders=max(0, whole - parameters),
+        scores=(attends == "eager") * text.num_attention_heads * dtype.itemsize,
         active=parameters - (len(layers) * by_expert * (experts - chosen) // experts if chosen else 0),
     )
 
@@ -189,13 +192,16 @@ def _activation_bytes(body: torch.nn.Module, rows: int, width: int) -> list[int]
     # Rows of one token need a mask. A long row has no mask, because layers with a recurrent state cannot read it here.
     mask = torch.ones(rows, 1, 1, 1, dtype=torch.bool, device="meta") if width == 1 else None
     hooks = torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor)
-    with hooks, FusedAttentionMode(), attention.without_packing_search():
+    with hooks, FusedMode(), attention.without_packing_search():
         body(input_ids=tokens, attention_mask=mask, use_cache=False)
     return [storage.nbytes() for storage in storages.values()]
 
 
-class FusedAttentionMode(TorchFunctionMode):
-    """Counts the tensors that fused attention keeps; on the meta device torch would use the unfused formula."""
+class FusedMode(TorchFunctionMode):
+    """Counts the tensors that fused attention and products of experts keep.
+
+    On the meta device, torch would use the unfused formula of attention, and refuses products in float32.
+    """
 
     def __torch_function__(
         self,
@@ -206,6 +212,8 @@ class FusedAttentionMode(TorchFunctionMode):
     ) -> object:
         if func is torch.nn.functional.scaled_dot_product_attention:
             return _FusedAttention.apply(*args[:3])
+        if func is torch._grouped_mm:
+            return _GroupedProduct.apply(*args[:2])
         return func(*args, **(kwargs or {}))
 
 
@@ -215,6 +223,13 @@ class _FusedAttention(torch.autograd.Function):
         attended = query.new_empty(*query.shape[:-1], value.shape[-1])
         ctx.save_for_backward(query, key, value, attended)
         return attended
+
+
+class _GroupedProduct(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows: torch.Tensor, experts: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(rows, experts)
+        return rows.new_empty(*rows.shape[:-1], experts.shape[-1])
 
 
 def rank(config: Config, model: ModelSizes, longest: int) -> RankMemory:
@@ -241,9 +256,8 @@ def rank(config: Config, model: ModelSizes, longest: int) -> RankMemory:
     batch        all rows of the batch, which every rank holds between passes; the experts of one pass's tokens, and on
                  a CPU those of the rank's rows
     """
-    learner, own_critic = config.learner, critic_body(config, model)
+    learner, mesh, own_critic = config.learner, config.learner.mesh, critic_body(config, model)
     is_small = model.parameters + own_critic <= SHARD_LAYERS_ABOVE
-    mesh = learner.mesh
     kept_of_layer = model.layer - model.by_tensor + model.by_tensor // mesh.tensor
     kept_of_layer -= model.by_expert - model.by_expert // mesh.expert
     gathered_parameters = model.rest + (model.layers if is_small else 2) * kept_of_layer
@@ -254,12 +268,13 @@ def rank(config: Config, model: ModelSizes, longest: int) -> RankMemory:
     if is_alone := is_whole(learner.ranks, offload=learner.offload):
         gathered = (model.element < MASTER) * model.element * (model.trained + own_critic)
     tokens = -(-max(learner.micro_batch_tokens, longest) // mesh.slices)
-    per_layer = model.activations_per_layer + 2 * (mesh.tensor - 1) * model.hidden * model.element
     kind, layer_input = config.model.gradient_checkpointing, model.hidden * model.element
+    scores = 0 if _is_joined(config, model) else model.scores * longest
+    per_layer = model.activations_per_layer + scores + 2 * (mesh.tensor - 1) * layer_input
     keeps_all = kind in ("off", "auto")
     layers = tokens * model.layers * (per_layer if keeps_all else layer_input * (kind != "offloaded"))
     keys = _repeated_keys(config, model, tokens, longest)
-    reference, teacher, shards = config.algorithm.kl, config.algorithm.teacher, mesh.shards(learner.ranks)
+    reference, teacher = config.algorithm.kl, config.algorithm.teacher
     is_second = reference.on and not reference.offload and config.model.lora is None
     # A moving reference is kept in float32, other frozen models in the compute type.
     frozen = is_second * (MASTER if reference.follow_every else model.element)
@@ -272,7 +287,7 @@ def rank(config: Config, model: ModelSizes, longest: int) -> RankMemory:
         head=_head(config, model, tokens),
         layer=(tokens * (per_layer + 2 * model.widest) + keys // model.layers) * (not keeps_all)
         + is_alone * int(gradients * model.rest * model.element),
-        reference=frozen * model.parameters // shards,
+        reference=frozen * model.parameters // mesh.shards(learner.ranks),
         batch=config.queue.batch_size * longest * BATCH
         + (tokens * model.routes if config.rollout.engine.routes else 0)
         + (0 if learner.gpus else routes(config, model, longest)),

@@ -1,7 +1,7 @@
 """`check`'s estimate of a rank's memory, beside the peak of live bytes in an update."""
 
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +12,18 @@ import torch
 from msgspec.structs import replace
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from transformers import Qwen2Config, Qwen2ForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    GPT2Config,
+    GPTNeoXConfig,
+    GptOssConfig,
+    MixtralConfig,
+    PretrainedConfig,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+)
 
+from streamppo.config.model import Model
 from streamppo.learner import memory
 from streamppo.learner.batch.padded import pad
 from streamppo.learner.model import optimizer
@@ -94,6 +104,42 @@ def held(updater: Updater) -> list[torch.Tensor]:
     return [*updater.policy.parameters(), *([] if copy is None else copy._copies), *states]
 
 
+SHAPE: dict[str, Any] = {"vocab_size": 64, "hidden_size": 64, "num_hidden_layers": 6, "num_attention_heads": 4}
+EXPERTS: dict[str, Any] = {
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+    "num_key_value_heads": 2,
+    "intermediate_size": 64,
+}
+FAMILIES: dict[str, PretrainedConfig] = {
+    "experts": MixtralConfig(**SHAPE, **EXPERTS, sliding_window=None),
+    "eager attention": GptOssConfig(**SHAPE, **EXPERTS, head_dim=16, max_position_embeddings=512),
+    "no number of key heads": GPT2Config(vocab_size=64, n_embd=64, n_head=4, n_layer=6, n_positions=512),
+    "parallel residuals": GPTNeoXConfig(**SHAPE, intermediate_size=256),
+}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_model_of_another_family_has_sizes_that_grow_with_the_bytes_of_an_element(family: str) -> None:
+    sizes = {dtype: memory.sizes(FAMILIES[family], Model(path="x", dtype=dtype)) for dtype in ("float32", "bfloat16")}
+    wide, narrow = sizes["float32"], sizes["bfloat16"]
+    assert wide.parameters == narrow.parameters and wide.cache_per_token == 2 * narrow.cache_per_token
+    assert 1.6 * narrow.activations_per_layer < wide.activations_per_layer <= 2 * narrow.activations_per_layer
+    assert (wide.scores, narrow.scores) == ((16, 8) if family == "eager attention" else (0, 0))
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_peak_of_a_rank_of_another_family_is_about_what_check_says(family: str, dtype: str, tmp_path: Path) -> None:
+    model = FAMILIES[family]
+    AutoModelForCausalLM.from_config(model).save_pretrained(tmp_path)
+    options = ("model.gradient_checkpointing=off", "learner.micro_batch_tokens=1024", f"model.dtype={dtype}")
+    peak, said = peak_and_estimate(model, tmp_path, options)
+    assert peak == pytest.approx(said.total, rel=0.1), said
+
+
 @pytest.mark.slow
 @pytest.mark.usefixtures("alone")
 @pytest.mark.parametrize(
@@ -111,14 +157,16 @@ def held(updater: Updater) -> list[torch.Tensor]:
 def test_the_peak_of_a_rank_is_what_check_says(overrides: tuple[str, ...], tmp_path: Path) -> None:
     torch.manual_seed(0)
     Qwen2ForCausalLM(MODEL).save_pretrained(tmp_path)
-    options = (
-        "model.dtype=bfloat16",
-        f"queue.batch_size={ROWS}",
-        "queue.samples_per_prompt=1",
-        "learner.minibatches=1",
-    )
-    config = case.config_of(*options, "learner.micro_batch_tokens=1024", *overrides)
-    updater = case.updater(config, tmp_path)
+    options = ("model.dtype=bfloat16", "learner.micro_batch_tokens=1024", *overrides)
+    peak, said = peak_and_estimate(MODEL, tmp_path, options)
+    assert peak == pytest.approx(said.total, rel=0.05), said
+
+
+def peak_and_estimate(model: PretrainedConfig, folder: Path, overrides: Sequence[str]) -> tuple[int, memory.RankMemory]:
+    """The most live bytes in the second update of the model in `folder`, and its estimate."""
+    options = (f"queue.batch_size={ROWS}", "queue.samples_per_prompt=1", "learner.minibatches=1")
+    config = case.config_of(*options, *overrides)
+    updater = case.updater(config, folder)
     updater.optimizer = optimizer.adamw(updater.policy, config)
     trained = branched(batch()) if config.environment else batch()
     updater.update(pad(trained))
@@ -126,5 +174,4 @@ def test_the_peak_of_a_rank_is_what_check_says(overrides: tuple[str, ...], tmp_p
     rows = pad(trained)
     with Alive(held(updater)) as seen:
         updater.update(rows)
-    said = memory.rank(config, memory.sizes(MODEL, config.model), LENGTH)
-    assert seen.peak == pytest.approx(said.total, rel=0.05), said
+    return seen.peak, memory.rank(config, memory.sizes(model, config.model), LENGTH)

@@ -21,7 +21,7 @@ from transformers import (
     BloomConfig,
     Gemma2Config,
     Gemma3Config,
-    GPT2Config,
+    MambaConfig,
     MixtralConfig,
     OPTConfig,
     Qwen2Config,
@@ -317,7 +317,7 @@ ABSENT = {
     "object store not here cluster.object_store_mib (1000000000) is more than": ["cluster.object_store_mib=1000000000"],
     "critic later 'polcy' is not a folder here": ["algorithm.critic.model=polcy"],
     "pretrain: 'runs/nope' is not a folder": ["algorithm.critic.pretrain=runs/nope"],
-    "unknown for a GPT2Config": ["model.path=gpt2", ELSEWHERE],
+    "unknown for a MambaConfig": ["model.path=mamba", ELSEWHERE],
 }
 
 
@@ -327,7 +327,7 @@ def test_what_cannot_be_looked_at_is_a_sentence_and_no_error(
     checked: Callable[..., tuple[int, str]], tmp_path: Path, sentence: str
 ) -> None:
     folder = tmp_path / ABSENT[sentence][0].partition("=")[2]
-    settings = {"gpt2": GPT2Config(n_embd=8, n_layer=2, n_head=2, vocab_size=200, n_positions=64)}
+    settings = {"mamba": MambaConfig(hidden_size=8, num_hidden_layers=2, state_size=4, vocab_size=200)}
     if folder.name in settings:
         model_folder(folder, **SMALL)
         hollow_weights.write(folder, settings[folder.name])
