@@ -44,6 +44,10 @@ SLACK = 4
 log = logging.getLogger(__name__)
 
 
+FILES = ("generation config", "model config", "text config")
+"""The names of a model's files in `Stop.origins`."""
+
+
 class Stop(NamedTuple):
     """The stop tokens of a completion, each with the sources that name it, and the stop strings.
 

@@ -93,6 +93,7 @@ def ends(config: Config, hf_config: PretrainedConfig, tokenizer: Tokenizer) -> F
     else:
         text = "only its length ends a completion: name tokens or strings in rollout.stop"
         yield Finding("stop", "note", text)
+    yield from _ordinary_ends(ending, tokenizer)
     yield from _open_turn(ending, tokenizer)
     # These strings look like names of tokens.
     named = (string for string in ending.strings if string.startswith("<|") and string.endswith("|>"))
@@ -102,6 +103,16 @@ def ends(config: Config, hf_config: PretrainedConfig, tokenizer: Tokenizer) -> F
     if unknown := tokenizer.unknown(hf_config.get_text_config().vocab_size):
         text = f"{len(unknown):,} rows of the model's vocabulary are not tokens of the tokenizer: never sampled"
         yield Finding("vocabulary", "ok", text)
+
+
+def _ordinary_ends(ending: stop.Stop, tokenizer: Tokenizer) -> Findings:
+    """Note tokens in the model's files that end a completion, but are tokens of ordinary text."""
+    special = {*tokenizer.hf.all_special_ids, *tokenizer.hf.get_added_vocab().values()}
+    for token in sorted(ending.ids - special):
+        if sources := [place for place in ending.origins[token] if place in stop.FILES]:
+            text = f"{tokenizer.name(token)!r} ({token}), a token of ordinary text, ends completions: correct "
+            text += f"eos_token_id in the {' and the '.join(sources)} if they end too early"
+            yield Finding("stop", "note", text)
 
 
 def _open_turn(ending: stop.Stop, tokenizer: Tokenizer) -> Findings:

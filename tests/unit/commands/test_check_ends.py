@@ -77,6 +77,22 @@ def test_ends_are_printed_by_name_with_their_places(tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.parametrize("eos", [3, [1, 3], [1, 11], 1])
+def test_an_end_that_is_a_token_of_ordinary_text_is_noted(eos: object, tmp_path: Path) -> None:
+    tokenizer = folder_of(tmp_path, "<end>", generation={"eos_token_id": eos})
+    ends, *notes = found(config_of(f"model.path={tmp_path}"), tokenizer, Qwen2Config(vocab_size=12, **SMALL))
+    assert ends.state == "ok"
+    if eos in ([1, 11], 1):
+        assert not notes
+    else:
+        (note,) = notes
+        assert note.state == "note"
+        assert note.text == (
+            f"{tokenizer.name(3)!r} (3), a token of ordinary text, ends completions: correct eos_token_id in the "
+            "generation config if they end too early"
+        )
+
+
 def test_a_model_that_nothing_ends_is_noted_and_an_end_that_is_no_token_is_an_error(tmp_path: Path) -> None:
     tokenizer = folder_of(tmp_path, generation={"eos_token_id": "nobody"})
     (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}')
