@@ -355,7 +355,9 @@ def _run(config: str, *overrides: str) -> Result:
     made = run(ROOT / config, [*overrides, "learner.gpus=0.5", "rollout.gpus=0.5"])
     last = made.updates[len(made.updates) // 2 :]
     shown = ("update_s", "score_s", "train_s", "wait_s", "push_ms", "lag_mean", "mismatch", "reward")
-    means = {name: statistics.mean(line[name] for line in last) for name in shown}
+    # Updates without tokens of lag 0 have no mismatch.
+    columns = {name: [line[name] for line in last if name in line] for name in shown}
+    means = {name: statistics.mean(column) for name, column in columns.items() if column}
     return {"summary": made.summary, "later_half": means}
 
 
