@@ -12,6 +12,7 @@ import logging
 import shutil
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import closing
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 from uuid import uuid4
@@ -21,6 +22,8 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 from torch.distributed.tensor import DTensor
 
@@ -36,6 +39,10 @@ from streamppo.learner.device import from_first_rank, gather
 from streamppo.learner.model.policy import rank_in_copy
 from streamppo.weights.pusher import PushedVersion
 
+NO_OPTIONS = StagingOptions(
+    use_pinned_memory=False, use_shared_memory=False, use_async_staging=False, use_non_blocking_copy=False
+)
+"""torch's options for the copy to the CPU that a plain `async_save` has: a copy that is complete when it returns."""
 log = logging.getLogger(__name__)
 
 
@@ -77,13 +84,17 @@ class Saver:
         if leads:
             shutil.rmtree(durable.aside(final), ignore_errors=True)
         tensors = _tensors(trained, state)
-        write = dcp.async_save(
-            tensors,
-            checkpoint_id=durable.aside(final),
-            process_group=self._group,
-            # If the model has several replicas, the first replica writes its shards.
-            planner=DefaultSavePlanner(dedup_save_to_lowest_rank=True),
-        )
+        with closing(DefaultStager(NO_OPTIONS)) as stager:
+            write = dcp.async_save(
+                tensors,
+                checkpoint_id=durable.aside(final),
+                # By default the writer waits for the GPU's queue after each 10 MB of the copy, which is on the CPU.
+                storage_writer=FileSystemWriter(durable.aside(final), per_thread_copy_ahead=0),
+                async_stager=stager,
+                process_group=self._group,
+                # If the model has several replicas, the first replica writes its shards.
+                planner=DefaultSavePlanner(dedup_save_to_lowest_rank=True),
+            )
         assert isinstance(write, Future), "async_save gives a future unless it is asked for more"
         self._under_way = self._thread.submit(self._complete, final, state, write, pushed, leads=leads, copies=copies)
 

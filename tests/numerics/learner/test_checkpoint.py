@@ -11,7 +11,7 @@ import learner_case as case
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.checkpoint import state_dict_saver
+from torch.distributed.checkpoint import filesystem, state_dict_saver
 
 from streamppo import durable
 from streamppo.algorithms.exploration import Bonus
@@ -187,6 +187,22 @@ def test_a_rank_on_a_cpu_asks_no_gpu_that_it_sees_for_random_numbers(
         seen.setattr(torch.cuda, "get_rng_state", refused)
         saved = checkpoint._tensors(trained(updater), state_of(updater, 1))
     assert list(saved["own"]["rank-0"]["rng"]) == ["cpu"]
+
+
+@ALONE
+def test_the_writer_of_a_checkpoint_waits_for_no_gpu(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused(*_: Any, **__: Any) -> Any:
+        raise AssertionError("waits for all that the GPU has to do")
+
+    updater = adamw(case.config_of(), folder)
+    saver = saver_of(updater)
+    monkeypatch.setattr(filesystem, "_OverlappingCpuLoader", refused)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    started(saver, updater, tmp_path)
+    saver.wait()
+    assert (tmp_path / "00000001").is_dir()
 
 
 @ALONE
