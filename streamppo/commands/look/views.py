@@ -1,6 +1,7 @@
 """Shows a run as a page that opens offline, as a trace for Perfetto, or as the times of its phases."""
 
 import json
+import os
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -35,7 +36,12 @@ def report(paths: Sequence[Path], to: Path | None, measured: Sequence[Path] = ()
     single = len(paths) == 1 and paths[0].is_dir()
     differences, error = make_part(lambda: reports.differences(paths))
     file = to or (paths[0] / reports.REPORT if single else Path(reports.REPORT))
-    path = reports.write(paths, file, differences or (), _predicted(paths, measured))
+    try:
+        path = reports.write(paths, file, differences or (), _predicted(paths, measured))
+    except RunError as failed:
+        if to is None and not os.access(file.parent, os.W_OK):
+            raise RunError(f"{failed}; --to FILE writes it elsewhere") from failed
+        raise
     echo(f"report: {path}", *(difference.sentence() for difference in differences or ()), result=file)
     if error:
         echo(f"no difference: {error}", result=file)

@@ -3,6 +3,7 @@
 import errno
 import json
 import logging
+import os
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -10,6 +11,8 @@ from pathlib import Path
 import pytest
 from report_case import BATCH, LENGTH, run_folder
 
+from streamppo import durable
+from streamppo.commands.look import views
 from streamppo.config.sections import Config
 from streamppo.driver import report
 from streamppo.errors import RunError
@@ -217,3 +220,20 @@ def test_a_summary_adds_what_only_engines_know(run: Path) -> None:
     (run / SUMMARY).write_text(json.dumps(content))
     found = plain(text(run))
     assert "engines idle 25%" in found and "had sampled 999" in found
+
+
+def test_a_report_of_a_run_on_a_read_only_disk_names_the_option_that_writes_it_elsewhere(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write = durable.write
+
+    def refuse(path: Path, data: bytes) -> None:
+        if path.parent == run:
+            raise OSError(errno.EROFS, "Read-only file system", str(path))
+        write(path, data)
+
+    monkeypatch.setattr(durable, "write", refuse)
+    monkeypatch.setattr(os, "access", lambda path, mode: path != run)
+    with pytest.raises(RunError, match=r"Read-only file system.*; --to FILE writes it elsewhere"):
+        views.report([run], None)
+    assert views.report([run], tmp_path / "elsewhere.html") == 0
