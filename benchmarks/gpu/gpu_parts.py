@@ -345,7 +345,7 @@ def sglang_run() -> Result:
     """
     need("ray", "sglang", gpu=True)
     plain = ("rollout.engine.attention_backend=torch_native", 'rollout.engine.args={sampling_backend="pytorch"}')
-    sizes = ("updates=20", "evaluation.every=0", "model.dtype=bfloat16", "rollout.engine.mem_fraction_static=0.3")
+    sizes = ("updates=10", "evaluation.every=0", "model.dtype=bfloat16", "rollout.engine.mem_fraction_static=0.3")
     return _run("configs/math-sglang.toml", *sizes, *plain)
 
 
