@@ -1,9 +1,7 @@
 """Loads user code by name: `package.module:name` or `path/file.py:name`."""
 
 import difflib
-import hashlib
 import importlib
-import importlib.util
 import inspect
 import os
 import re
@@ -11,9 +9,12 @@ import sys
 from collections.abc import Callable, Iterable, Mapping, Set
 from contextlib import suppress
 from importlib import metadata
+from importlib.machinery import ModuleSpec
+from importlib.util import spec_from_file_location
 from pathlib import Path
 from types import ModuleType
 from typing import TypeVar, TypeVarTuple
+from urllib.parse import quote, unquote
 
 from packaging.requirements import Requirement
 
@@ -86,6 +87,12 @@ def function(name: str, subject: str) -> Callable[..., object]:
     return plugin
 
 
+def is_ours(plugin: object) -> bool:
+    """Return True for code of streamppo, and False for that of a user's file or module."""
+    module = getattr(plugin, "__module__", "")
+    return module.startswith(f"{PACKAGE}.") and not module.startswith(f"{__name__}.")
+
+
 def call(subject: str, function: Callable[[*Arguments], R], *arguments: *Arguments) -> R:
     """Call user code. Raises `TaskError` if the call fails; the message begins with `subject` and names the line."""
     try:
@@ -100,7 +107,8 @@ def _path_hint(where: str, attribute: str, error: BaseException) -> str:
         return ""
     path = Path(where).absolute()
     folder = path.parent
-    if "relative import" in str(error):
+    # A relative import is searched below this module.
+    if error.name and f"{error.name}.".startswith(f"{__name__}."):
         names = [folder.name, path.stem]
         while (folder / "__init__.py").is_file() and (folder.parent / "__init__.py").is_file():
             folder = folder.parent
@@ -175,17 +183,20 @@ def _from_file(name: str) -> ModuleType:
             break
     else:
         raise FileNotFoundError(f"no file {name} here or on the Python path")
-    module_name = f"streamppo_plugin_{path.stem}_{hashlib.sha256(str(path).encode()).hexdigest()[:8]}"
-    if module_name in sys.modules:
-        return sys.modules[module_name]
-    spec = importlib.util.spec_from_file_location(module_name, path)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[module_name] = module
-    try:
-        spec.loader.exec_module(module)
-    # The next import must not find a half-initialised module.
-    except BaseException:
-        del sys.modules[module_name]
-        raise
-    return module
+    # The path is the module's name below this module, so processes that Python spawns can import the file too.
+    return importlib.import_module(f"{__name__}.{quote(str(path), safe='').replace('.', '%2E')}")
+
+
+class _FileFinder:
+    """Finds the modules that `_from_file` names."""
+
+    @staticmethod
+    def find_spec(name: str, path: object, target: object = None) -> ModuleSpec | None:
+        folder, _, quoted = name.rpartition(".")
+        file = unquote(quoted)
+        return spec_from_file_location(name, file) if folder == __name__ and os.path.isabs(file) else None
+
+
+__path__ = list[str]()
+"""Makes the modules of `_FileFinder` importable, which are below this module."""
+sys.meta_path.append(_FileFinder)

@@ -177,8 +177,8 @@ def detect(scorer: choices.FunctionScorer) -> tuple[signature.Signature, bool]:
     """Return a function's signature, and True if the function runs in the actor. Raises `TaskError`."""
     function = plugins.load(scorer.function, "reward.function")
     reward_signature = signature.detect_signature(function, scorer.function, scorer.arguments)
-    is_ours = getattr(function, "__module__", "").startswith("streamppo.")
-    in_actor = scorer.where == "actor" or (scorer.where == "auto" and is_ours and reward_signature.is_async)
+    is_safe = plugins.is_ours(function) and reward_signature.is_async
+    in_actor = scorer.where == "actor" or (scorer.where == "auto" and is_safe)
     if in_actor and not reward_signature.is_async:
         raise TaskError(f'reward.function {scorer.function!r} is sync: it would block the actor (where = "actor")')
     return reward_signature, in_actor

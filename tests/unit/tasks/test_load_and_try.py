@@ -50,3 +50,10 @@ def test_a_file_of_the_current_folder_that_hides_a_module_of_python_or_ray_is_re
     ):
         plugins.export_path()
     assert not os.environ["PYTHONPATH"]
+
+
+def test_code_of_a_users_file_is_not_ours(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text("async def score(trajectory): ...\n")
+    score = plugins.load(f"{tmp_path}/mine.py:score", "reward.function")
+    assert score is plugins.load(f"{tmp_path}/mine.py:score", "reward.function")
+    assert not plugins.is_ours(score) and plugins.is_ours(plugins.load("streamppo.tasks.scorers.maths:gsm8k", "x"))

@@ -131,6 +131,31 @@ def test_processes_of_a_sync_reward_draw_different_random_numbers(tmp_path: Path
     asyncio.run(story())
 
 
+POOL = """
+import multiprocessing
+from concurrent.futures import ProcessPoolExecutor
+
+def length(text):
+    return len(text)
+
+def score(trajectory):
+    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("METHOD")) as pool:
+        return float(pool.submit(length, trajectory.completion).result())
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
+def test_a_process_pool_of_a_reward_finds_the_functions_of_its_file(method: str, tmp_path: Path) -> None:
+    (tmp_path / "my rewards.v2.py").write_text(POOL.replace("METHOD", method))
+
+    async def story() -> None:
+        async with started(one_function(function=f"{tmp_path / 'my rewards.v2.py'}:score", timeout_s=60.0)) as rewards:
+            assert await total(rewards, "four") == 4.0
+
+    asyncio.run(story())
+
+
 def test_calls_that_run_when_the_template_dies_begin_again() -> None:
     async def story() -> None:
         async with started(faulty("beside", timeout_s=60.0)) as rewards:
