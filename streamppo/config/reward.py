@@ -81,8 +81,8 @@ class JudgeScorer(Remote, frozen=True, kw_only=True, tag_field="kind", tag="judg
     """The model's name at the endpoint."""
     question: str
     """The question, with {prompt}, {completion} and columns in braces."""
-    pattern: str = r"(-?\d+(?:\.\d+)?)\s*$"
-    """Regular expression whose first group is the number."""
+    pattern: str = r"(-?\d+(?:\.\d+)?)(?:\s*(?:/|out of)\s*\d+)?[\s.*_)}\]\"'`]*$"
+    """Regular expression whose first group is the number. The default reads a last "8", "8/10", "**8**" or "8."."""
     scale: PositiveFloat = 1.0
     """The score is the number divided by this."""
     max_tokens: Positive = 1024

@@ -61,4 +61,8 @@ class Service:
         return check(Reward(score=float(match[1]) / judge.scale, explanation=judgement), text)
 
     async def _post(self, url: str, body: Mapping[str, object]) -> object:
-        return json.loads(await self._client.post(url, body))
+        answer = await self._client.post(url, body)
+        try:
+            return json.loads(answer)
+        except ValueError as error:
+            raise TaskError(f"{url}: the answer is no JSON: {answer[:QUOTED]!r}") from error

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import os
+import re
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -247,6 +248,34 @@ def test_the_bound_is_on_the_call_and_not_on_its_single_bytes() -> None:
 
 def judge_says(said: str) -> Any:
     return lambda path, body: (200, {"choices": [{"message": {"content": said + body["messages"][0]["content"][-1]}}]})
+
+
+@pytest.mark.parametrize(
+    ("said", "score"),
+    [
+        *[(said, 0.8) for said in ("8", "8/10", "**8**", "Score: 8.", "from 0 to 10: 8 out of 10.", r"\boxed{8}")],
+        ("7.5 / 10", 0.75),
+        ("18", 1.8),
+        *[(said, None) for said in ("eight", "80%", "8 or so")],
+    ],
+)
+def test_the_number_at_the_end_of_a_judgement_is_read_as_models_write_it(said: str, score: float | None) -> None:
+    judge = JudgeScorer(url="http://x", model="m", question="q", scale=10.0)
+    found = re.search(judge.pattern, said)
+    assert (found and float(found[1]) / judge.scale) == score
+
+
+def test_a_service_whose_answer_is_no_json_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def page(self: object, url: str, body: object) -> bytes:
+        return b"<html>"
+
+    async def main() -> None:
+        monkeypatch.setattr("streamppo.tasks.rewards.client.Client.post", page)
+        service = ServiceScorer(url="http://x/score", attempts=1)
+        (found,) = await ask(Reward(scorers={"service": service}), text("3"))
+        assert "http://x/score: the answer is no JSON: b'<html>'" in str(found)
+
+    asyncio.run(main())
 
 
 def test_a_judge_is_asked_in_words_and_its_number_is_scaled() -> None:
