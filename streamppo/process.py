@@ -345,9 +345,18 @@ class PhaseTime(NamedTuple):
     cpu_s: float
 
 
-_STARTED = time.perf_counter()
 _spent: dict[str, PhaseTime] = {}
+_started_at = [time.perf_counter()]
 _lock = Lock()
+
+
+def _start() -> None:
+    """Forget the phases and the age of the parent, in a fork: Ray's workers are forks."""
+    _spent.clear()
+    _started_at[:] = [time.perf_counter()]
+
+
+os.register_at_fork(after_in_child=_start)
 
 
 class phase(ContextDecorator):
@@ -382,7 +391,7 @@ def add(name: str, wall_s: float, cpu_s: float = 0.0) -> None:
 def spent() -> dict[str, PhaseTime]:
     """Return the time of each phase of this process since its start, and of the whole process under `WHOLE`."""
     with _lock:
-        return {**_spent, WHOLE: PhaseTime(1, time.perf_counter() - _STARTED, time.process_time())}
+        return {**_spent, WHOLE: PhaseTime(1, time.perf_counter() - _started_at[0], time.process_time())}
 
 
 def sum_phases(processes: Iterable[Mapping[str, PhaseTime]]) -> dict[str, PhaseTime]:

@@ -205,6 +205,23 @@ def test_a_phase_that_waits_has_no_cpu_time() -> None:
     assert process.spent()["waited"] == (2, 5.0, 0.0)
 
 
+FORK = """
+import os, sys, time
+from streamppo import process
+process.add("parent's", 1.0)
+begin = time.perf_counter()
+if (child := os.fork()) == 0:
+    spent = process.spent()
+    os._exit("parent's" in spent or spent[process.WHOLE].wall_s > time.perf_counter() - begin)
+sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) or "parent's" not in process.spent())
+"""
+
+
+def test_a_fork_begins_to_count_its_phases_anew() -> None:
+    """All of Ray's workers are forks of one process: with its age they would look like one process that never ended."""
+    assert subprocess.run([sys.executable, "-c", FORK], check=False).returncode == 0
+
+
 # --- log lines on a terminal and warnings --------------------------------------------------------------------
 
 
