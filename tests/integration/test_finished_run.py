@@ -143,8 +143,9 @@ def test_replay_compares_every_version_and_a_what_if_puts_both_curves_into_one_r
     assert replay(run, "--set", "updates=3").returncode == 0
     shorter = json.loads((run / "replays" / "3.json").read_text())
     assert [row["version"] for row in shorter["updates"]] == [1, 2, 3]
-    shown = command("inspect", str(run), "--update", "3", "--n", "2").stdout
-    assert "update 2 -> 3: 64 trajectories" in shown
+    shown = command("inspect", str(run), "--update", "1", "--n", "2").stdout
+    assert shown.startswith("update 0 -> 1: 64 trajectories, mean reward ")
+    assert "no token is too old" in shown.splitlines()[0]
     assert shown.count("completion  ") == shown.count("values  ") == 2
 
 

@@ -30,9 +30,10 @@ def inspect(config: Config, run: Path, update: int | None, count: int) -> int:
     batch, record = batches.batch_and_record(batches.version_before(update))
     tokenizer, rows = Tokenizer(model_path(config, run)), RunRows(config, run)
     rewards = [trajectory.reward for trajectory in batch.trajectories]
+    too_old = f"tokens of versions below {batch.min_version} are" if batch.min_version > 0 else "no token is"
     echo(
         f"update {batch.version} -> {batch.version + 1}: {len(rewards)} trajectories, mean reward "
-        f"{sum(rewards) / len(rewards):.4g}, tokens of versions below {batch.min_version} are too old"
+        f"{sum(rewards) / len(rewards):.4g}, {too_old} too old"
     )
     for row, trajectory in enumerate(batch.trajectories[:count]):
         numbers = {name: column[row] for name, column in record.items()}
