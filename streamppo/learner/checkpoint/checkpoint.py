@@ -293,7 +293,8 @@ def _leads(folder: Path, group: dist.ProcessGroup | None = None) -> bool:
 def _tensors(trained: TrainState, state: CheckpointState) -> dict[str, Any]:
     """The tensors of a checkpoint: shards under common names, and everything unsharded under this rank's name.
 
-    Under a common name, torch would keep one rank's unsharded values. Frozen weights under adapters are left out.
+    Under a common name, torch would keep one rank's unsharded values. Frozen weights under adapters are left out. Tied
+    weights have one name.
     """
     policy, optimizer, reference = trained
     model_state, optimizer_state = get_state_dict(policy, optimizer)
@@ -311,9 +312,9 @@ def _tensors(trained: TrainState, state: CheckpointState) -> dict[str, Any]:
     on_gpu = torch.cuda.is_initialized()
     rng = {"cpu": torch.get_rng_state()} | ({"cuda": torch.cuda.get_rng_state()} if on_gpu else {})
     rank_state = {"state": unsharded, "param_groups": optimizer_state["param_groups"], "rng": rng}
-    parameters = policy.named_parameters(remove_duplicate=False)
-    frozen_names = {name for name, tensor in parameters if not tensor.requires_grad}
-    trained_state = {name: tensor for name, tensor in model_state.items() if name not in frozen_names}
+    names = {name for name, tensor in policy.named_parameters() if tensor.requires_grad}
+    left_out = {name for name, _ in policy.named_parameters(remove_duplicate=False)} - names
+    trained_state = {name: tensor for name, tensor in model_state.items() if name not in left_out}
     own = {f"rank-{dist.get_rank()}": rank_state}
     tensors: dict[str, Any] = {"policy": trained_state, "optimizer": sharded, "own": own}
     if reference is not None and state.reference_moved:

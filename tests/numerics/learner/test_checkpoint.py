@@ -11,7 +11,8 @@ import learner_case as case
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.checkpoint import filesystem, state_dict_saver
+from torch.distributed.checkpoint import FileSystemReader, filesystem, state_dict_saver
+from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from streamppo import durable
 from streamppo.algorithms.exploration import Bonus
@@ -110,6 +111,24 @@ def test_a_checkpoint_brings_back_weights_optimizer_and_what_updates_hand_on(fol
     assert two.beta == one.beta
     expected = case.whole(one.policy)
     assert all(torch.equal(expected[name], tensor) for name, tensor in case.whole(two.policy).items())
+
+
+@ALONE
+def test_an_embedding_that_is_also_the_head_is_stored_once(tmp_path: Path) -> None:
+    sizes = {**case.SMALL, "max_position_embeddings": 64, "tie_word_embeddings": True}
+    Qwen2ForCausalLM(Qwen2Config(**sizes)).save_pretrained(tmp_path / "model")
+    config = case.config_of(f"model.path={tmp_path / 'model'}", "learner.lr=0.01")
+    one, two = (adamw(config, tmp_path / "model") for _ in range(2))
+    one.update(pad(case.batch()))
+    carried_over(one, two, tmp_path)
+    stored = FileSystemReader(tmp_path / "00000001").read_metadata().state_dict_metadata
+    assert "policy.lm.model.embed_tokens.weight" in stored
+    assert not [name for name in stored if "lm_head" in name]
+    for updater in (one, two):
+        updater.update(pad(case.batch(seed=1)))
+    expected, lm = case.whole(one.policy), two.policy.lm
+    assert all(torch.equal(expected[name], tensor) for name, tensor in case.whole(two.policy).items())
+    assert lm.lm_head.weight is lm.model.embed_tokens.weight
 
 
 @ALONE
