@@ -17,7 +17,7 @@ from typing import Any, TypeAlias, cast
 
 import ray
 from ray import ObjectRef
-from ray._private import ray_constants, ray_logging, worker
+from ray._private import ray_constants, ray_logging, services, worker
 from ray._private.node import Node
 from ray.actor import ActorHandle, ActorProxy
 from ray.exceptions import ActorDiedError, RayActorError, RayError, RayTaskError
@@ -39,7 +39,9 @@ BLAME_S = 5.0
 """Time limit for finding the actor whose death made another actor's call fail."""
 CLOSING_S = 10.0
 TOO_LATE = "timed out during startup"
-"""A part of Ray's message that its processes have not started within 30 s, which is a fixed limit."""
+"""A part of Ray's message that its processes have not started in time."""
+START_S = 90.0
+"""Time limit for the start of Ray's processes. Ray has a fixed limit of 30 s, too short for a busy machine."""
 TOO_LONG = "AF_UNIX path length"
 """A part of Ray's message about a socket whose path has more than 107 bytes."""
 LOST_NODE = re.compile(r"\bnode has (crashed|died)")
@@ -202,6 +204,8 @@ def init_own_ray(**options: Any) -> None:
         for name in UNUSED_SERVICES:
             restored.callback(setattr, Node, name, getattr(Node, name))
             setattr(Node, name, lambda node, **_options: None)
+        restored.callback(setattr, services, "get_node", services.get_node)
+        services.get_node = functools.partial(_wait_for_node, services.get_node)
         ray.init(
             address=LOCAL,
             include_dashboard=False,
@@ -211,13 +215,27 @@ def init_own_ray(**options: Any) -> None:
         )
 
 
+def _wait_for_node(get_node: Callable[..., Any], *arguments: object) -> Any:
+    """Call Ray's `get_node` until Ray's processes have started, for at most `START_S`."""
+    end = time.monotonic() + START_S
+    while True:
+        try:
+            return get_node(*arguments)
+        except RuntimeError:
+            if time.monotonic() > end:
+                raise
+            time.sleep(0.1)
+
+
 @contextmanager
 def _readable_start_errors() -> Generator[None]:
     try:
         yield
     finally:
         if (error := sys.exception()) is not None and TOO_LATE in str(error):
-            raise RunError("Ray has not started within its 30 s: this machine is too busy; try again") from error
+            raise RunError(
+                f"Ray has not started within {START_S:.0f} s: this machine is too busy; try again"
+            ) from error
         if error is not None and TOO_LONG in str(error):
             raise RunError(f"Ray's folder has too long a path: set RAY_TMPDIR to a shorter one ({error})") from error
 

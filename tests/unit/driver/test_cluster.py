@@ -69,6 +69,26 @@ def test_a_ray_that_has_not_started_in_time_is_told_in_a_sentence_and_other_erro
             pass
 
 
+def test_a_slow_start_of_ray_has_longer_than_rays_own_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    answers: list[object] = [RuntimeError("not yet"), RuntimeError("not yet"), "a node", RuntimeError("never")]
+
+    def get_node(address: str, node: str) -> object:
+        answer = answers.pop(0)
+        if isinstance(answer, RuntimeError):
+            raise answer
+        return answer
+
+    found: list[object] = []
+    monkeypatch.setattr(cluster.services, "get_node", get_node)
+    # As Ray does in the start of its node.
+    monkeypatch.setattr(cluster.ray, "init", lambda **_: found.append(cluster.services.get_node("address", "node")))
+    cluster.init_own_ray()
+    assert found == ["a node"] and cluster.services.get_node is get_node
+    monkeypatch.setattr(cluster, "START_S", 0.0)
+    with pytest.raises(RuntimeError, match="never"):
+        cluster.init_own_ray()
+
+
 @pytest.mark.parametrize("error", [None, Interrupted(signal.SIGINT), KeyError()])
 def test_the_folder_of_a_good_session_is_removed_and_that_of_a_failed_one_is_said_with_its_size(
     error: Exception | None,
