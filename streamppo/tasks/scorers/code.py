@@ -86,7 +86,8 @@ class CodeTests:
 
     A test is Python code that calls the program's definitions (a failed `assert` fails it), or an object {"input",
     "output"}: standard input and the expected standard output, compared without white space at line ends. `tests` is a
-    list of tests, an object {"inputs", "outputs"} of two lists (APPS, TACO), or the JSON of these.
+    list of tests, an object {"inputs", "outputs"} of two lists (APPS, TACO), or the JSON of these. If a row has an
+    `entry_point` (HumanEval), `tests` may be code that defines check(candidate).
 
     The program can never read or change a test: test code runs in another sandbox, and only calls and plain values pass
     between them (isolated_tests.py). A test that compares objects of the program's classes fails. A test that passes a
@@ -118,9 +119,9 @@ class CodeTests:
         _sandbox(name)
         return f"programs run in {name}{', which does not isolate them' if name.endswith('sandbox:Local') else ''}"
 
-    def __call__(self, trajectory: ScoredText, tests: object) -> Reward:
+    def __call__(self, trajectory: ScoredText, tests: object, entry_point: object = "") -> Reward:
         """Run the tests. Raises `TaskError` for a row without usable tests."""
-        test_list = read_tests(tests)
+        test_list = read_tests(tests, entry_point)
         program = extract_program(trajectory.completion)
         reasons = asyncio.run(self._failures(program, test_list))
         passed = reasons.count("") / len(reasons)
@@ -226,13 +227,18 @@ def _sandbox(name: str) -> Sandbox:
         raise TaskError(f"sandbox {name!r}: {user_traceback.format_user_error(error)}") from error
 
 
-def read_tests(tests: object) -> list[Test]:
+def read_tests(tests: object, entry_point: object = "") -> list[Test]:
     """Return the tests of a row (`CodeTests`), which may be JSON. Raises `TaskError` if there are no usable tests."""
     if isinstance(tests, str):
         try:
             return read_tests(json.loads(tests) or None)
         except (ValueError, RecursionError) as error:
-            raise TaskError(f"`tests` is a text that is not JSON: {error}") from error
+            if isinstance(entry_point, str) and entry_point.isidentifier() and "def check(" in tests:
+                return [f"{tests}\ncheck({entry_point})\n"]
+            raise TaskError(
+                f"`tests` is a text that is not JSON: {error}; a test in code is in a list, or defines "
+                "check(candidate) and has a column entry_point beside it"
+            ) from error
     match tests:
         case {"inputs": list(inputs), "outputs": list(outputs)} | {"input": list(inputs), "output": list(outputs)}:
             return read_tests(_paired(cast("Mapping[str, object]", tests), inputs, outputs))

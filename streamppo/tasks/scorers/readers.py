@@ -36,7 +36,7 @@ READERS: Mapping[str, Reader] = {
     "streamppo.tasks.scorers.maths:gsm8k": lambda row: gold.number(row.get("answer")),
     "streamppo.tasks.scorers.maths:numeric": lambda row: gold.number(row.get("answer")),
     "streamppo.tasks.scorers.maths:Math": lambda row: _math().read_answer(row.get("answer")),
-    "streamppo.tasks.scorers.code:CodeTests": lambda row: code.read_tests(row.get("tests")),
+    "streamppo.tasks.scorers.code:CodeTests": lambda row: code.read_tests(row.get("tests"), row.get("entry_point")),
     "streamppo.tasks.library.arithmetic:score": lambda row: gold.text(row.get("answer")),
     "streamppo.tasks.library.gym:score": _problem,
 }

@@ -101,6 +101,15 @@ def test_tests_are_read_as_data_sets_publish_them(published: str, form: Callable
     assert [{"input": test["input"], "output": test["output"]} for test in read if isinstance(test, dict)] == PAIRS
 
 
+def test_the_check_of_human_eval_is_called_with_the_entry_point_of_its_row() -> None:
+    check = "\n\nMETADATA = {}\n\n\ndef check(candidate):\n    assert candidate(1) == 2\n"
+    (test,) = code.read_tests(check, "add_one")
+    assert isinstance(test, str) and test.startswith(check) and test.endswith("\ncheck(add_one)\n")
+    for tests, entry_point in ((check, None), (check, ""), (check, "f(1)"), ("assert f(1)", "f")):
+        with pytest.raises(TaskError, match=r"defines check\(candidate\) and has a column entry_point"):
+            code.read_tests(tests, entry_point)
+
+
 @pytest.mark.parametrize(
     ("tests", "why"),
     [
