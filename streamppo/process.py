@@ -42,7 +42,6 @@ PRINTS = "prints: "
 """Prefix of an output line that a user's code has printed."""
 LINE_BYTES = 8 * 2**10
 """Longer printed lines are split into lines of this size."""
-CGROUPS = Path("/sys/fs/cgroup")
 PR_SET_PDEATHSIG = 1
 """The option of prctl(2) that sends a signal to this process when the thread that created it ends."""
 MORE_OBJECTS = 200_000
@@ -84,24 +83,6 @@ def freeze_gc() -> None:
     gc.collect()
     gc.freeze()
     gc.set_threshold(MORE_OBJECTS)
-
-
-def cores() -> int:
-    """Return the number of cores that the process's affinity and the container's quota allow."""
-    count = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return min(count, _quota() or count)
-
-
-def _quota() -> int | None:
-    """Return the number of cores that the container's cgroup (version 2 or 1) allows; None without a limit."""
-    with suppress(OSError, ValueError):
-        allowed, period = (CGROUPS / "cpu.max").read_text().split()
-        return None if allowed == "max" else max(1, int(allowed) // int(period))
-    with suppress(OSError, ValueError):
-        allowed = int((CGROUPS / "cpu" / "cpu.cfs_quota_us").read_text())
-        period = int((CGROUPS / "cpu" / "cpu.cfs_period_us").read_text())
-        return None if allowed < 0 else max(1, allowed // period)
-    return None
 
 
 def compile_caches() -> dict[str, str]:

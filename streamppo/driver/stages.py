@@ -44,7 +44,7 @@ from streamppo.queue.batch_source import as_source
 from streamppo.queue.shards.shard import QueueShard
 from streamppo.rollout.actor import RolloutActor
 from streamppo.tasks.rewards import reward_model
-from streamppo.telemetry.host_memory import MemoryKills
+from streamppo.telemetry.host import MemoryKills
 from streamppo.telemetry.record import RunRecord
 from streamppo.types import EngineReport, QueueReport, UpdateReport, decode, encode
 from streamppo.weights import factory, store

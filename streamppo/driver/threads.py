@@ -13,11 +13,11 @@ from typing import Literal, NamedTuple
 
 from msgspec import structs
 
-from streamppo import process
 from streamppo.config import file as configfile
 from streamppo.config.model import BUILTIN, Model
 from streamppo.config.sections import LOCAL, Config
 from streamppo.errors import ModelError
+from streamppo.telemetry import host
 from streamppo.weights.models import headers
 
 LARGE = 10_000_000
@@ -69,7 +69,7 @@ def choose(config: Config) -> Choice:
     count = count_parameters(config.model)
     if count is not None and count < LARGE:
         return Choice(1, f"a small model, {count:,} parameters")
-    available, engines = process.cores(), rollout.actors * rollout.threads
+    available, engines = host.cores(), rollout.actors * rollout.threads
     free = available - engines // 2
     if cluster.cpus is not None:
         free = min(free, cluster.cpus - engines)

@@ -11,7 +11,7 @@ from streamppo.config.model import Model
 from streamppo.config.sections import Config, longest_row
 from streamppo.errors import ModelError
 from streamppo.learner import memory
-from streamppo.telemetry import host_memory
+from streamppo.telemetry import host
 from streamppo.weights.models.settings import read_settings
 
 FITS = 0.85
@@ -44,7 +44,7 @@ def resolve(config: Config, model: memory.ModelSizes, longest: int, gpu_bytes: i
     """Resolve gradient checkpointing "auto" in `config` for GPUs of `gpu_bytes` or, without GPUs, for this machine."""
     if config.model.gradient_checkpointing != "auto":
         return config
-    total = gpu_bytes if config.learner.gpus else host_memory.total_mib() * 2**20
+    total = gpu_bytes if config.learner.gpus else host.total_mib() * 2**20
     kind = checkpointing_for(config, model, longest, total, total)
     return structs.replace(config, model=structs.replace(config.model, gradient_checkpointing=kind))
 
@@ -77,7 +77,7 @@ def _checkpointing_and_reason(config: Config, path: str, free: int, total: int) 
 
 
 def _free_and_total(device: str) -> tuple[int, int]:
-    machine = host_memory.total_mib() * 2**20
+    machine = host.total_mib() * 2**20
     here = torch.tensor((machine, machine) if device == "cpu" else torch.cuda.mem_get_info(), device=device)
     dist.all_reduce(here, dist.ReduceOp.MIN)
     free, total = here.tolist()

@@ -9,7 +9,6 @@ from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
 
-from streamppo import process
 from streamppo.commands.checks.finding import Finding, Findings
 from streamppo.config.learner import Nixl
 from streamppo.config.rollout import EmbeddedEngine, SGLangEngine
@@ -17,7 +16,7 @@ from streamppo.config.sections import LOCAL, Config, Endpoint, shares_gpus
 from streamppo.driver import threads
 from streamppo.driver.ray import placement
 from streamppo.errors import CheckpointError, ModelError
-from streamppo.telemetry import host_memory
+from streamppo.telemetry import host
 
 DEVICES = Path("/dev")
 SHARED = Path("/dev/shm")
@@ -101,12 +100,12 @@ def places(config: Config) -> Findings:
     if limit is not None and limit < cpus:
         yield Finding("CPUs", "error", f"cluster.cpus ({limit}) is less than the {cpus:g} that the run requests")
     processes = config.learner.ranks + config.engines
-    mib, store = host_memory.total_mib(), config.cluster.object_store_mib
+    mib, store = host.total_mib(), config.cluster.object_store_mib
     if PROCESS_MIB * processes > mib:
         evaluators = f", evaluation.actors ({config.evaluation.actors})" if config.evaluation.actors else ""
         text = f"learner.ranks ({config.learner.ranks}) and rollout.actors ({config.rollout.actors}){evaluators} are "
         text += f"{processes} processes of at least {PROCESS_MIB} MiB each, and this machine has {mib} MiB "
-        yield Finding("processes", "error", f"{text}and {process.cores()} cores")
+        yield Finding("processes", "error", f"{text}and {host.cores()} cores")
     if store > mib:
         text = f"cluster.object_store_mib ({store}) is more than the memory of this machine, {mib} MiB"
         yield Finding("object store", "not here", text)

@@ -15,7 +15,7 @@ from streamppo.errors import ModelError
 from streamppo.learner import gradient_checkpointing
 from streamppo.learner import memory as ranks
 from streamppo.rollout import positions
-from streamppo.telemetry import host_memory
+from streamppo.telemetry import host
 
 GIB = 2**30
 ASSUMED_GIB = 80.0
@@ -143,7 +143,7 @@ def _machine(config: Config, model: ranks.ModelSizes, longest: int) -> Findings:
     rank = ranks.rank(config, model, longest)
     if config.cluster.address != LOCAL:
         return
-    needed, size = estimate.machine(config, model, rank, engine, longest), host_memory.total_mib() * 2**20
+    needed, size = estimate.machine(config, model, rank, engine, longest), host.total_mib() * 2**20
     parts = ", ".join(f"{name.replace('_', ' ')} {_gib(size)}" for name, size in needed._asdict().items() if size)
     if needed.total <= size:
         yield Finding("this machine", "ok", f"about {_gib(needed.total)} of {_gib(size)}: {parts}")

@@ -4,13 +4,13 @@ from collections.abc import Callable, Iterator
 from functools import reduce
 from typing import NamedTuple
 
-from streamppo import process
 from streamppo.commands.checks.finding import Finding, Findings
 from streamppo.config import policy_loss as losses
 from streamppo.config.algorithm import Algorithm, DrGrpo, ReinforcePlusPlus, ReinforcePlusPlusBaseline
 from streamppo.config.correction import NoCorrection, Reject, Topr, Truncate
 from streamppo.config.sections import LOCAL, Config, longest_completion
 from streamppo.tasks.task import Task
+from streamppo.telemetry import host
 
 
 def settings(config: Config, task: Task | None) -> Findings:
@@ -155,7 +155,7 @@ def _cores(config: Config) -> Findings:
     """Engines' threads count half if the learner has several threads."""
     learners = config.learner.ranks * config.learner.thread_count
     engines = config.rollout.actors * config.rollout.threads
-    cores, threads = process.cores(), learners + engines
+    cores, threads = host.cores(), learners + engines
     busy = learners + (engines if config.learner.thread_count == 1 else engines // 2)
     if config.cluster.address == LOCAL and busy > cores:
         yield _note(f"learner ranks and rollout actors have {threads} threads, but this machine has {cores} cores")

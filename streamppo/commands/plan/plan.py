@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from streamppo import durable, process
+from streamppo import durable
 from streamppo.commands.console import console, echo, table
 from streamppo.commands.plan import measured, proposals, roofline
 from streamppo.commands.plan.measured import MeasuredRun
@@ -22,7 +22,7 @@ from streamppo.config.sections import Config, longest_row
 from streamppo.errors import ConfigError, RunError
 from streamppo.learner import gradient_checkpointing, memory
 from streamppo.queue.rules.state import queue_settings
-from streamppo.telemetry import metrics_file
+from streamppo.telemetry import host, metrics_file
 from streamppo.terminal import counted
 from streamppo.weights.models.settings import read_settings
 
@@ -99,7 +99,7 @@ def basis(runs: Sequence[MeasuredRun], assumed: Assumed) -> Basis:
     run_lengths = [measured.lengths(run.folder) for run in runs]
     prompt_tokens = sum(prompt for prompt, _ in run_lengths) / len(run_lengths)
     lengths = Lengths(prompt_tokens, [length for _, completions in run_lengths for length in completions])
-    cores = float(process.cores())
+    cores = float(host.cores())
     return Basis(lengths, cores, lambda _: costs, lambda _: True, proposals.more_slots, DOUBT["measured"])
 
 
@@ -113,8 +113,8 @@ def on_this_machine(
     known = basis(runs, assumed)
     if run is not None:
         return _print_comparison(compare_run(run, config, known), to)
-    engines = [(f"rollout.actors={count}",) for count in range(1, 1 + max(process.cores(), config.rollout.actors))]
-    echo(f"{process.cores()} cores, costs of {counted(len(runs), 'measured run')}", "")
+    engines = [(f"rollout.actors={count}",) for count in range(1, 1 + max(host.cores(), config.rollout.actors))]
+    echo(f"{host.cores()} cores, costs of {counted(len(runs), 'measured run')}", "")
     tried = proposals.improve(config, known, engines)
     _report(tried, known, to)
     if config.learner.ranks > 1 and not any(run.config.learner.ranks > 1 for run in runs):

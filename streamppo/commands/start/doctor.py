@@ -12,12 +12,11 @@ from pathlib import Path
 
 from packaging.requirements import Requirement
 
-from streamppo import process
 from streamppo.commands.checks.finding import Finding, Findings, first_line, print_findings
 from streamppo.commands.checks.machine import gpus_here
 from streamppo.driver import run_folder
 from streamppo.errors import RunError
-from streamppo.telemetry import host_memory
+from streamppo.telemetry import host
 
 PACKAGE = "streamppo"
 SHARED = Path("/dev/shm")
@@ -79,9 +78,7 @@ def _version(name: str) -> str:
 
 def machine() -> Findings:
     """Check cores, memory, GPUs, and limits that would stop Ray."""
-    yield _enough(
-        "memory", host_memory.total_mib(), MEMORY_MIB, f"and {process.cores()} cores", "take a larger machine"
-    )
+    yield _enough("memory", host.total_mib(), MEMORY_MIB, f"and {host.cores()} cores", "take a larger machine")
     gpus = gpus_here()
     text = f"{gpus} are seen" if gpus else "none: the embedded engine and the learner run on CPUs"
     yield Finding("GPUs", "ok", text)

@@ -21,7 +21,7 @@ from streamppo.config import file as configfile
 from streamppo.config.reward import FunctionScorer
 from streamppo.errors import ConfigError, RunError
 from streamppo.tasks import plugins
-from streamppo.telemetry import host_memory
+from streamppo.telemetry import host
 from streamppo.terminal import counted, harmless, wrap
 
 LETTERS, LENGTH = "abcdefgh", 4
@@ -119,7 +119,7 @@ def write_configuration(file: Path, inputs: UserInputs) -> int:
         rewards=[_function_in(file, reward) for reward in rewards],
         policy=model,
         rows=rows_read,
-        sizes=sizes.choose(model, rows_read, inputs.gpus, host_memory.total_mib()),
+        sizes=sizes.choose(model, rows_read, inputs.gpus, host.total_mib()),
     )
     with durable.naming(file, RunError):
         file.parent.mkdir(parents=True, exist_ok=True)

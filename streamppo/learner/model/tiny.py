@@ -15,12 +15,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from streamppo import process
 from streamppo.config.model import BUILTIN, HEAD_WIDTH, Model, Tiny
 from streamppo.config.sections import Config
 from streamppo.learner.model import hf_files
 from streamppo.tasks import warmup_data
 from streamppo.tasks.tokenizer import END, PADDING, character_tokenizer
+from streamppo.telemetry import host
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase, Qwen2Config, Qwen2ForCausalLM
@@ -61,7 +61,7 @@ def make(config: Config, folder: Path) -> None:
     for name, parameter in model.named_parameters():
         if name.endswith(("q_proj.bias", "k_proj.bias")):
             torch.nn.init.normal_(parameter, std=QK_BIAS_STD)
-    with _threads(min(MOST_THREADS, process.cores())):
+    with _threads(min(MOST_THREADS, host.cores())):
         _warm_up(model, tokenizer, lesson, config.model.tiny, config.seed)
     hf_files.write(model, tokenizer, folder)
 

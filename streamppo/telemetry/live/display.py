@@ -17,8 +17,8 @@ from typing import TypeAlias
 from rich.console import Console
 from rich.text import Text
 
-from streamppo import process
 from streamppo.config.sections import Config
+from streamppo.telemetry import host
 from streamppo.telemetry.diagnosis import Diagnosis
 from streamppo.telemetry.live.screen import Screen, ScreenRow
 from streamppo.telemetry.live.state import RunState
@@ -173,10 +173,10 @@ def memory_in_use() -> tuple[float, float] | None:
     try:
         rows = dict(line.split(":", 1) for line in MEMINFO.read_text().splitlines())
         total, free = (int(rows[name].split()[0]) * 1024 for name in ("MemTotal", "MemAvailable"))
-        limit = process.CGROUPS / "memory.max"
+        limit = host.CGROUPS / "memory.max"
         if limit.is_file() and (text := limit.read_text().strip()).isdigit() and int(text) < total:
-            counts = dict(line.split() for line in (process.CGROUPS / "memory.stat").read_text().splitlines())
-            used = int((process.CGROUPS / "memory.current").read_text()) - int(counts["inactive_file"])
+            counts = dict(line.split() for line in (host.CGROUPS / "memory.stat").read_text().splitlines())
+            used = int((host.CGROUPS / "memory.current").read_text()) - int(counts["inactive_file"])
             return used / GIB, int(text) / GIB
         return (total - free) / GIB, total / GIB
     except (OSError, ValueError, KeyError):

@@ -15,7 +15,7 @@ from streamppo.learner import gradient_checkpointing, memory
 from streamppo.learner import learner as built
 from streamppo.learner.batch.padded import pad
 from streamppo.learner.model import optimizer
-from streamppo.telemetry import host_memory
+from streamppo.telemetry import host
 
 GIB = 2**30
 WIDE = Qwen2Config(
@@ -89,7 +89,7 @@ def test_a_rank_on_a_cpu_says_only_that_it_recomputes(
     config = configfile.load(MATH)
     mib = -(-needed(config) // 2**20)
     for machine, kind in ((2 * mib, "off"), (mib, "full")):
-        monkeypatch.setattr(host_memory, "total_mib", lambda machine=machine: machine)
+        monkeypatch.setattr(host, "total_mib", lambda machine=machine: machine)
         logged.clear()
         assert gradient_checkpointing.resolve_on_rank(config, str(tmp_path), "cpu").gradient_checkpointing == kind
         assert [f"{mib / 1024:.1f} GiB in this machine" in line for line in logged.messages] == [True] * (

@@ -17,7 +17,7 @@ from streamppo.config.sections import Config, longest_row
 from streamppo.errors import ConfigError
 from streamppo.learner import memory as ranks
 from streamppo.tasks.tokenizer import Tokenizer, character_tokenizer
-from streamppo.telemetry import host_memory
+from streamppo.telemetry import host
 
 SMALL: dict[str, Any] = {
     "hidden_size": 16,
@@ -166,7 +166,7 @@ def test_the_log_of_a_run_names_it_too(tmp_path: Path, caplog: pytest.LogCapture
 
 
 def memory_of(config: Config, monkeypatch: pytest.MonkeyPatch, gib: int = 24) -> dict[str, list[Finding]]:
-    monkeypatch.setattr(host_memory, "total_mib", lambda: gib * 1024)
+    monkeypatch.setattr(host, "total_mib", lambda: gib * 1024)
     made: dict[str, list[Finding]] = {}
     for one in memory.memory(config, Qwen3Config(**QWEN3), memory.gpu(80)):
         made.setdefault(one.subject, []).append(one)
@@ -240,11 +240,11 @@ def test_a_containers_limit_is_the_memory_of_the_machine(tmp_path: Path, monkeyp
     (tmp_path / "job").mkdir()
     for name, content in {"memory.events": "oom_kill 0\n", "memory.max": str(3 * 2**30)}.items():
         (tmp_path / "job" / name).write_text(content)
-    assert host_memory.limit(tmp_path, tmp_path / "own") == 3 * 2**30
-    monkeypatch.setattr(host_memory, "limit", lambda: 3 * 2**30)
-    assert host_memory.total_mib() == 3 * 2**10
-    monkeypatch.setattr(host_memory, "limit", lambda: None)
-    assert host_memory.total_mib() > 3 * 2**10
+    assert host.limit(tmp_path, tmp_path / "own") == 3 * 2**30
+    monkeypatch.setattr(host, "limit", lambda: 3 * 2**30)
+    assert host.total_mib() == 3 * 2**10
+    monkeypatch.setattr(host, "limit", lambda: None)
+    assert host.total_mib() > 3 * 2**10
 
 
 def test_an_embedded_engine_has_its_weights_twice_and_what_is_on_gpus_is_not_on_the_machine() -> None:

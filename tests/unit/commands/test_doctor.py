@@ -18,6 +18,7 @@ from streamppo.commands.start import doctor
 from streamppo.config import file as configfile
 from streamppo.driver import run_folder
 from streamppo.errors import StreamppoError
+from streamppo.telemetry import host
 
 
 @pytest.fixture
@@ -120,7 +121,7 @@ def test_a_disk_with_another_time_is_noted(tmp_path: Path, monkeypatch: pytest.M
 
 
 def test_cores_are_those_that_a_container_s_quota_allows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(process, "CGROUPS", tmp_path)
+    monkeypatch.setattr(host, "CGROUPS", tmp_path)
     monkeypatch.setattr(process.os, "sched_getaffinity", lambda _: set(range(64)))
     (tmp_path / "cpu.max").write_text("300000 100000\n")
     many = configfile.load(MATH, ["rollout.actors=60000"])

@@ -247,7 +247,7 @@ def test_no_word_of_a_stranger_is_obeyed(made: Path, name: str, capfd: pytest.Ca
             "learner.lr=WORDS": f"learner.lr={WORDS}",
         },
     }
-    for module in [one for one in sys.modules if one.startswith("streamppo_plugin")]:
+    for module in [one for one in sys.modules if one.startswith("streamppo.tasks.plugins.")]:
         del sys.modules[module]
     code = cli.main([given.get(one, one) for one in COMMANDS[name]])
     told = capfd.readouterr()

@@ -19,7 +19,7 @@ from streamppo.driver.ray import cluster, environment, nodes
 from streamppo.driver.ray.interrupts import Interrupts
 from streamppo.driver.watch.watch import RunStage
 from streamppo.errors import Interrupted, RunError
-from streamppo.telemetry.host_memory import MemoryKills
+from streamppo.telemetry.host import MemoryKills
 
 # --- variables -----------------------------------------------------------------------------------------------
 

@@ -18,6 +18,7 @@ from streamppo.config.sections import Config
 from streamppo.driver import threads
 from streamppo.driver.ray import placement
 from streamppo.errors import ConfigError
+from streamppo.telemetry import host
 
 Machine = Callable[[int], None]
 
@@ -29,7 +30,7 @@ def configured(*overrides: str) -> Config:
 @pytest.fixture
 def machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Machine:
     """Let this machine have another number of cores, without a quota."""
-    monkeypatch.setattr(process, "CGROUPS", tmp_path / "cgroups")
+    monkeypatch.setattr(host, "CGROUPS", tmp_path / "cgroups")
     return lambda cores: monkeypatch.setattr(process.os, "sched_getaffinity", lambda _: set(range(cores)))
 
 
@@ -118,7 +119,7 @@ def test_the_quota_of_a_container_bounds_its_cores(machine: Machine, tmp_path: P
     path.parent.mkdir(parents=True)
     path.write_text(text)
     (path.parent / "cpu.cfs_period_us").write_text("100000")
-    assert process.cores() == QUOTAS[file][text]
+    assert host.cores() == QUOTAS[file][text]
 
 
 def test_a_run_keeps_its_number_on_a_machine_with_other_cores(

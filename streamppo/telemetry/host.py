@@ -1,20 +1,41 @@
-"""Reads the memory that this process may use, and counts kills for lack of memory, by its cgroup (version 1 or 2).
+"""Reads the cores and the memory that this process may use, and counts kills for lack of memory.
+
+A container limits them by its cgroup, of version 1 or 2. The files for memory:
 
 version 2    CGROUP/memory.events "oom_kill 3"         CGROUP/memory.max
 version 1    CGROUP/memory.oom_control "oom_kill 3"    CGROUP/memory.limit_in_bytes
 """
 
 import os
+from contextlib import suppress
 from pathlib import Path
 
 from streamppo import durable
-from streamppo.process import CGROUPS
 
+CGROUPS = Path("/sys/fs/cgroup")
 MEMBERSHIP = Path("/proc/self/cgroup")
 COUNTERS = {"memory.events": "memory.max", "memory.oom_control": "memory.limit_in_bytes"}
 """For each version: the file with the number of kills, and the file with the memory limit."""
 UNLIMITED = 2**60
 """Version 1 reports a limit above this number if there is no limit."""
+
+
+def cores() -> int:
+    """Return the number of cores that the process's affinity and the container's quota allow."""
+    count = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return min(count, _quota() or count)
+
+
+def _quota() -> int | None:
+    """Return the number of cores that the container's cgroup (version 2 or 1) allows; None without a limit."""
+    with suppress(OSError, ValueError):
+        allowed, period = (CGROUPS / "cpu.max").read_text().split()
+        return None if allowed == "max" else max(1, int(allowed) // int(period))
+    with suppress(OSError, ValueError):
+        allowed = int((CGROUPS / "cpu" / "cpu.cfs_quota_us").read_text())
+        period = int((CGROUPS / "cpu" / "cpu.cfs_period_us").read_text())
+        return None if allowed < 0 else max(1, allowed // period)
+    return None
 
 
 class MemoryKills:
