@@ -93,7 +93,7 @@ def measure(folder: Path, updates: int) -> dict[str, object]:
     return {
         "check": [line.strip() for line in checked.splitlines() if line.startswith(("rank ", "engine memory"))],
         "reward_test": tried.splitlines()[33:],
-        "accuracies": {line["version"]: line["evaluation"]["accuracy"] for line in run.evaluations},
+        "accuracies": {line["evaluation"]: line["accuracy"] for line in run.evaluations},
         "updates": [{name: line[name] for name in ("wall_s", "reward", "lag_mean", "ess")} for line in run.updates],
         "peak_memory_mib": run.peak_memory_mib,
     }
