@@ -75,6 +75,7 @@ def streamppo(folder: Path, *words: str) -> str:
 
 def prepare(folder: Path) -> Path:
     """Fetch the model, write the rows and, by `init`, the configuration; return its path."""
+    folder.mkdir(parents=True, exist_ok=True)
     model = fetch(folder)
     write_rows(folder / "train.jsonl")
     config = folder / "mine.toml"
@@ -126,7 +127,6 @@ def main() -> None:
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as scratch:
         folder = (arguments.folder or Path(scratch)).absolute()
-        folder.mkdir(parents=True, exist_ok=True)
         results = {"machine": runs.machine(), **measure(folder, arguments.updates)}
         if arguments.trl:
             results["trl"] = beside(folder, arguments.trl, os.cpu_count() or 1, arguments.python)

@@ -162,8 +162,9 @@ def _sign(secret: bytes, name: str, run: Path) -> set[str]:
         is_function = bool(colon) and file.endswith(".py")
         folder, words = run.resolve(), [file] if is_function else shlex.split(name)
         covered = [_with_content(word, folder) for word in words]
+        with_content = "\0".join([*covered, attribute] if is_function else covered)
         is_inside = any(_is_file_in(word, folder) for word in words)
-        texts = {"\0".join([*covered, attribute] if is_function else covered)} | ({name} - {name if is_inside else ""})
+        texts = {with_content} if is_inside else {with_content, name}
     return {hmac.new(secret, text.encode("utf-8", "backslashreplace"), "sha256").hexdigest() for text in texts}
 
 

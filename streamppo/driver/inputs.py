@@ -69,8 +69,8 @@ def refuse_missing(config: Config, folder: Path) -> None:
     }
     if missing:
         values = diff.fields(config)
-        here = {field: Path(path).name if os.path.exists(Path(path).name) else "" for field, path in missing.items()}
-        moved = {field: here[field] or f"FOLDER/{Path(path).name}" for field, path in missing.items()}
+        names = {field: Path(path).name for field, path in missing.items()}
+        moved = {field: name if os.path.exists(name) else f"FOLDER/{name}" for field, name in names.items()}
         overrides = [
             f"{field}={moved[field]}{str(values[field]).removeprefix(path)}" for field, path in missing.items()
         ]

@@ -149,12 +149,13 @@ class ChatTemplate:
 
     def _refuse_omitted_calls(self, messages: Sequence[Message], template: Template) -> None:
         """Raise `TaskError` for a message with calls if the template writes no calls even where an answer follows."""
-        text = ""
-        for call in [call for message in messages for call in message.tool_calls][:1]:
-            turn = *FIRST, Message(role="assistant", content=None, tool_calls=(_with_sentinel(call),))
-            for answers in ((), (Message(role="tool", content=WORDS, tool_call_id=call.get("id")),)):
-                with suppress(TaskError):
-                    text += self.render_conversation((*turn, *answers), template)
+        call = next((call for message in messages for call in message.tool_calls), None)
+        if call is None:
+            return
+        text, turn = "", (*FIRST, Message(role="assistant", content=None, tool_calls=(_with_sentinel(call),)))
+        for answers in ((), (Message(role="tool", content=WORDS, tool_call_id=call.get("id")),)):
+            with suppress(TaskError):
+                text += self.render_conversation((*turn, *answers), template)
         if text and SENTINEL not in text:
             raise TaskError(
                 "the chat template leaves out the calls of an assistant's message: the policy would not see them; "

@@ -7,6 +7,7 @@ send a heartbeat before they count as silent.
 
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 
 from ray.actor import ActorProxy
 
@@ -74,13 +75,13 @@ class ReportPolling:
             self._queue.report.remote(), RunStage.QUEUE, lambda answer: self._record.queue(decode(answer, QueueReport))
         )
         for handle in handles:
-
-            def read(answer: bytes, handle: RolloutHandle = handle) -> None:
-                report = decode(answer, EngineReport)
-                # The time limits of a start and of a stall follow one another.
-                if handle.is_starting and not report.is_starting:
-                    self._calls.reset_stall()
-                handle.is_starting = report.is_starting
-                self._record.engine(report)
-
+            read = partial(self._read_engine_report, handle)
             self._calls.watch(handle.actor.report.remote(), RunStage.ROLLOUT, read, name=handle.name)
+
+    def _read_engine_report(self, handle: RolloutHandle, answer: bytes) -> None:
+        report = decode(answer, EngineReport)
+        # The time limits of a start and of a stall follow one another.
+        if handle.is_starting and not report.is_starting:
+            self._calls.reset_stall()
+        handle.is_starting = report.is_starting
+        self._record.engine(report)

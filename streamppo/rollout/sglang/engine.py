@@ -149,9 +149,8 @@ class SGLangEngine:
         counts = (self._swaps, self._swap_s, self._restarts, self._prompted, self._reused)
         # A request's key names a version, so SGLang reuses only cache entries of age 0. With kv = "keep", however,
         # requests that wait during a swap reuse entries of the previous version, also counted with age 0.
-        return Usage(self._tokens, self._busy_s, idle_s, *counts, {0: self._reused} if self._reused else {})._replace(
-            is_starting=not self._serving.is_set()
-        )
+        ages = {0: self._reused} if self._reused else {}
+        return Usage(self._tokens, self._busy_s, idle_s, *counts, ages, is_starting=not self._serving.is_set())
 
     async def stop(self) -> None:
         self._watch.cancel()
