@@ -30,7 +30,7 @@ import json
 import statistics
 import sys
 import tempfile
-from collections import defaultdict, deque
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from itertools import product
@@ -38,21 +38,19 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from msgspec.structs import replace
 from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from benchmarks.lib import plots, world
 from benchmarks.lib.campaign import Campaign, Row
-from benchmarks.lib.pace import Adaptive, Fixed, Pace, step
+from benchmarks.lib.pace import Adaptive, Fixed, Pace, batches, step
 from benchmarks.lib.runs import PLAIN, Goal, machine, table, told
 from streamppo.config import file as configfile
 from streamppo.config.sections import Config
 from streamppo.learner.batch.fetch import lag_histogram
-from streamppo.learner.batch.padded import PaddedBatch, pad
+from streamppo.learner.batch.padded import PaddedBatch
 from streamppo.learner.model import policy, tiny
-from streamppo.types import Batch
 
 CONFIG = Path("configs/math.toml")
 LAGS = (0, 1, 2, 4, 8, 16, 32, 64)
@@ -184,15 +182,9 @@ async def measure(case: Case, config: Config, model: Path) -> Mapping[str, Any]:
     """Sample, update and swap in turns, with as many batches ahead as the lag requires."""
     made = await world.build(config, model, slots=256, max_total_tokens=32)
     pace = _pace(case, config, made)
-    ahead: deque[Batch] = deque()
     accuracies, found = [await world.accuracy(made)], defaultdict[str, list[float]](list)
-    batches = 0
-    for version in range(config.updates):
-        while len(ahead) <= pace.admitted:
-            rows = await world.next_batch(made, batches, version)
-            ahead.append(Batch(version=version, min_version=0, trajectories=tuple(rows)))
-            batches += 1
-        batch = pad(replace(ahead.popleft(), version=version))
+    async for batch in batches(made, pace):
+        version = batch.version
         _, metrics, scheduled = step(made, pace, batch)
         await made.swap(version + 1)
         lag, share = max(lag_histogram(batch)), metrics["lr"] / scheduled

@@ -40,7 +40,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections import defaultdict, deque
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from itertools import pairwise, product
@@ -48,22 +48,20 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from msgspec.structs import replace
 from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from benchmarks.lib import ciphers, plots, world
 from benchmarks.lib.campaign import Campaign, Row
-from benchmarks.lib.pace import Fixed, step
+from benchmarks.lib.pace import Fixed, batches, step
 from benchmarks.lib.runs import PLAIN, Goal, machine, table, told
 from streamppo.config import file as configfile
 from streamppo.config.sections import Config
-from streamppo.learner.batch.padded import pad
 from streamppo.learner.model import policy, tiny
 from streamppo.rollout.engine import Sampling
 from streamppo.tasks.library import gym
-from streamppo.types import Batch, ScoredText
+from streamppo.types import ScoredText
 
 CONFIG = Path("configs/math.toml")
 EVERY = 20
@@ -191,18 +189,14 @@ async def measure(case: Case, config: Config, model: Path, device: str) -> Mappi
     """Sample, update and swap in turns, with as many batches ahead as the lag requires."""
     began, longest = time.monotonic(), config.rollout.max_tokens + 80
     made = await world.build(config, model, slots=256, max_total_tokens=min(longest, 128), device=device)
-    pace, ahead = Fixed(case.lag), deque[Batch]()
+    pace = Fixed(case.lag)
     average = {name: one.clone() for name, one in _weights(made).items()}
     found: defaultdict[str, list[float]] = defaultdict(list)
-    passes, batches = [await _passes(made)], 0
+    passes = [await _passes(made)]
     raw = [await world.accuracy(made)]
     averaged = [*raw]
-    for version in range(config.updates):
-        while len(ahead) <= pace.admitted:
-            rows = await world.next_batch(made, batches, version)
-            ahead.append(Batch(version=version, min_version=0, trajectories=tuple(rows)))
-            batches += 1
-        batch = pad(replace(ahead.popleft(), version=version))
+    async for batch in batches(made, pace):
+        version = batch.version
         metrics = step(made, pace, batch).metrics
         for name in ("reward", "ess", "entropy", "grad_norm", "approx_kl", "length", "truncated", "reward_tool"):
             if name in metrics:

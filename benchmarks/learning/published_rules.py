@@ -24,7 +24,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections import defaultdict, deque
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from functools import partial
 from itertools import product
@@ -32,19 +32,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from msgspec.structs import replace
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from benchmarks.learning import published_model
 from benchmarks.lib import world
 from benchmarks.lib.campaign import Campaign, Row
-from benchmarks.lib.pace import Fixed, step
+from benchmarks.lib.pace import Fixed, batches, step
 from benchmarks.lib.runs import machine, table
 from streamppo.config import file as configfile
 from streamppo.config.sections import Config
-from streamppo.learner.batch.padded import pad
-from streamppo.types import Batch
 
 LAG = 8
 MAX_TOKENS = 24
@@ -66,14 +63,10 @@ async def measure(config: Config, model: Path, lag: int) -> Mapping[str, Any]:
     """Sample, update and swap in turns, with `lag` batches ahead."""
     began = time.monotonic()
     made = await world.build(config, model, slots=64, max_total_tokens=128)
-    pace, ahead, batches = Fixed(lag), deque[Batch](), 0
+    pace = Fixed(lag)
     accuracies, found = [await world.accuracy(made)], defaultdict[str, list[float]](list)
-    for version in range(config.updates):
-        while len(ahead) <= lag:
-            rows = await world.next_batch(made, batches, version)
-            ahead.append(Batch(version=version, min_version=0, trajectories=tuple(rows)))
-            batches += 1
-        metrics = step(made, pace, pad(replace(ahead.popleft(), version=version))).metrics
+    async for batch in batches(made, pace):
+        version, metrics = batch.version, step(made, pace, batch).metrics
         for name in MEANS:
             if name in metrics:
                 found[name].append(round(metrics[name], 5))

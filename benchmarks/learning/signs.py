@@ -25,7 +25,7 @@ import math
 import statistics
 import sys
 import tempfile
-from collections import defaultdict, deque
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import product
@@ -42,7 +42,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 from benchmarks.learning import negatives
 from benchmarks.lib import world
 from benchmarks.lib.campaign import Campaign, Row
-from benchmarks.lib.pace import Fixed, step
+from benchmarks.lib.pace import Fixed, batches, step
 from benchmarks.lib.runs import Goal, machine, table, told
 from streamppo.algorithms.aggregate import denominators
 from streamppo.config import file as configfile
@@ -154,15 +154,11 @@ def best_weight(found: Mapping[str, float]) -> float:
 async def measure(case: negatives.Case, config: Config, variants: Mapping[str, Config], model: Path) -> dict[str, Any]:
     """Train by `config` at an exact lag, and measure with each of `variants` before every `EVERY`th update."""
     made = await world.build(config, model, slots=256, max_total_tokens=config.rollout.max_tokens + 80)
-    pace, ahead, batches = Fixed(case.lag), deque[Batch](), 0
+    pace = Fixed(case.lag)
     prompts = made.task.held_out(PROMPTS)
     found: list[dict[str, Any]] = []
-    for version in range(config.updates):
-        while len(ahead) <= pace.admitted:
-            rows = await world.next_batch(made, batches, version)
-            ahead.append(Batch(version=version, min_version=0, trajectories=tuple(rows)))
-            batches += 1
-        batch = pad(replace(ahead.popleft(), version=version))
+    async for batch in batches(made, pace):
+        version = batch.version
         if version % EVERY:
             step(made, pace, batch)
         else:

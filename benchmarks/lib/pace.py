@@ -1,17 +1,21 @@
-"""One update of a world, as a rank makes it, and the policy for the age of its data. For lags.py and simulated.py."""
+"""The batches and updates of a world, as a queue and a rank make them, and the policy for the age of the data."""
 
-from collections.abc import Mapping
+from collections import deque
+from collections.abc import AsyncIterator, Mapping
 from typing import NamedTuple, Protocol
 
-from benchmarks.lib.world import World
+from msgspec.structs import replace
+
+from benchmarks.lib.world import World, next_batch
 from streamppo.algorithms.lag import AdmittedLag, lr_share
 from streamppo.config.sections import Config
 from streamppo.learner.batch.fetch import lag_histogram
-from streamppo.learner.batch.padded import PaddedBatch
+from streamppo.learner.batch.padded import PaddedBatch, pad
 from streamppo.learner.model import optimizer
 from streamppo.learner.objective import adaptation
 from streamppo.learner.update import UpdateResult
 from streamppo.learner.update_metrics import update_metrics
+from streamppo.types import Batch
 
 
 class Pace(Protocol):
@@ -74,6 +78,20 @@ class Step(NamedTuple):
     updated: UpdateResult
     metrics: dict[str, float]
     scheduled: float
+
+
+async def batches(world: World, pace: Pace) -> AsyncIterator[PaddedBatch]:
+    """Yield the batch of each update, with as many batches sampled ahead as `pace` admits.
+
+    The engine's weights are those that the caller has swapped in: version u before the batch of update u is taken.
+    """
+    ahead, number = deque[Batch](), 0
+    for version in range(world.config.updates):
+        while len(ahead) <= pace.admitted:
+            rows = await next_batch(world, number, version)
+            ahead.append(Batch(version=version, min_version=0, trajectories=tuple(rows)))
+            number += 1
+        yield pad(replace(ahead.popleft(), version=version))
 
 
 def step(world: World, pace: Pace, batch: PaddedBatch) -> Step:
