@@ -6,10 +6,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from streamppo import process
 from streamppo.config.sections import Config
 from streamppo.learner.model import tiny
 from streamppo.learner.model.tiny import IGNORED, Problems
+from streamppo.telemetry import host
 
 
 def weights(folder: Path) -> bytes:
@@ -25,7 +25,7 @@ def test_its_bits_do_not_depend_on_the_number_of_threads(
 ) -> None:
     config = math_config("model.tiny.target_accuracy=1", "model.tiny.max_steps=4", *settings)
     for threads in (1, 2, 4):
-        monkeypatch.setattr(process, "cores", lambda cores=threads: cores)
+        monkeypatch.setattr(host, "cores", lambda cores=threads: cores)
         tiny.make(config, tmp_path / str(threads))
         assert torch.get_num_threads() == 1, "of the tests"
     assert weights(tmp_path / "1") == weights(tmp_path / "2") == weights(tmp_path / "4")
