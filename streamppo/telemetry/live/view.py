@@ -185,7 +185,9 @@ def _drawn(label: str, values: Sequence[float], width: int, height: int, style: 
     lines = curve(values, width - LABEL - VALUE - RANGE, height)
     newest = Text(f"{values[-1]:<{VALUE}.3f}", "bold")
     head = labelled_row(label).append_text(newest).append(lines[0], style)
-    head.append(f"  {min(values):.2f}..{max(values):.2f}", "dim")
+    low, high = min(values), max(values)
+    decimals = 3 if 0 < high - low < 0.01 and 0 <= low < 10 else 2
+    head.append(f"  {low:.{decimals}f}..{high:.{decimals}f}", "dim")
     return [head, *(Text(" " * (LABEL + VALUE)).append(line, style) for line in lines[1:])]
 
 

@@ -190,3 +190,10 @@ def test_curves_and_bars_have_the_cells_that_they_were_given() -> None:
         and truncate("abc", 0) == ""
     )
     assert truncate(NASTY * 1000, 10).startswith("x = [red]1"[:9])
+
+
+def test_a_narrow_range_is_shown_with_the_digits_that_differ() -> None:
+    state = busy()
+    state.curves["ess"] = [0.991, 0.994]
+    told = {row.split(" ")[0]: row for row in texts(view(state, 80, 24))}
+    assert told["ess"].endswith("0.991..0.994")
