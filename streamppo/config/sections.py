@@ -289,6 +289,15 @@ def longest_completion(config: Config) -> int:
     return config.rollout.max_tokens if config.environment is None else config.environment.max_tokens
 
 
+def describe_limits(config: Config) -> str:
+    """Name the limits that cut a completion off. Example: "rollout.max_tokens (256)"."""
+    limit, environment = f"rollout.max_tokens ({config.rollout.max_tokens})", config.environment
+    if environment is None:
+        return limit
+    limits = f"{limit} for a turn or environment.max_tokens ({environment.max_tokens}) for all turns"
+    return f"{limits} or the agent's own limit" if isinstance(environment, AgentEnvironment) else limits
+
+
 def shares_gpus(config: Config) -> bool:
     """Return whether ranks and rollout actors share GPUs: both are configured to need less than one GPU."""
     return 0 < config.learner.gpus < 1 and 0 < config.rollout.gpus < 1

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from statistics import fmean, median
 from typing import NamedTuple
 
+from streamppo.config.sections import describe_limits
 from streamppo.telemetry import attempts, context_reuse, progress
 from streamppo.telemetry.evidence import SOLVED, WINDOW, Evidence
 
@@ -190,8 +191,7 @@ def _length_drifts(run: Evidence) -> str | None:
 def _truncated(run: Evidence) -> str | None:
     share = run.mean("truncated") or 0.0
     if share >= NEARLY_ALL:
-        bound = run.config.rollout.max_tokens
-        return f"nearly all completions ({share:.0%}) are cut off: rollout.max_tokens ({bound}) ends them"
+        return f"nearly all completions ({share:.0%}) are cut off by {describe_limits(run.config)}"
     return f"{share:.0%} of the completions are cut off" if share > TRUNCATED and len(run.windows) > 1 else None
 
 
@@ -345,7 +345,7 @@ RULES = (
     SignRule(
         "completions are cut off",
         f"more than {TRUNCATED:.0%} of them after the first {WINDOW} updates; {NEARLY_ALL:.0%} in the first {EARLY}",
-        "raise rollout.max_tokens, or filter cut-off completions (algorithm.filters), or pay for short answers",
+        "raise the limit of tokens, or filter cut-off completions (algorithm.filters), or pay for short answers",
         _truncated,
         early=True,
     ),

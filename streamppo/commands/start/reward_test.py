@@ -17,7 +17,7 @@ from streamppo.commands import standalone
 from streamppo.commands.console import console, echo, log_to_stderr, table
 from streamppo.commands.models import weights
 from streamppo.config.model import BUILTIN
-from streamppo.config.sections import Config, model_path
+from streamppo.config.sections import Config, describe_limits, model_path
 from streamppo.config.task import DataTask, Source
 from streamppo.errors import TaskError
 from streamppo.learner.model import tiny
@@ -63,7 +63,7 @@ def reward_test(config: Config, count: int, completions: Path | None) -> int:
         task = tasks.build(config.task, config.seed, tokenizer)
         tried, reports, agents = asyncio.run(_try(config, task, tokenizer, path, count, rows, models=models))
     _print_table(tried)
-    echo(*_summary(tried, reports), *_advice(tried))
+    echo(*_summary(tried, reports), *_advice(tried, config))
     if agents:
         echo(f"agents: {', '.join(f'{number:,} {name}' for name, number in sorted(agents.items()))}")
     return 0 if all(completion.reward is not None for completion in tried) else 1
@@ -222,10 +222,10 @@ def _summary(tried: Sequence[TriedCompletion], reports: Sequence[ScorerReport]) 
     return lines
 
 
-def _advice(tried: Sequence[TriedCompletion]) -> Iterator[str]:
+def _advice(tried: Sequence[TriedCompletion], config: Config) -> Iterator[str]:
     texts = [completion.text for completion in tried if completion.text is not None]
     if cut := sum(text.finish == "length" for text in texts):
-        yield f"{cut} of {len(texts)} completions (+) were cut off at the maximum of tokens: raise rollout.max_tokens"
+        yield f"{cut} of {len(texts)} completions (+) were cut off: raise {describe_limits(config)}"
     totals = {completion.reward.total for completion in tried if completion.reward is not None}
     if len(tried) > 1 and len(totals) == 1:
         yield "all scores are the same, and only differences between the completions of a prompt teach: docs/own.md"

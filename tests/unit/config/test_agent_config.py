@@ -7,7 +7,7 @@ import pytest
 from conftest import MATH
 
 from streamppo.config import file as configfile
-from streamppo.config.sections import Config
+from streamppo.config.sections import Config, describe_limits
 from streamppo.config.task import AgentEnvironment, BubblewrapSandbox, Environment
 from streamppo.errors import ConfigError
 
@@ -80,3 +80,24 @@ def test_the_agents_files_are_looked_for_beside_the_configuration(
         (tmp_path / "project" / "own.toml").write_text(text)
         config = configfile.load(tmp_path / "project" / "own.toml")
         assert getattr(config.environment, field) == wanted
+
+
+@pytest.mark.parametrize(
+    ("environment", "limits"),
+    [
+        ((), "rollout.max_tokens (5)"),
+        (
+            ("environment.name=mine:Guess",),
+            "rollout.max_tokens (5) for a turn or environment.max_tokens (4096) for all turns",
+        ),
+        (
+            ("environment.agent=mine:run", "environment.max_tokens=90"),
+            "rollout.max_tokens (5) for a turn or environment.max_tokens (90) for all turns or the agent's own limit",
+        ),
+    ],
+    ids=["completion", "turns", "agent"],
+)
+def test_the_limits_that_may_cut_a_completion_off_are_named(
+    math_config: Callable[..., Config], environment: tuple[str, ...], limits: str
+) -> None:
+    assert describe_limits(math_config(*environment)) == limits

@@ -250,8 +250,8 @@ def test_completions_that_are_nearly_all_cut_off_are_told_after_a_few_updates(gr
     diagnosed = Diagnosis(grpo)
     new = [finding for line in updates(EARLY, truncated=0.99) for finding in diagnosed.add(line)]
     assert [(one.name, one.first) for one in new] == [("completions are cut off", EARLY)]
-    assert new[0].numbers == "nearly all completions (99%) are cut off: rollout.max_tokens (5) ends them"
-    assert "raise rollout.max_tokens" in new[0].advice
+    assert new[0].numbers == "nearly all completions (99%) are cut off by rollout.max_tokens (5)"
+    assert "raise the limit of tokens" in new[0].advice
 
 
 @pytest.mark.parametrize("share", [0.0, 0.5, 0.89])
