@@ -53,6 +53,8 @@ def test_it_ends_when_the_script_does(child: list[str], tmp_path: Path) -> None:
         theirs.close()
         ours.sendall(encode(RunRequest(config=str(tmp_path / "never.toml"), runs=str(tmp_path))))
         try:
+            if child is not CHILD:
+                assert ours.recv(1, socket.MSG_PEEK) == b".", "it has started"
             with pytest.raises(subprocess.TimeoutExpired):
                 process.wait(2.0)
             ours.close()
