@@ -23,7 +23,7 @@ MOST = 3
 SHORT = {"reward.scorers": ("reward", ""), "task.sources": ("task", "data")}
 """{table: (outer table, its kind)}: if the table has only one entry, the outer table may have this entry's fields."""
 ALIASES = {
-    "algorithm.advantage": "adv_estimator advantage_estimator",
+    "algorithm.advantage": "adv_estimator advantage_estimator scale_rewards norm_adv_by_std_in_grpo",
     "algorithm.advantage.gamma": "gamma discount",
     "algorithm.advantage.lam": "lam lambd gae_lambda",
     "algorithm.aggregation": "loss_agg_mode",
@@ -44,7 +44,7 @@ ALIASES = {
     ),
     "algorithm.policy_loss.dual": "clip_ratio_c dual_clip",
     "algorithm.teacher.model": "teacher_model_name_or_path teacher_model",
-    "algorithm.whiten": "whiten_advantages whiten_rewards normalize_advantages scale_rewards norm_adv_by_std_in_grpo",
+    "algorithm.whiten": "whiten_advantages whiten_rewards normalize_advantages",
     "algorithm.zero_variance": "filter_groups dynamic_sampling dynamic_filtering",
     "checkpoint.every": "save_steps save_freq save_every save_interval",
     "checkpoint.keep": "save_total_limit max_ckpt_to_keep max_actor_ckpt_to_keep max_ckpt_num",
@@ -61,7 +61,7 @@ ALIASES = {
         "gradient_accumulation_steps micro_batch_size micro_train_batch_size ppo_micro_batch_size "
         "ppo_micro_batch_size_per_gpu ppo_max_token_len_per_gpu"
     ),
-    "learner.minibatches": "ppo_mini_batch_size mini_batch_size num_mini_batches",
+    "learner.minibatches": "ppo_mini_batch_size mini_batch_size num_mini_batches steps_per_generation",
     "learner.offload": "param_offload optimizer_offload cpu_offload adam_offload",
     "learner.ranks": "n_gpus_per_node num_gpus num_processes actor_num_gpus_per_node",
     "learner.warmup_updates": "warmup_steps warmup_ratio lr_warmup_steps lr_warmup_steps_ratio lr_warmup_ratio",
@@ -107,6 +107,7 @@ ALIASES = {
 }
 """Names of each field in other trainers, separated by spaces. A name is dotted if its last part is ambiguous."""
 MEANING = {
+    "algorithm.advantage": 'a kind: "gae", "grpo", or "dr_grpo", which does not divide by the standard deviation',
     "algorithm.policy_loss.range": "two distances from 1, such as [0.2, 0.2]",
     "learner.micro_batch_tokens": "in tokens of a rank; gradients accumulate automatically",
     "learner.minibatches": "their number in an epoch, not their size",
@@ -114,7 +115,7 @@ MEANING = {
     "queue.max_lag": "in versions",
     "updates": "updates, not epochs",
 }
-"""Units of fields for which other trainers may use another unit."""
+"""Units and values of fields for which other trainers may use others."""
 
 
 class Field(NamedTuple):

@@ -1,9 +1,10 @@
 """An unknown name gets a suggestion: for a typo, a field of another table, the word of another trainer."""
 
+import re
 from pathlib import Path
 
 import pytest
-from conftest import MATH
+from conftest import MATH, REPOSITORY
 
 from streamppo.config import file as configfile
 from streamppo.config import hints
@@ -96,3 +97,13 @@ def test_every_answer_is_a_field_that_there_is_and_no_word_has_two() -> None:
     assert set(hints.ALIASES) | set(hints.MEANING) <= there
     words = [word for text in hints.ALIASES.values() for word in text.split()]
     assert len(words) == len(set(words)) > 100
+
+
+def test_the_hints_agree_with_the_table_of_the_page_about_other_trainers() -> None:
+    table = (REPOSITORY / "docs" / "comparison.md").read_text().partition("## Names of fields\n")[2]
+    rows = [[re.findall(r"`(.*?)`", cell) for cell in line.split("|")[1:4]] for line in table.splitlines()]
+    rows = [row for row in rows if len(row) == 3 and row[0]]
+    assert len(rows) >= 10
+    for fields, *trainers in rows:
+        for names in trainers:
+            assert {hints._aliases()[name] for name in names} & set(fields), names
