@@ -89,7 +89,7 @@ def folder(path: Path) -> None:
 
 @contextmanager
 def scratch_folder(path: Path) -> Generator[Path]:
-    """Create a temporary folder beside `path`, in which the block prepares the content of `path`.
+    """Create a temporary folder next to `path`, in which the block prepares the content of `path`.
 
     If the block does not rename the folder to `path`, the folder is deleted at the end. A living process holds a lock
     on its folder. Unlocked folders for the same `path` belong to killed processes, and are deleted first.

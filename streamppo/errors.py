@@ -14,7 +14,7 @@ StreamppoError
 ├── WeightsError           a push that does not verify: the engine keeps its version
 ├── CheckpointError        a checkpoint that is missing, damaged or belongs to another run
 ├── JournalError           a journal or an archive that is damaged or cannot be written
-├── BundleError            a file that is damaged, is no bundle of streamppo, or lacks a part
+├── BundleError            a file that is damaged, is not a bundle, or lacks a part
 ├── Diverged               an update was repeated and gave other weights than the first time
 ├── QueueError             a request that the queue refuses
 └── RunError               a stage died or stalled; the message names the stage
@@ -104,7 +104,7 @@ class JournalError(StreamppoError):
 
 
 class BundleError(StreamppoError):
-    """A file that is damaged, is no bundle of streamppo, or lacks a requested part; the message names the file."""
+    """A file that is damaged, is not a bundle, or lacks a requested part; the message names the file."""
 
 
 DIVERGENCE_CAUSES = (

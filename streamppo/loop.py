@@ -14,7 +14,7 @@
     for every version    update        every rank takes its batch, trains, pushes version + 1
                          checkpoint    if due; written while the next update runs
                          record        the report, `AHEAD - 1` updates later, so that the learner never waits for it
-                         evaluate      if due; runs beside the next updates
+                         evaluate      if due; runs during the next updates
 
 The calls from here to `backward()`: run -> train -> Rank.update -> learner/update.py.
 """

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from _typeshed import ReadableBuffer
 
 MARK = "STREAMPPO_LOG_MARK"
-"""The environment variable of actors with the driver's secret. A printed line without the secret is no log line."""
+"""The environment variable of actors with the driver's secret. A printed line without the secret is not a log line."""
 PRINTS = "prints: "
 """Prefix of an output line that a user's code has printed."""
 LINE_BYTES = 8 * 2**10
@@ -307,7 +307,7 @@ def with_origin(line: str, mark: str) -> str:
 
 
 def _columns() -> int:
-    """Return the width of the terminal at standard output in columns; 0 if it is no terminal."""
+    """Return the width of the terminal at standard output in columns; 0 if it is not a terminal."""
     try:
         stream = _own_stream()
         return os.get_terminal_size(stream.fileno()).columns if stream.isatty() else 0

@@ -344,11 +344,11 @@ def chunked_logprobs_entropy(
     https://arxiv.org/abs/2411.09009. With chunk >= N this is the plain formula.
 
     Without float32_matmul, products are in the weight's dtype. With float32_matmul, products have float32 precision and
-    agree best with an engine: hidden and weight are cast to float32 first (one copy of the weight). 16-bit tensors on a
-    GPU are instead multiplied as they are and summed in float32: a product of two bfloat16 numbers fits into float32.
-    In the backward pass, the float32 gradient of the logits is multiplied as a sum of two 16-bit numbers (relative
-    error 2^-17). One 16-bit number is not enough: a token's gradients cancel on the common mean of the weight's rows,
-    and rounding errors of 2^-9 do not cancel.
+    agree best with an engine. For this, hidden and weight are cast to float32 (one copy of the weight). On a GPU,
+    16-bit tensors are not cast: their products fit into float32, and are summed in float32. In the backward pass, the
+    float32 gradient of the logits is multiplied as a sum of two 16-bit numbers (relative error 2^-17). One 16-bit
+    number is not enough: a token's gradients cancel on the common mean of the weight's rows, and rounding errors of
+    2^-9 do not cancel.
     """
     N, D = hidden_ND.shape
     if weight_VD.dim() != 2 or weight_VD.shape[1] != D or targets_N.shape != (N,):

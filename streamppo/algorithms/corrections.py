@@ -24,7 +24,7 @@ NOTHING: Mapping[str, Tensor] = MappingProxyType({})
 class Correction(NamedTuple):
     """[B, T] each: `weights` multiply the loss; `keep` is True where an unmasked token is kept.
 
-    `dropped` maps the name of each rule to the unmasked tokens that this rule drops, whatever the other rules do.
+    `dropped` maps the name of each rule to the unmasked tokens that this rule drops, even if others drop them too.
     """
 
     weights: Tensor

@@ -17,7 +17,7 @@ LAST_LAG_OF_BUCKET = (0, 1, 2, 4, 8, 16, 32, 64)
 HIGH, LOW = 2.0, 0.5
 """A weight above HIGH counts as high, a weight below LOW as low."""
 BLOCK_TOKENS = 2**18
-"""The most tokens that are summed at one time, in a block of rows; a longer row is a block by itself."""
+"""Maximum number of tokens that are summed at one time, in a block of rows; a longer row is one block."""
 QUANTILES = (0.01, 0.5, 0.99)
 
 

@@ -1,7 +1,7 @@
 """Entropy control: a change of the loss at selected tokens of a batch, or an adaptive entropy bonus.
 
 B trajectories of a whole batch, T response tokens (padded). Tokens are selected once per batch, before its first step,
-whatever the micro-batches and ranks. `mask_BT` is True for tokens that are trained on.
+independently of micro-batches and ranks. `mask_BT` is True for tokens that are trained on.
 """
 
 import math

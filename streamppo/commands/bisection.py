@@ -84,7 +84,7 @@ class UserTest(NamedTuple):
     parameters: frozenset[str]
 
     def holds(self, **arguments: object) -> bool:
-        """Call the function. Raises `TaskError` if the call fails, and `ConfigError` if the result is no bool."""
+        """Call the function. Raises `TaskError` if the call fails, and `ConfigError` if the result is not a bool."""
         named = {name: value for name, value in arguments.items() if name in self.parameters}
         answer = plugins.call(f"--test {self.name}", lambda: self.function(**named))
         if not isinstance(answer, bool | np.bool_):

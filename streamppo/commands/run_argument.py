@@ -15,9 +15,9 @@ log = logging.getLogger(__name__)
 
 
 def configuration_of(model: Path, words: Sequence[str], version: int | None) -> tuple[Config | None, Config | None]:
-    """Return two configurations: of the run `model` (None if it is no run), and of a file in `words` (else None).
+    """Return two configurations: of the run `model` (None if it is not a run), and of a file in `words` (else None).
 
-    Overrides in `words` apply to the file or, without a file, to the run. Raises `ConfigError` if `model` is no run,
+    Overrides in `words` apply to the file or, without a file, to the run. Raises `ConfigError` if `model` is not a run,
     and `words` have no file or a `version` is given.
     """
     files, overrides = [word for word in words if "=" not in word], [word for word in words if "=" in word]

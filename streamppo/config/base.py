@@ -49,7 +49,7 @@ class Calls(Timed, frozen=True):
     calls_per_s: NonNegative = 0.0
     """Maximum calls of one rollout actor per second; 0 is no limit."""
     breaker_failures: Positive = 16
-    """After this many retryable failures in a row, one call at a time is made until one succeeds."""
+    """After this many consecutive retryable failures, one call at a time is made until one succeeds."""
     breaker_s: Seconds = 5.0
     """Seconds between two of these single calls."""
 

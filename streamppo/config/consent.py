@@ -41,7 +41,7 @@ BUILT_IN = frozenset(
 MOST_LINES, MOST_CODE = 2**20, 2**26
 """Maximum bytes of RUN/consent, and of a code file whose content a line covers."""
 CODE = ("environment.name", "environment.agent", "environment.sandbox.name", "rollout.limit", "task.environment")
-"""Fields whose values name code, besides fields named `function`."""
+"""Fields whose values name code, in addition to fields named `function`."""
 SHOWN, LENGTH = 10, 300
 """Maximum number of names in an error message, and of characters of each name."""
 
@@ -156,7 +156,7 @@ def _lines(run: Path) -> set[str]:
 def _sign(secret: bytes, name: str, run: Path) -> set[str]:
     """Return the HMAC of `name`, unless it names a file in the run, and the HMAC of `name` with its files' content."""
     texts = {name}
-    # A name with NUL or a lone surrogate cannot be a file's name, and a text with a single quote is no command.
+    # A name with NUL or a lone surrogate cannot be a file's name, and a text with a single quote is not a command.
     with suppress(ValueError):
         file, colon, attribute = name.rpartition(":")
         is_function = bool(colon) and file.endswith(".py")

@@ -24,7 +24,7 @@ class Mistake(NamedTuple):
 SCALARS = (inspect.BoolType, inspect.StrType, inspect.LiteralType, inspect.IntType, inspect.FloatType)
 INVALID = object()
 BITS = 63
-"""Bits of an integer besides its sign: integers are encoded in 64 bits."""
+"""Bits of an integer without its sign: integers are encoded in 64 bits."""
 MOST = 2**BITS - 1
 BOUNDS = {"gt": "above {}", "ge": "of at least {}", "lt": "below {}", "le": "of at most {}"}
 """The words of a message for each kind of bound."""

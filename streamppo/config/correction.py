@@ -69,7 +69,7 @@ class Weighted(Kind, frozen=True):
     level: Literal["token", "sequence", "geometric"] = "token"
     """The ratio for the weight: the token's, the product over its response, or the geometric mean."""
     reject: tuple[Rejection, ...] = ()
-    """Rules besides the weight, each kind at most once. A token is dropped if any rule drops it or its response."""
+    """Rules in addition to the weight, each kind once. A token is dropped if any rule drops it or its response."""
 
     def contradictions(self) -> Iterator[str]:
         yield from repeated(self.reject, "reject")

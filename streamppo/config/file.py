@@ -4,9 +4,9 @@
                                                                              `--explain--> ConfigError, a line a mistake
 
 A run stores its configuration in its folder in the same format. A relative path in a file is resolved in the file's
-folder, or the folder of a link's target, or else in the current folder; a path in an override, in the current folder. A
-run stores absolute paths, so it can be resumed from any folder, and its own folder, so it can be moved or copied with
-its files.
+folder, or the folder of a link's target, or else in the current folder. A path in an override is resolved in the
+current folder. A run stores absolute paths, so it can be resumed from any folder. It also stores its own folder, so it
+can be moved or copied with its files.
 
 Example: /a/runs/math with /a/rows.jsonl is copied to /b/runs/math. `load` takes /b/rows.jsonl if it exists, and
 otherwise /a/rows.jsonl.
@@ -33,7 +33,7 @@ from streamppo.errors import CheckpointError, ConfigError, RunError
 
 CONFIG = "config.toml"
 RUN_FOLDER = "run_folder"
-"""The key in a run's file with the folder that the run had. It is no field."""
+"""The key in a run's file with the run's folder at that time. It is not a field."""
 REWARD = "reward.py"
 """The file in a run's folder with the source of a reward that a script or notebook defined."""
 WEIGHTS = (".safetensors", ".bin")
@@ -92,7 +92,7 @@ def save(config: Config, run: Path) -> None:
 
 
 def _hint(folder: Path) -> str:
-    """Return the end of the error about a folder without a run: the runs in it, or below `runs` beside it."""
+    """Return the end of the error about a folder without a run: the runs in it, or in `runs` next to it."""
     for place in (folder, folder.parent / "runs" / folder.name):
         if (place / CONFIG).is_file():
             return f": is {place} meant?"

@@ -18,7 +18,7 @@ JOINED = ("flash_attention_2", "flash_attention_3", "flash_attention_4", "varlen
 
 
 class Lora(Section, frozen=True):
-    """Low-rank adapters: W + alpha / rank * B A, of which only A and B are trained and pushed (arXiv:2106.09685)."""
+    """Low-rank adapters: W + alpha / rank * B A; only A and B are trained and pushed (arXiv:2106.09685)."""
 
     rank: Positive = 16
     """Rows of A and columns of B."""

@@ -57,7 +57,7 @@ def covers(name: str, other: str) -> bool:
 
 
 def leaves(tree: Tree, prefix: str = "") -> Iterator[tuple[str, object]]:
-    """Yield (dotted name after `prefix`, value) for all values that are no tables, and for empty tables."""
+    """Yield (dotted name after `prefix`, value) for all values that are not tables, and for empty tables."""
     for name, value in tree.items():
         if isinstance(value, dict) and value:
             yield from leaves(cast(Tree, value), f"{prefix}{name}.")

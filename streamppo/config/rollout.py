@@ -17,7 +17,7 @@ MOST_CANDIDATES = 4096
 """Maximum candidates that SGLang returns for a token."""
 Argument: TypeAlias = bool | int | float | str
 Fit = Callable[[float], int]
-"""A function from a share of the GPU's free memory to the number of cache tokens that fit in beside the weights."""
+"""A function from a share of the GPU's free memory to the number of cache tokens for which the weights leave room."""
 
 
 class EngineKind(Kind, frozen=True):
@@ -118,7 +118,7 @@ class SGLangEngine(EngineKind, frozen=True, tag="sglang"):
         return structs.replace(self, urls=self.urls[place : place + 1])
 
     def shares_weights(self, *, adapted: bool) -> bool:
-        """True if all engines of a machine load from the same shared memory, which excludes urls and adapters."""
+        """True if all engines of a machine load from the same shared memory; False with urls or adapters."""
         return self.transport == "tensor" and not self.urls and not adapted
 
     def contradictions(self) -> Iterator[str]:

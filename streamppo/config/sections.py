@@ -58,7 +58,7 @@ class Archive(Section, frozen=True):
     """The archive, which stores trained batches on disk."""
 
     keep: Count = 0
-    """Number of newest batches that stay on disk, besides all after the oldest checkpoint; 0 keeps all."""
+    """Number of newest batches that stay on disk; all after the oldest checkpoint stay too; 0 keeps all."""
     numbers: bool = True
     """Store each token's advantage and learner's log-prob for `watch` and `inspect`, 8 bytes a token."""
 

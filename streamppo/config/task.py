@@ -11,7 +11,7 @@ from streamppo.config.base import Count, Fraction, Kind, Positive, PositiveFloat
 ControlTokens: TypeAlias = Literal["text", "parse"]
 Arguments: TypeAlias = dict[str, str | int | float | bool]
 MOST_SUMS = 1_000_000
-"""Maximum number of problems of an addition task, all of which are held in memory."""
+"""Maximum number of problems of an addition task; all of them are held in memory."""
 
 
 class Addition(Kind, frozen=True):

@@ -1,4 +1,4 @@
-"""Fingerprints of a run's input files besides its configuration: data, models and the user's functions.
+"""Fingerprints of a run's input files, except its configuration: data, models and the user's functions.
 
     RUN/inputs.json    the SHA-256 of every file, as computed by the newest driver
 
@@ -61,7 +61,7 @@ def with_clock(config: Config, folder: Path) -> Config:
 
 
 def refuse_missing(config: Config, folder: Path) -> None:
-    """Raise `ConfigError` if inputs outside the run in `folder` are missing, with the overrides that name them anew."""
+    """Raise `ConfigError`, with the overrides to correct it, if inputs outside the run in `folder` are missing."""
     missing = {
         entry.field: entry.path
         for entry in _named_inputs(config, folder)

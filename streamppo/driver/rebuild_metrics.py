@@ -51,7 +51,7 @@ def _rebuild_line(record: RunRecord, archive: Archive, configs: Mapping[int, Con
 
 def batch_numbers(config: Config, batch: Batch) -> tuple[dict[str, float], dict[int, int]]:
     """Return the metrics that an update's batch and its configuration determine, and the number of tokens by lag."""
-    # These imports are slow, because the modules import torch, and this function is seldom called.
+    # These imports are slow, because the modules import torch, and this function is rarely called.
     from streamppo.learner.batch.fetch import lag_histogram
     from streamppo.learner.batch.padded import pad
     from streamppo.learner.objective.metrics import describe

@@ -56,7 +56,7 @@ log = logging.getLogger(__name__)
 
 
 class Stages:
-    """A run's actors, all created at once. Of those with engines, `rollouts` sample and `evaluators` only evaluate."""
+    """A run's actors, all created at once. `rollouts` and `evaluators` have engines; `evaluators` only evaluate."""
 
     def __init__(self, config: Config, folder: Path, record: RunRecord, interrupts: Interrupts) -> None:
         self.config = config

@@ -103,8 +103,8 @@ def _filters_only_truncated(config: choices.Algorithm) -> bool:
 class PassCosts(NamedTuple):
     """The fixed costs of a pass, in units of the layers' matrix products for one token.
 
-    `gradients` is for adding weight gradients to those of earlier passes, `launches` / width^2 for launching
-    operations.
+    `gradients` is the cost of adding weight gradients to those of earlier passes, and `launches` / width^2 that of
+    launching operations.
     """
 
     gradients: float
@@ -112,7 +112,7 @@ class PassCosts(NamedTuple):
 
 
 PADDING_SHARE = 1 / 16
-"""By default, another micro-batch counts as costly as padding of this share of the budget of tokens."""
+"""By default, another micro-batch costs as much as padding of this share of the token budget."""
 ON_CPU, ON_GPU = PassCosts(25, 5e5), PassCosts(250, 5e9)
 """`ON_CPU` is measured at widths of 64, 256 and 512. `ON_GPU` is computed for an H100 from 40 % of its peak, the speed
 of its memory, and 10 microseconds per launch.
@@ -189,7 +189,7 @@ def micro_batches(
     are dealt longest first, each to the rank with the least work so far. A row longer than the budget is alone.
 
     If `padded`, a row counts as long as the longest of its micro-batch. Rows of different lengths are separated if that
-    saves more padding than `overhead`, the tokens that another micro-batch costs, unless one row for each prompt of
+    saves more padding than another micro-batch costs (`overhead`, in tokens), but not if one row for each prompt of
     `prompts` is less work. Otherwise the samples of a prompt are in as few micro-batches as possible, and each
     micro-batch computes the shared tokens of `prompts` once.
     """
@@ -256,7 +256,7 @@ def _split_by_length(
 
 
 def _spans_of_similar(tokens: np.ndarray, lines: np.ndarray, overhead: float) -> list[tuple[int, int]]:
-    """(begin, end) of micro-batches: rows are cut in two, again and again, where that saves the most padding."""
+    """(begin, end) of micro-batches: rows are repeatedly cut in two, where that saves the most padding."""
     saved = (tokens[0] - tokens) * np.cumsum(lines[::-1])[::-1]
     cut = int(saved.argmax())
     if saved[cut] <= overhead:

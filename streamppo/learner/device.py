@@ -33,8 +33,8 @@ T = TypeVar("T")
 def acquire(gpus: float, *, exact: bool = True) -> torch.device:
     """Return this process's device: its only visible GPU, or the CPU if `gpus` is 0.
 
-    With `exact`, all operations are deterministic; one without a deterministic form raises an error. Raises `RunError`
-    if torch has no usable GPU.
+    With `exact`, all operations are deterministic; an operation without a deterministic form raises an error. Raises
+    `RunError` if torch has no usable GPU.
     """
     # On a CPU with several threads, index_put_ would otherwise add the entries of a large tensor in any order.
     torch.use_deterministic_algorithms(exact)
@@ -82,8 +82,8 @@ def join(device: torch.device, address: tuple[str, int], rank: int, ranks: int, 
     """Make the process group of all ranks: NCCL between GPUs, gloo between CPUs. A collective.
 
     With `offload`, GPU ranks use both, because their shards are in CPU memory. Collectives have the timeout `LOAD`
-    until `expect` is called. Gloo by default uses the address of the host name, often loopback, which other nodes
-    cannot reach; here it uses the interface from which a rank reaches rank 0. If rank 0 is at loopback, so does NCCL.
+    until `expect` is called. By default gloo uses the address of the host name, which is often loopback. Here it uses
+    the interface from which a rank reaches rank 0. If rank 0 is at loopback, NCCL uses the same interface.
     """
     host, port = address
     if interface := interface_to(host, port):
@@ -117,7 +117,7 @@ def alone(device: torch.device) -> Generator[None]:
 
 
 def interface_to(host: str, port: int) -> str:
-    """The interface from which this machine reaches `host`, which may be this machine; "" if there is none."""
+    """The interface from which this machine reaches `host` (perhaps itself); "" if there is none."""
     family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, socket.SOCK_DGRAM) as probe, suppress(OSError):
         # Connecting a UDP socket sends nothing; it only selects the route.
@@ -172,6 +172,6 @@ def expect(timeout: timedelta, mesh: DeviceMesh, *groups: dist.ProcessGroup) -> 
 
 
 def _store(host: str, port: int, rank: int, ranks: int) -> dist.Store:
-    """Rank 0 listens only at `host`; by itself torch listens at every address."""
+    """Rank 0 listens only at `host`; by default torch would listen at every address."""
     listening = socket.create_server((host, port)).detach() if rank == 0 else None
     return dist.TCPStore(host, port, ranks, rank == 0, master_listen_fd=listening)

@@ -32,8 +32,9 @@ def checkpointing_for(
     full    otherwise
 
     On a GPU with `free` of `total` bytes, a rank's room is `FITS` of the free memory or, if that is less, of the share
-    `learner.gpus` of the GPU. So a rank that restarts beside an engine chooses as it did before the engine started. On
-    a CPU, all ranks divide `FITS_ON_CPU` of the machine's memory, `total`. Results do not depend on the choice.
+    `learner.gpus` of the GPU. So a rank that restarts while an engine runs makes the same choice as before the engine
+    started. On a CPU, all ranks divide `FITS_ON_CPU` of the machine's memory, `total`. Results do not depend on the
+    choice.
     """
     learner = config.learner
     room = FITS * min(free, learner.gpus * total) if learner.gpus else FITS_ON_CPU * total / learner.ranks

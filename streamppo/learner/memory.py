@@ -28,7 +28,7 @@ LOGITS = 3
 BATCH = 160
 """Bytes that a rank holds between passes for each token of the batch: numbers, metrics and diagnostics."""
 BYTE = 256
-"""Up to this many experts, an expert's number takes one byte in a token's routes; with more experts, two bytes."""
+"""With up to this many experts, an expert's number takes one byte in a token's routes, else two bytes."""
 PROBED, LONG_ROW = 64, 256
 """Activations are measured with `PROBED` rows of one token, or with one row of `LONG_ROW` tokens."""
 
@@ -36,10 +36,11 @@ PROBED, LONG_ROW = 64, 256
 class ModelSizes(NamedTuple):
     """The sizes of a model: numbers of parameters, and bytes per token in the compute type.
 
-    `trained` parameters are not frozen. One transformer layer has `layer` parameters, of which tensor and expert
-    parallelism split `by_tensor` and `by_expert`; `rest` are outside of layers. `widest` is the largest activation in a
-    layer. `routes` are a token's experts over all layers. One token uses `active` parameters. Only SGLang holds the
-    `encoders` of a multimodal model. Eager attention keeps `scores` for each pair of tokens of a row in a layer.
+    `trained` parameters are not frozen. One transformer layer has `layer` parameters: tensor parallelism splits
+    `by_tensor` of them, expert parallelism `by_expert`. `rest` are outside of layers. `widest` is the largest
+    activation in a layer. `routes` are a token's experts over all layers. One token uses `active` parameters. Only
+    SGLang holds the `encoders` of a multimodal model. Eager attention keeps `scores` for each pair of tokens of a row
+    in a layer.
     """
 
     parameters: int
@@ -241,8 +242,8 @@ def rank(config: Config, model: ModelSizes, longest: int) -> RankMemory:
                  0 if they are offloaded
     gathered     two layers' weights in the compute type, as far as they are not cut between ranks, and all weights
                  outside of layers (of a small model: all weights); their gradients, and the float32 gradients on their
-                 way to other ranks. A rank alone has instead a copy of trained weights in the compute type, or, if that
-                 is float32, nothing
+                 way to other ranks. A single rank instead has a copy of trained weights in the compute type, unless
+                 that is float32
     activations  of the rank's slice of the micro-batch in every layer, or with checkpointing the input to each layer;
                  with tensor parallelism the slices that a rank gathers twice; the keys and values of shared prompts,
                  repeated for each of their samples

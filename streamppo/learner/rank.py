@@ -162,7 +162,7 @@ class Rank:
         return digest
 
     def _load(self, model_path: str, mesh: "DeviceMesh", resume_from: str | None) -> "Learner":
-        """Build the learner with the configuration of its version, which may be older than that of `resume_from`.
+        """Build the learner from the checkpoint `resume_from`, with the configuration of its version.
 
         A damaged checkpoint is replaced by the previous one or by the first model, whose critic is then pretrained
         again.

@@ -47,7 +47,7 @@ from streamppo.process import phase
 from streamppo.types import TokenRecord
 
 STEPS = 8
-"""Layers are compiled for this many different numbers of tokens; rows end to end are padded to one of these."""
+"""The number of token counts for which layers are compiled; rows end to end are padded to one of these counts."""
 
 log = logging.getLogger(__name__)
 
@@ -126,7 +126,7 @@ class Updater:
             self.bonus = state.bonus
 
     def rank_rows(self, batch: PaddedBatch) -> list[int]:
-        """The rows of `batch`, which may lack its tokens, whose tokens this rank reads in its update."""
+        """The rows whose tokens this rank reads in its update; `batch` may lack tokens."""
         active, sizes = active_rows(self.config, batch), self.policy.sizes(batch.on_host)
         return self.division.rank_rows(sizes, batch.version, self.objective.epochs, active)
 
@@ -327,7 +327,7 @@ class Updater:
         return norm
 
     def _skip_step(self, part: Part, number: float) -> float:
-        """Count a skipped step; return `number`, which is not finite. Raises `UpdateError` after too many in a row."""
+        """Count a skipped step; return `number`, which is not finite. Raises `UpdateError` after too many of them."""
         in_a_row = 1 + (self.critic_bad_steps if part == "critic" else self.bad_steps)
         self._count_bad(part, in_a_row)
         if in_a_row >= self.config.learner.max_bad_steps:

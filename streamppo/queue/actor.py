@@ -96,7 +96,7 @@ class QueueActor(ArchivedRuns):
 
     @ray.method
     async def begin(self, version: int) -> int:
-        """Begin for a new driver, whose learner starts at `version`; return the newest. Raises `CheckpointError`."""
+        """Begin for a new driver with a learner at `version`; return the newest version. Raises `CheckpointError`."""
         self._queue.reopen_all()
         self._tickets.clear()
         before, newest = resume_checks.newest_config(self._journal), self._queue.state.version
@@ -195,7 +195,7 @@ class QueueActor(ArchivedRuns):
         limit: int = 0,
         call: int = 0,
     ) -> bytes:
-        """Journal what `actor` has finished since its last delivery; return up to `limit` tickets without a wait.
+        """Journal a delivery: results of `actor` since its last delivery. Return up to `limit` tickets without a wait.
 
         `cut_for` is the newest version for which `actor` has cut all due segments.
         """

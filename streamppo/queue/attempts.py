@@ -53,7 +53,7 @@ class _Clock:
 
 def _ended(attempt: EndedAttempt, clock: _Clock) -> Attempt:
     end: End = "failed" if attempt.stage else "lost" if attempt.state == "lost" else "dropped"
-    # An abandoned slot's reason is "sample 2 failed 3 times: " and its last failure's reason; count the latter.
+    # An abandoned slot's reason is "sample 2 failed 3 times: " and the reason of its last failure, which is counted.
     reason = (
         attempt.reason.partition(" times: ")[2] if attempt.state == "abandoned" and attempt.stage else attempt.reason
     )

@@ -20,7 +20,7 @@ from streamppo.types import Identity
 class Transaction(NamedTuple):
     """Changes of the queue, the `versions` published with them, and the trajectories that these versions `consumed`.
 
-    Shards drop trajectories of prompts before `horizon`, computed with the changes: a crash may lose later changes.
+    Shards drop trajectories of prompts before `horizon`, which does not depend on later changes: a crash may lose them.
     """
 
     changes: Changes
@@ -30,7 +30,7 @@ class Transaction(NamedTuple):
 
 
 class Commits:
-    """Collects the changes of `rules` in transactions. Calls `write` with each in a thread, and then `written`."""
+    """Collects the changes of `rules` in transactions; calls `write` in a thread, then `written`, for each of them."""
 
     def __init__(
         self,
@@ -47,7 +47,7 @@ class Commits:
         """Held during a write to the journal."""
         self._broken: JournalError | None = None
         self._counters_only: Changes | None = None
-        """What an unchanged queue would write: the same counters as the last transaction, and nothing else."""
+        """The changes of an unchanged queue: the counters of the last transaction, and nothing else."""
 
     def publish(self, version: PublishedVersion, consumed: Sequence[Identity]) -> None:
         self._versions.append(version)

@@ -50,7 +50,8 @@ class PairedDifference(WireStruct, frozen=True):
 def common_version(first_run: Path, second_run: Path, configs: tuple[Config, Config]) -> int | None:
     """The version after which two runs differ; None if task or seed differ, or if no version has equal weights.
 
-    This is the version at which a run was forked (of two, the later one), or else the newest one with equal weights.
+    If a run is a fork, this is the version of the fork (of two forks, the later one), else the newest with equal
+    weights.
     """
     ours, theirs = configs
     if ours.task != theirs.task or ours.seed != theirs.seed:

@@ -1,4 +1,4 @@
-"""Describes the queue's state: its counters, and a sentence about what the next batch waits for."""
+"""Describes the queue's state: its counters, and a sentence about the wait for the next batch."""
 
 from collections import Counter
 
@@ -49,7 +49,7 @@ def _ledger(state: QueueState) -> dict[str, int]:
 
 
 def waiting_for(settings: QueueSettings, state: QueueState) -> str:
-    """Return a sentence about what the next batch waits for."""
+    """Return a sentence that says why the next batch is incomplete."""
     actors = Counter(slot.actor for slot in state.slots.values() if slot.actor is not None)
     in_flight = ", ".join(f"{count} at {actor}" for actor, count in sorted(actors.items())) or "none"
     to_be_sampled = sum(slot.state is OPEN for slot in state.slots.values())

@@ -104,7 +104,7 @@ def _restore_journal(remote: Store, folder: str, run: Path) -> tuple[Journal, st
     """Restore the journal from its newest intact copy and later transactions; return it and the token of its claim."""
     names, claims = list(filter(is_journal_copy, remote.names(folder))), remote.names(owner.OWNERS)
     bases = [name for name in names if name.endswith(BASE)]
-    # `_restore_base` tries the last one first, so sort copies under the newest claim of the address to the end.
+    # `_restore_base` tries the last copy first, so copies under the newest claim of the address are sorted to the end.
     bases.sort(key=lambda base: claim_token(base) == owner.newest(claims))
     journal, token = _restore_base(remote, folder, bases, run)
     claimed = [name for name in names if not name.endswith(BASE) and claim_token(name) == token]

@@ -14,7 +14,7 @@ from streamppo.types import decode
 
 
 def configs(journal: Journal) -> dict[int, Config]:
-    """The run's configurations by their first version. Raises `JournalError` for one by another streamppo version."""
+    """The run's configurations by their first version. Raises `JournalError` for one that another streamppo wrote."""
     try:
         return {version: decode(encoded, Config) for version, encoded in journal.configs().items()}
     except UNREADABLE as error:
@@ -30,7 +30,7 @@ def newest_config(journal: Journal) -> Config | None:
 
 
 def is_exact(recorded: Mapping[int, Config], version: int) -> bool:
-    """True if redoing `version` gives the same weights, because all configurations up to it have `learner.exact`."""
+    """True if repeating `version` gives the same weights: all configurations up to `version` have `learner.exact`."""
     return all(config.learner.exact for since, config in recorded.items() if since < max(version, 1))
 
 

@@ -57,7 +57,7 @@ class RewindPoint(NamedTuple):
 
 
 class Slots(NamedTuple):
-    """The fork's slots, numbered below `opened`: open slots, ended attempts at the other slots, and skipped prompts."""
+    """The fork's slots: their number, the open slots, ended attempts at the other slots, and skipped prompts."""
 
     opened: int
     open: tuple[SavedSlot, ...]
@@ -96,7 +96,7 @@ def rewind(run: Path, fork: Path, config: Config, point: RewindPoint) -> None:
 
 
 def link_or_copy(source: Path, target: Path, sha256: str = "") -> None:
-    """Link `source` at `target`, or copy and flush it. Raises `OSError`, and `JournalError` for another SHA-256."""
+    """Link `source` at `target`, or copy and flush it. Raises `OSError`, and `JournalError` if the SHA-256 differs."""
     digest = durable.sha256(source)
     if sha256 and digest != sha256:
         raise JournalError(f"{source}: damaged: its SHA-256 is not the one that was recorded")

@@ -4,7 +4,8 @@
     batches     all ranks that wait for the batch of one version share one future
     versions    all engines that hold version v share one event, set when a version above v is published
 
-After each change of the queue, `serve` runs before anything is awaited, so that no caller waits for what exists.
+After each change of the queue, `serve` runs before anything is awaited, so that no caller waits for a ticket, batch or
+version that is available.
 """
 
 import asyncio
@@ -134,7 +135,7 @@ class TicketLine:
 
 
 class Polls:
-    """Long polls: each returns empty after `shortest_s` s, or later, so that at most `EMPTY_PER_S` a second do."""
+    """Long polls: each returns empty after `shortest_s` seconds or later, so that at most `EMPTY_PER_S` a second do."""
 
     EMPTY_PER_S = 50
 

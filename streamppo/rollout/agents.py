@@ -180,7 +180,7 @@ class _OnDemand(Pool):
         self._free: list[Process] = []
 
     async def fill(self) -> None:
-        """Fork none."""
+        """Do nothing: processes are forked on demand."""
 
     async def run(self, texts: Texts, columns: Columns, remaining_s: float) -> tuple[Outcome, ...]:
         """Run a call in a free process. Raises `Orphaned`."""

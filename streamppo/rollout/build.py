@@ -52,12 +52,12 @@ def sampling(config: Config) -> Sampling:
 
 
 def stop(config: Config, model_path: str, tokenizer: Tokenizer | None) -> Stop:
-    """Return the tokens and strings that end a completion. Raises `ModelError` if an eos_token_id is no token."""
+    """Return the tokens and strings that end a completion. Raises `ModelError` if an eos_token_id is not a token."""
     return _stop(config, model_path, read_settings(model_path), tokenizer)
 
 
 def player(config: Config, engine: Engine, model_path: str, tokenizer: Tokenizer) -> Player:
-    """Return the player of the configuration's episodes on `engine`."""
+    """Return the configured player, which plays on `engine`."""
     ends, scored = stop(config, model_path, tokenizer), bool(config.reward.scorers)
     return Player(engine, tokenizer, config.environment, ends, scored=scored)
 
@@ -154,7 +154,7 @@ def _setup(
 
 
 class EngineModel(NamedTuple):
-    """A model's settings; a row has at most `context` tokens by the model, and `room` by model and configuration."""
+    """A model's settings, its longest row `context`, and the longest row `room` of this configuration."""
 
     hf_config: "PreTrainedConfig"
     stop: Stop
@@ -188,7 +188,7 @@ def _tokenizer(model_path: str) -> Tokenizer | None:
 def _start(
     config: Config, settings: SGLangEngine, model_path: str, model: "EngineModel", seed: int, *, untied: bool
 ) -> Start:
-    """Connect to the server in `urls`, which cannot run an `untied` head, or launch SGLang. Raises `ModelError`."""
+    """Connect to a server in `urls` (not with an `untied` head), or launch SGLang. Raises `ModelError`."""
     slots, strings = config.rollout.slots, model.stop.strings
     if settings.urls:
         if untied:

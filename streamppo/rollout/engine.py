@@ -35,7 +35,8 @@ class Sampling(NamedTuple):
 class TokenCandidates(NamedTuple):
     """The candidates of each of T sampled tokens.
 
-    `tokens` has those of token 0 in rising order, then those of token 1, ...; `counts` [T] is their number (0: all).
+    `tokens` has the candidates of token 0 in rising order, then those of token 1, ...; `counts` [T] are their numbers
+    (0: the whole vocabulary).
     """
 
     tokens: Ints

@@ -28,7 +28,7 @@ def seed_of_turn(seed: int | None, turn: int) -> int | None:
 
 
 def seed_after(seed: int | None, tokens: int) -> int | None:
-    """Return the seed that gives token 0 the number u of token `tokens` under `seed`; None if `seed` is None."""
+    """Return the seed whose token 0 has the number u of token `tokens` of `seed`; None if `seed` is None."""
     return None if seed is None else (seed + tokens * GOLDEN) % 2**64
 
 

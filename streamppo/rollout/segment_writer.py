@@ -16,7 +16,7 @@ from streamppo.types import Ints, Reward, Ticket, Trajectory
 
 
 class SegmentWriter:
-    """Makes a completion's segments, the next with `identity` after `prefix` tokens (`share`, `aim`: see `Cuts`)."""
+    """Makes a completion's segments; the next has `identity`, after `prefix` tokens. `share`, `aim`: see `Cuts`."""
 
     def __init__(
         self,
@@ -34,7 +34,7 @@ class SegmentWriter:
         self._waiting: Episode | None = None
 
     def cuts(self, so_far: Callable[[Completion], Episode], before: Ints) -> Cuts | None:
-        """Return the cuts of the next turn, or None. `so_far` adds its tokens to the episode with versions `before`."""
+        """Return the cuts of the next turn, or None. `so_far` joins it to the episode, whose versions are `before`."""
         queue, waiting, self._waiting = self._config.queue, before[self.prefix :], None
         if queue.segments is None:
             return None
@@ -51,7 +51,7 @@ class SegmentWriter:
         self._waiting = episode
 
     def cut_waiting(self, version: int) -> int | None:
-        """Cut a waiting episode due at `version`; return the oldest version of its rest, or None without episode."""
+        """Cut the waiting episode if due at `version`; return its rest's oldest version, or None without an episode."""
         queue, episode = self._config.queue, self._waiting
         if episode is None or queue.segments is None or not queue.segments.just_in_time:
             return None

@@ -35,7 +35,7 @@ class Architecture:
 
     @property
     def encoders(self) -> Sequence[str]:
-        """Return the names of the encoders that a multimodal model has besides its text model."""
+        """Return the names of a multimodal model's encoders, which are not part of its text model."""
         return getattr(self._model, "encoders", ())
 
     def as_saved(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

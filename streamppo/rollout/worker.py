@@ -176,7 +176,7 @@ class Worker:
             self._delivery_due.set()
 
     async def _issue(self, group: asyncio.TaskGroup) -> None:
-        """Request tickets, endlessly, when a delivery brought too few. The queue answers once it has tickets."""
+        """In an endless loop, request tickets if a delivery brought too few. The queue answers when it has some."""
         while True:
             await self._needs_tickets.wait()
             await asyncio.sleep(GATHER_S)

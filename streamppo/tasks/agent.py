@@ -314,7 +314,7 @@ def _program_outcome(code: int | None, timeout_s: float, printed: _Tail, errors:
 
 
 def _last_line(text: str) -> object:
-    """Read the reward in a program's last printed line; None if the line is no JSON object with a `reward`."""
+    """Read the reward in a program's last printed line; None if the line is not a JSON object with a `reward`."""
     lines = text.strip().splitlines()
     try:
         value = json.loads(lines[-1]) if lines else None

@@ -96,7 +96,7 @@ class ChatTemplate:
         self._tokenizer = tokenizer
         self._control = control
         self._complete_shapes = set[tuple[object, ...]]()
-        """Shapes (`_message_shape`) of messages that the template was found to write completely."""
+        """Shapes (`_message_shape`) of messages that the template writes completely."""
         self._counting_shapes = dict[tuple[object, ...], bool]()
         """Results of `_counts_turns` by shape."""
         self._toolless_shapes = dict[tuple[object, ...], bool]()
@@ -312,7 +312,7 @@ class ChatTemplate:
     def _needs_parts(self, role: str, template: Template) -> bool:
         """Return True if the chat template writes a content of `role` only as a list of parts, as multimodal ones may.
 
-        If the template writes neither form, because a single message of the role is invalid, the user's form counts.
+        If the template writes neither form, because a single message of the role is invalid, a user's message decides.
         """
         key = role, str(template.arguments.get("chat_template", ""))
         if key not in self._lists_parts:

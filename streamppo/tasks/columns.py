@@ -93,7 +93,7 @@ def _key(name: object) -> object:
 
 
 INTEGER, TEXT, PAIRS = 1, 2, 3
-"""Codes of the msgpack extensions that are no entry of `TEXTS`."""
+"""Codes of the msgpack extensions that `TEXTS` lacks."""
 TEXTS: Mapping[type, tuple[int, Callable[..., str], Callable[[str], object]]] = {
     Decimal: (4, str, Decimal),
     Fraction: (5, str, Fraction),

@@ -230,7 +230,7 @@ def _last_answer(value: object, where: str) -> str:
 
 
 def present_columns(row: Row, source: Source) -> Source:
-    """Remove from `source` the answer and the columns that the row lacks, but not the prompt's column."""
+    """Return `source` without an answer or columns that the row lacks; the prompt's column stays."""
     answer = source.answer if source.answer and has_column(row, _answer_column(row, source.answer)) else ""
     return structs.replace(
         source, answer=answer, columns={new: old for new, old in source.columns.items() if has_column(row, old)}
@@ -238,9 +238,9 @@ def present_columns(row: Row, source: Source) -> Source:
 
 
 def _answer_column(row: Row, name: str) -> str:
-    """Return the name of the answer's column: in the rows of verl `reward_model.ground_truth`, otherwise `name`.
+    """Return the name of the answer's column: `reward_model.ground_truth` in verl's rows, else `name`.
 
-    A column `answer` beside `reward_model` does not count: in verl's conversion of gsm8k it has the worked solution.
+    If there is `reward_model`, a column `answer` is ignored: in verl's conversion of gsm8k it has the worked solution.
     """
     nested = row.get("reward_model")
     if (name == ANSWER or name not in row) and isinstance(nested, Mapping) and "ground_truth" in nested:

@@ -27,7 +27,7 @@ BATCH = 1024
 
 
 class Unreadable(NamedTuple):
-    """Stands in a row for a value that cannot be read; `reason` says why."""
+    """Replaces a value of a row that cannot be read; `reason` says why."""
 
     reason: str
 

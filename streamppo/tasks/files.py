@@ -16,7 +16,7 @@ from streamppo.errors import TaskError
 
 ENDINGS = (".jsonl", ".jsonl.gz", ".json", ".json.gz", ".parquet", ".arrow", ".csv", ".csv.gz", ".tsv", ".tsv.gz")
 DESCRIPTIONS = frozenset({"dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json"})
-"""Files that `datasets` writes beside the rows."""
+"""Files, other than those of rows, that `datasets` writes."""
 UNSUPPORTED = re.compile(r"\.(ndjson|feather|(jsonl|csv|tsv|json|parquet)\.\w+)$")
 SHARD = r"(?:[-_.]\d+)?(?:[-_]of[-_]\d+)?(?:[-_.][0-9a-f]{8,})?"
 """The shard suffix of a name such as train-00000-of-00002-a09b74b3ef9c3b56."""

@@ -198,5 +198,5 @@ class _FileFinder:
 
 
 __path__ = list[str]()
-"""Makes the modules of `_FileFinder` importable, which are below this module."""
+"""Makes the modules of `_FileFinder`, which are below this module, importable."""
 sys.meta_path.append(_FileFinder)

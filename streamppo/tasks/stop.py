@@ -119,8 +119,8 @@ def read(
 def end_of_turn(tokenizer: "PreTrainedTokenizerFast") -> int | None:
     """Return the token that the chat template writes after an assistant's message; None if it writes none.
 
-    The template may write several tokens, and others if a message follows. The tokens of both cases count; without any
-    those at the end of a conversation; without any those before the opening of a user's message:
+    The template may write several tokens, and others if a message follows. The tokens common to both cases count; if
+    there are none, those at the end of a conversation; if there are none, those before the opening of a user's message:
 
         at the end of a conversation              if a message follows               end of the turn
         <|im_end|>                                <|im_end|><|im_start|>             <|im_end|>

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
 Said: TypeAlias = str | tuple[Message, ...]
-"""What an environment says: messages for the chat template, or a plain text."""
+"""An environment's answer: messages for the chat template, or a plain text."""
 PADDING, END = 0, 1
 """Token ids of the character tokenizer."""
 SPECIALS = 3
@@ -214,7 +214,7 @@ class Tokenizer:
         if end in ids[: max(common)]:
             return ids[ids.index(end) :]
         closed = min(common)
-        # Some templates open an answer after calls whatever follows. The text before a second call has no such opening.
+        # Some templates always open an answer after calls. The text before a second call has no such opening.
         if suffix.again is not None:
             closed = min(closed, _common_length(ids, self._rendered_ids(suffix.again)))
         return ids[closed:]
@@ -330,7 +330,7 @@ def _common_length(first: Sequence[int], second: Sequence[int]) -> int:
 def _decodes_plainly(tokenizer: PreTrainedTokenizerFast) -> bool:
     """Return True if `decode` only calls the backend's `decode`.
 
-    transformers cleans up no spaces of BPE tokenizers, and warns of that if a setting asks for it (as in Llama 3).
+    transformers does not clean up the spaces of BPE tokenizers. If a setting asks for it (Llama 3), it only warns.
     """
     from tokenizers.models import BPE
     from transformers import PreTrainedTokenizerFast as Base

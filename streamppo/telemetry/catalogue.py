@@ -25,7 +25,7 @@ BESIDE = {
     "wall_s": "seconds of the run, including earlier parts",
     "lag_histogram": "sampled tokens of the batch, by lag",
 }
-"""Entries of an update's line besides the metrics."""
+"""Entries of an update's line that are not metrics."""
 
 PHASES = {
     "process": "the whole process, with Ray and overhead",

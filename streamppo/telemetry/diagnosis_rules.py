@@ -231,7 +231,7 @@ def _starved(run: Evidence) -> str | None:
 def _blocked(run: Evidence) -> str | None:
     engines = run.summary and run.summary["engines"]
     # With segments, admission allows one version less. If engines may be only one version behind, they and the learner
-    # take turns, and idle engines are no fault.
+    # take turns, and idle engines are not a fault.
     queue = run.config.queue
     ahead = queue.bound - (queue.segments is not None)
     most = IDLE if run.config.rollout.gpus else IDLE_CPU

@@ -59,7 +59,7 @@ class MemoryKills:
 
 
 def total_mib() -> int:
-    """Return the memory of this machine or of its container, whichever is less."""
+    """Return the memory of this machine or, if it is less, of its container."""
     physical = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return min(physical, limit() or physical) // 2**20
 

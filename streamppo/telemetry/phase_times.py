@@ -44,7 +44,7 @@ def _began(line: PhasesLine) -> float:
 
 
 def between(before: Mapping[str, Spending], after: Mapping[str, Spending]) -> dict[str, Spending]:
-    """Return what a process spent between two of its lines."""
+    """Return the time that a process spent in each phase between two of its lines."""
     return {
         name: (calls - then[0], wall_s - then[1], cpu_s - then[2])
         for name, (calls, wall_s, cpu_s) in after.items()

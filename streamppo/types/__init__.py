@@ -61,7 +61,7 @@ class Message(WireStruct, frozen=True, omit_defaults=True, repr_omit_defaults=Tr
 
 
 class Template(WireStruct, frozen=True, omit_defaults=True, repr_omit_defaults=True):
-    """Inputs of a chat template besides the messages: its `arguments` by name, and the JSON schemas of `tools`.
+    """Inputs of a chat template, except the messages: `arguments` by name, and the JSON schemas of `tools`.
 
     `control_tokens`: a control token's name in a message is tokenized as plain text ("text") or as the token ("parse").
     """

@@ -49,7 +49,7 @@ def column(branches: list[tuple[int, int]]) -> bytes:
 
 
 def flaw(column: bytes, prompt: int, mask: Flags) -> str | None:
-    """Return why a column is no valid list of branches for `prompt` tokens and a completion's `mask`; None if it is."""
+    """Return why a column is not a list of branches for `prompt` tokens and a completion's `mask`; None if it is."""
     if len(column) % 8:
         return f"branches of {len(column)} bytes, which are not pairs of int32"
     starts, parents = pairs(column).T.astype(np.int64)

@@ -42,7 +42,7 @@ def undelivered(column: bytes) -> int:
 
 
 def flaw(column: bytes, prompt: int, mask: Flags) -> str | None:
-    """Return why a column is no valid list of turns for `prompt` tokens and a completion's `mask`; None if it is."""
+    """Return why a column is not a list of turns for `prompt` tokens and a completion's `mask`; None if it is."""
     if len(column) % (4 * FIELDS):
         return f"turns of {len(column)} bytes, which are not {FIELDS} int32 each"
     starts, ends, reused, delivered = ints(column).reshape(-1, FIELDS).T.astype(np.int64)

@@ -69,7 +69,7 @@ def compare(expected: Mapping[str, int], hashes: Iterable[tuple[str, int]]) -> N
 
 
 def _hash_words(words: Tensor, start: int) -> int:
-    """Return the hash of int32 `words`, the first of which has index `start`. Negative words count modulo 2**64."""
+    """Return the hash of int32 `words`; the first word has index `start`. Negative words count modulo 2**64."""
     table, total, offset = _table(words.device), 0, 0
     blocks_at_once = BLOCKS_AT_ONCE if words.device.type == "cpu" else BLOCKS_AT_ONCE_ON_GPU
     while offset < len(words):

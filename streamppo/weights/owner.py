@@ -3,10 +3,10 @@
 ADDRESS/owners/00000003-5e6f7a8b    the claim of the third driver: its token, and the path and inode of its folder
 RUN/remote.address                  the address, and the tokens of the folder's claims, the newest first
 
-Each driver claims the address anew. If a folder's tokens lack the newest claim, another copy has continued the run. If
-a folder has neither the path nor the inode of the newest claim, the folder is the copy. A folder that is restored from
-the address may take over the newest claim: then the original and the restored run may both continue, and the driver
-that starts first owns the address. This module imports neither torch nor Ray.
+Each driver makes a new claim on the address. If a folder's tokens lack the newest claim, another copy has continued the
+run. If a folder has neither the path nor the inode of the newest claim, the folder is the copy. A folder that is
+restored from the address may take over the newest claim: then the original and the restored run may both continue, and
+the driver that starts first owns the address. This module imports neither torch nor Ray.
 """
 
 import io

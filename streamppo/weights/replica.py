@@ -99,7 +99,7 @@ class Replica:
         self.push = push
 
     def adopt(self, push: Push, shared: SharedTensors) -> None:
-        """Replace the version by the one that `push` describes, whose bytes are in `shared`."""
+        """Replace the version by that of `push`, whose bytes are in `shared`."""
         self.tensors = {
             tensor.name: part.view(getattr(torch, tensor.dtype)).reshape(tensor.shape)
             for tensor, part in zip(push.tensors, shared.parts, strict=True)

@@ -29,7 +29,7 @@ class RankShare(NamedTuple, Generic[T]):
 
 
 class ShareCollector(Generic[T, R]):
-    """Calls `publish` once when all ranks have added a version's shares; other weights make the version begin anew."""
+    """Calls `publish` once when all ranks have added a version's shares; with other weights the version restarts."""
 
     def __init__(self, publish: Callable[[RankShare[T]], Awaitable[R]]) -> None:
         self._publish = publish

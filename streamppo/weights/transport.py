@@ -1,4 +1,4 @@
-"""Transports buckets from a rank to rollout actors by a sender, a receiver, and a reference of each bucket.
+"""Transports buckets from a rank to rollout actors: a sender, a receiver, and a reference for each bucket.
 
     rank     sender.put(version, buckets) -> references ----> ledger ----> receiver.fetch(reference)     rollout actor
 

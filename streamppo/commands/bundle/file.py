@@ -2,7 +2,7 @@
 
     header        the facts and the batch's words as JSON, the configuration of the update as TOML
     batch.*       the columns of the batch, as in the archive (queue/store/columns.py)
-    policy.*      the trained weights before the update, with the critic's; optimizer.*, reference.* and rng beside them
+    policy.*      the trained weights before the update, with the critic's; also optimizer.*, reference.* and rng
     model.*       weights of the run's first model that the update needs: under adapters, or of a reference
     files.*       the bytes of config.json and of the tokenizer's files
 

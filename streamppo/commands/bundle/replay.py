@@ -111,7 +111,7 @@ def _show_row(replayed: BundleUpdate, row: int) -> None:
         column.justify = "left" if name in ("text", "dropped") else "right"
     for entry in zip(*(replayed.tokens[name][in_row].tolist() for name in names), strict=True):
         rows.add_row(*map(_cell, entry))
-    # Every token is one line, whatever the width of the terminal.
+    # Every token is one line, also on a narrow terminal.
     wide = console()
     wide.width = PLAIN_WIDTH
     wide.print(rows)

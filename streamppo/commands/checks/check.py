@@ -6,7 +6,7 @@ later      cannot be known before a run starts
 not here   missing on this machine, so that no run can start here; another machine may have it
 error      no run can start anywhere
 
-Light checks seldom import torch or transformers. Light checks come first, and `run` makes only light checks. Memory,
+Light checks rarely import torch or transformers. Light checks come first, and `run` makes only light checks. Memory,
 the tokenizer and scores of rows are checked if the light checks find no error.
 """
 
@@ -41,7 +41,7 @@ def check(config: Config, name: str, gpu_gib: float | None, *, call: bool) -> in
 
 
 def check_all(config: Config, gpu_gib: float | None, *, call: bool = False) -> list[Finding]:
-    """Make the light checks and, without an error, those that need torch; with `call`, score a few rows."""
+    """Make the light checks and, if they find no error, the checks that need torch; with `call`, score a few rows."""
     with process.naming_prints():
         findings, loaded = check_lightly(config)
         if _count(findings, "error"):
@@ -121,7 +121,7 @@ def _check_with_torch(
 def refuse(config: Config) -> None:
     """Log the notes, and raise `ConfigError` with a line for each reason why a run of `config` cannot start here.
 
-    On a cluster, missing resources of this machine are no reason, because another machine may have them.
+    On a cluster, missing resources of this machine are not a reason, because another machine may have them.
     """
     fatal = ("error", "not here") if config.cluster.address == LOCAL else ("error",)
     reasons: list[str] = []

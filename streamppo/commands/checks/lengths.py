@@ -56,7 +56,7 @@ def answers(config: Config, task: Task, tokenizer: Tokenizer | None) -> Findings
     if has_few and path != BUILTIN and not sizes.is_small(model := policy.read(path)):
         text = f"rollout.max_tokens ({bound}) is low for a model of {model.parameters:,} parameters, which reasons "
         yield Finding("answers", "note", f"{text}before it answers: completions are cut off")
-    # A long answer is no error: it may be a solution of which the scorer reads only the end.
+    # A long answer is not an error: the scorer may read only the end of a solution.
     is_answer = bool(lengths) and max(lengths) <= FEW_TOKENS
     functions = [scorer for scorer in config.reward.scorers.values() if isinstance(scorer, FunctionScorer)]
     is_answer &= not any(scorer.function.startswith(SOLUTION_SCORERS) for scorer in functions)

@@ -11,7 +11,7 @@ from streamppo.learner.memory import MASTER, MOMENTS, ModelSizes, RankMemory, cr
 VERSIONS = 3
 """Versions of the weights in the object store: two in the ledger, and one that is being pushed."""
 COPIES = 2
-"""Versions of the weights in an actor with SGLang besides the pulled version: the served version and the next."""
+"""Versions of the weights in an actor with SGLang, in addition to the pulled version: the served one and the next."""
 IN_COMMON = 3
 """Versions in memory that a machine's actors share: the served version, the next, and the pulled version."""
 RAY, PROCESS = 2**30, 350 * 2**20
@@ -78,7 +78,7 @@ def object_store(model: ModelSizes) -> int:
 
 
 class ActorWeights(NamedTuple):
-    """Bytes of weights in the memory of one rollout actor, besides the engine's weights.
+    """Bytes of weights in the memory of one rollout actor, without those of the engine.
 
         pulled     the newest version; 0 if it is a view of Ray's object store, such as a version from a single rank
         merged     with adapters: the frozen model and the next version

@@ -119,7 +119,7 @@ def _play_agents(
             if is_late := limited.timeout_s < environment.timeout_s and str(error).startswith(late):
                 reason = f"{source}: it has not ended after {limited.timeout_s:g} s, and was stopped; in a run it has "
                 reason += f"{environment.timeout_s:g} s (environment.timeout_s)"
-            # A failure after an answer is no fault: the agent may expect another answer than the row's.
+            # A failure after an answer is not a fault: the agent may expect another answer than the row's.
             is_fault = not error.tokens and not is_late
             yield Finding("environment", "error" if is_fault else "note", reason)
             return

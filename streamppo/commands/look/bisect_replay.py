@@ -2,8 +2,8 @@
 
 question                   examined versions                                          replayed updates
 a metric, a test of data   every line, or every batch                                 none
-a test of the weights      every checkpoint; then each version after the last one     from that checkpoint to the
-                           before the first that holds, up to one that holds          answer
+a test of the weights      every checkpoint; then the versions before the first       from the checkpoint before
+                           checkpoint that holds, up to one that holds                them to the answer
 the same with --set        each version from the first, under the changes             from the first to the answer
 """
 

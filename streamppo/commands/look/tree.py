@@ -36,9 +36,9 @@ class TreeNode(NamedTuple):
     """A node: tokens `start` to `end` - 1 of a row. `context` is the number of tokens on the path before the node.
 
     If the node does not follow the previous token of the row, `parent` is the token that it follows (-1: none). A node
-    of kind "again" repeats the last token of a context that gets another answer. A turn has a `number`, and `versions`
-    with a pair (length, version) for each stretch of tokens that one version sampled. `too_old` is the number of its
-    tokens beyond max_lag.
+    of kind "again" repeats the last token of a context, which then gets another answer. A turn has a `number`, and
+    `versions` with a pair (length, version) for each stretch of tokens that one version sampled. `too_old` is the
+    number of its tokens beyond max_lag.
     """
 
     kind: Kind

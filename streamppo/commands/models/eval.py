@@ -1,8 +1,8 @@
 """`streamppo eval`: measures held-out accuracy and pass@k of a run's checkpoint or a model, in this process.
 
 accuracy    share of the prompts whose greedy answer is right, as in a run's own evaluations
-pass@k      chance that one of k samples is right: the mean over prompts of 1 - C(n - c, k) / C(n, k), of n samples of
-            which c are right (Chen et al. 2021, https://arxiv.org/abs/2107.03374)
+pass@k      chance that one of k samples is right: the mean over prompts of 1 - C(n - c, k) / C(n, k), for n samples
+            with c right ones (Chen et al. 2021, https://arxiv.org/abs/2107.03374)
 
 An answer is right if its reward is at least `reward.correct_at`. Samples are drawn with the settings of `[rollout]`.
 """

@@ -107,7 +107,7 @@ def model_weights(path: str, dtype: str) -> dict[str, Tensor]:
 def untrained_weights(path: str, dtype: str) -> dict[str, Tensor]:
     """Return the tensors of the model at `path` that training leaves unchanged, by name, in `dtype`.
 
-    These are parameters that transformers freezes, stored buffers, and the parts of a multimodal model besides its text
+    These are parameters that transformers freezes, stored buffers, and the parts of a multimodal model outside its text
     model. Raises `ModelError`.
     """
     with torch.device("meta"):

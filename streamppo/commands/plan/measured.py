@@ -112,7 +112,7 @@ def costs(runs: Sequence[MeasuredRun]) -> StageCosts:
         ((at.calls("reward"), at.end_s - at.begin_s), at.cpu_s("process") - at.cpu_s(*ENGINE)) for _, _, at in engines
     )
     update_s, token_s, sync_s = _fit((work, interval.cpu_s(*PASSES)) for work, interval in ranks)
-    # If there are several ranks, threads besides the main one exchange gradients.
+    # If there are several ranks, threads other than the main one exchange gradients.
     push_s, exchange_s = _fit(
         ((work[0], work[2]), interval.cpu_s("process") - interval.cpu_s(*PASSES)) for work, interval in ranks
     )

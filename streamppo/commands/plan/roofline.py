@@ -37,13 +37,13 @@ TRAINING_SHARE = {0.5e9: 0.14, 8e9: 0.35}
 PREFILL_SHARE, READING_SHARE = 0.4, 0.6
 """Share of the TFLOP/s that a prefill reaches, and share of the TB/s that a decoding step reaches."""
 LAUNCH_S = 0.004
-"""Seconds that a decoding step or prefill takes besides reading and multiplying."""
+"""Seconds that a decoding step or prefill takes in addition to reading and multiplying."""
 OPTIMIZER_BYTES = 28
 """Bytes that a step of AdamW in float32 reads and writes for each trained parameter."""
 SNAPSHOT_GB_S, PACKED_GB_S, PULLED_GB_S = 25.0, 2.5, 10.0
 """GB/s of a snapshot into pinned memory, of packing and hashing a snapshot, and of a swap."""
 CALL_S, STORED_S, PUBLISH_S = 0.002, 1e-4, 0.02
-"""Seconds of the queue for a call, for a trajectory in a call (besides its bytes), and for a version."""
+"""Seconds of the queue for a call, for a trajectory in a call (without its bytes), and for a version."""
 SAMPLE_S = 3e-4
 """Seconds of an actor for a trajectory, except for the reward."""
 

@@ -14,7 +14,7 @@ class StageCosts(NamedTuple):
     actor      `sample_s` for a trajectory: its prompt, reward and delivery; `actor_cores` are always busy
     queue      `call_s` for a call, `stored_s` for a trajectory in it, `publish_s` for a version
     rank       an update: `update_s` + `token_s` for each token of its rows + `sync_s` if there are other ranks;
-               `push_s` beside the next update
+               `push_s` during the next update
     """
 
     step_s: float

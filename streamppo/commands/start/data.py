@@ -1,6 +1,6 @@
 """`streamppo data`: converts well-known data sets, original files or a copy from the hub, to one parquet file.
 
-name           original files                                   columns written, besides data_source
+name           original files                                   columns written, and data_source
 gsm8k          train.jsonl, test.jsonl                          prompt, answer, solution
 math           train/SUBJECT/*.json, test/SUBJECT/*.json        prompt, answer, solution, level, subject
 hellaswag      hellaswag_train.jsonl, hellaswag_val.jsonl       prompt, answer (a letter), endings

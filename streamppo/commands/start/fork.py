@@ -176,7 +176,7 @@ def _with_reward(run: Path, config: Config, aside: Path, folder: Path) -> Config
 
 
 def _copy_model(source: Path, target: Path) -> None:
-    """Copy the model that was made for the run. Without a model, the fork makes the same one from the seed."""
+    """Copy the model that was made for the run. If there is none, the fork makes the same model from the seed."""
     if not source.is_dir():
         return
     durable.folder(target)

@@ -204,7 +204,7 @@ def _length(text: ScoredText | None) -> str:
 
 
 def _shorten(text: str, width: int) -> str:
-    """Return `text` in quotes. Of a longer text than `width`, the last two thirds show how it ends."""
+    """Return `text` in quotes. If it is longer than `width`, two thirds of the result are its end."""
     quoted = json.dumps(text, ensure_ascii=False)
     return quoted if len(quoted) <= width else f"{quoted[: width // 3]}…{quoted[1 + width // 3 - width :]}"
 

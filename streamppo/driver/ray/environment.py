@@ -40,7 +40,7 @@ FORKED = {
     # Ray would start workers in advance, which are not forks and would never be used.
     "RAY_prestart_worker_first_driver": "0",
 }
-"""Settings besides `OWN_RAY` if workers are forks of a template (worker_template.py)."""
+"""Settings in addition to `OWN_RAY` if workers are forks of a template (worker_template.py)."""
 LOOPBACK = "127.0.0.1"
 RAY_TOKEN = ".ray/auth_token"
 """The file in the user's home with the token that authenticates all Rays of the user."""
@@ -68,7 +68,7 @@ def _is_general(name: str) -> bool:
 
 
 def key_variables(config: Config) -> frozenset[str]:
-    """Return the variables with API keys of reward services and the teacher and, if it is set, that of the engines."""
+    """Return the variables with API keys of reward services, of the teacher and, if it is set, of the engines."""
     remotes = [scorer for scorer in config.reward.scorers.values() if isinstance(scorer, Remote)]
     names = {service.key_env for service in (*remotes, config.algorithm.teacher) if service.key_env}
     engine = config.rollout.engine

@@ -24,7 +24,7 @@ MARK = "STREAMPPO_OWN_RAY"
 ROUND_S, ROUNDS = 0.02, 500
 """Each round scans all processes, and then watches for new processes for `ROUND_S`. `ROUNDS` limits the rounds."""
 EMPTY_ROUNDS = 3
-"""The watcher ends after this many scans in a row without a marked process. A process that forks may evade one scan."""
+"""The watcher ends after so many successive scans without a marked process. A process that forks may evade a scan."""
 LOOK_MS = 500
 """Milliseconds between two checks for the driver, if the kernel has no pidfd."""
 ENDING_S = 15.0

@@ -99,7 +99,7 @@ def joined(inputs_BL: Tensor, width_B: Tensor, device: torch.device = CPU, *, st
 
 
 def bounds(width_B: Tensor) -> Tensor:
-    """[B + 1] in int32: the begin of each row, if rows are laid end to end, and the end of the last row."""
+    """[B + 1], int32: the start of each row, if rows lie end to end, and the end of the last row."""
     return torch.nn.functional.pad(width_B.cumsum(0), (1, 0)).int()
 
 

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 Checkpointing: TypeAlias = Literal["off", "full", "offloaded"]
 """What a layer keeps for the backward pass: all activations, only its input, or its input in CPU memory."""
 SIZES = 64
-"""The maximum of compiled variants of a layer: one for each number of tokens, with and without gradient."""
+"""Maximum number of compiled variants of a layer: one for each number of tokens, with and without gradient."""
 PLACES = ("layers", "h", "decoder.layers", "blocks")
 """Attributes that may hold the layers of: most models; GPT-2 and similar; OPT; MPT."""
 CACHE_NAMES = ("cache", "past_key_values")
@@ -50,7 +50,7 @@ def kind(config: Model) -> Checkpointing:
 def checkpoint_activations(transformer: "PreTrainedModel", kind: Checkpointing) -> None:
     """Let layers recompute, in the backward pass, the activations that they do not keep.
 
-    Training mode, which turns checkpointing on, is not set for a layer's submodules, which have dropout.
+    Training mode turns checkpointing on. It is not set for a layer's submodules, because they have dropout.
     """
     if kind == "off":
         return

@@ -47,7 +47,7 @@ def can_share(transformers: "Sequence[PreTrainedModel]") -> bool:
 
 
 def lay_out(inputs_BL: Tensor, start_B: Tensor, width_B: Tensor, hidden: int, device: torch.device = CPU) -> RowLayout:
-    """Lay out rows, shared or padded, whichever is less work at width `hidden`; completions begin at `start_B`."""
+    """Lay out rows shared or, if that is less work at width `hidden`, padded; completions begin at `start_B`."""
     shared_plan = plan(inputs_BL, start_B, width_B)
     rows, width = len(shared_plan.width_G), int(shared_plan.width_G.max())
     if work(rows, width, hidden) > WORTH * work(len(inputs_BL), inputs_BL.shape[1], hidden):
@@ -66,7 +66,7 @@ def work(rows: int, width: int, hidden: int) -> float:
 def plan(inputs_BL: Tensor, start_B: Tensor, width_B: Tensor) -> SharingPlan:
     """Put trajectories with the same prompt tokens into one row, in their order."""
     position_L = torch.arange(inputs_BL.shape[1], device=inputs_BL.device)
-    # The fill value -1 is no token, so no prompt equals the beginning of a longer prompt.
+    # The fill value -1 is not a token, so no prompt equals the beginning of a longer prompt.
     prompts_BL = inputs_BL.masked_fill(position_L >= start_B[:, None], -1)
     row_B = number(prompts_BL)
     order_B = row_B.argsort(stable=True)
@@ -83,7 +83,7 @@ def plan(inputs_BL: Tensor, start_B: Tensor, width_B: Tensor) -> SharingPlan:
 
 def number(rows_BL: Tensor) -> Tensor:
     """[B], a number for each row of integers, counted from 0; equal rows have equal numbers."""
-    # A hash of each row, its sum with odd factors, is faster than torch's `unique` of rows; collisions are detected.
+    # Hashing each row (a sum with odd factors) is faster than torch's `unique` of rows; collisions are detected.
     factor_L = torch.randint(2**62, rows_BL.shape[1:], generator=torch.Generator().manual_seed(0)) * 2 + 1
     _, number_B = (rows_BL * factor_L.to(rows_BL.device)).sum(1).unique(return_inverse=True)
     index_B = torch.arange(len(rows_BL), device=rows_BL.device)

@@ -1,4 +1,4 @@
-"""Attention over short rows on a CPU: rotary positions and attention as one operation with a gradient of its own.
+"""Attention over short rows on a CPU: rotary positions and attention as one operation with its own gradient.
 
 G rows of W tokens, H heads of width D for queries and K for keys and values, C = D / 2 complex numbers of a head.
 
@@ -39,7 +39,7 @@ def attend(
     attention_mask: Tensor | None,
     **others: object,
 ) -> tuple[Tensor, Tensor | None]:
-    """Attend to short float32 rows without a cache as llama, qwen2 and qwen3 do; call `otherwise` for other rows."""
+    """Compute the attention of llama, qwen2 and qwen3 for short float32 rows without a cache; else call `otherwise`."""
     rows, width = hidden_states.shape[:2]
     has_cache = any(others.get(name) is not None for name in layers.CACHE_NAMES)
     if width > LONGEST or has_cache or hidden_states.dtype is not torch.float32:

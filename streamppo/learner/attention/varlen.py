@@ -80,7 +80,7 @@ def model_class(text: "PretrainedConfig") -> object:
 
 
 def width_refusal(text: "PretrainedConfig", kernel: str, multiple: int = 1) -> str:
-    """The reason why `kernel`, which takes heads of a `multiple` of entries, cannot compute those of `text`; or ""."""
+    """The reason why `kernel` cannot compute heads of the widths in `text`; "" if it can. It needs a `multiple`."""
     widths = [width for name in WIDTHS if (width := getattr(text, name, None))]
     if not widths and isinstance(heads := getattr(text, "num_attention_heads", None), int):
         widths = [text.hidden_size // heads]

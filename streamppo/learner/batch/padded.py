@@ -26,9 +26,9 @@ from streamppo.types import Batch, Trajectory, flags, floats, ints
 class Host:
     """The columns that determine the layout of passes, in host memory: the host reads them without waiting for a GPU.
 
-    FSDP would move a tuple's tensors to the GPU with a pass's other arguments, so this class is no tuple. `widths` are
-    the numbers of tokens of a selection's longest completion and of its longest row. `branches` has an entry for each
-    row, or is None if no row has branches.
+    FSDP would move a tuple's tensors to the GPU with a pass's other arguments, so this class is not a tuple. `widths`
+    are the numbers of tokens of a selection's longest completion and of its longest row. `branches` has an entry for
+    each row, or is None if no row has branches.
     """
 
     inputs_BL: Tensor

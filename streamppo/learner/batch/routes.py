@@ -20,7 +20,7 @@ class RowRoutes:
     """The expert numbers of M tokens, rows end to end; `known_M` is True for tokens with recorded experts.
 
     The numbers of row b's first `count_B[b]` tokens begin at entry `begin_B[b]`. No number is above `largest`. FSDP
-    would move a tuple's tensors to the GPU with a pass's other arguments, so this class is no tuple.
+    would move a tuple's tensors to the GPU with a pass's other arguments, so this class is not a tuple.
     """
 
     numbers_ME: Tensor

@@ -55,7 +55,7 @@ class TrainState(NamedTuple):
 
 
 class Saver:
-    """Writes checkpoints during training, one at a time, with a process group of its own. A collective."""
+    """Writes checkpoints during training, one at a time, in a separate process group. A collective."""
 
     def __init__(self, config: Checkpoint) -> None:
         group = dist.new_group(backend="gloo")
@@ -205,9 +205,9 @@ def load(
 ) -> CheckpointState:
     """Load one checkpoint in place, with the states of the random number generators. A collective.
 
-    Each rank verifies the files that it reads, and fetches missing files from `copies`. Raises `CheckpointError` on all
-    ranks if another number of ranks wrote the checkpoint or if a rank lacks a file, and `DamagedFile` for a damaged
-    file or a checkpoint outside of the run's `past`.
+    Each rank verifies the files that it reads, and fetches missing files from `copies`. All ranks raise
+    `CheckpointError` if a rank lacks a file, or if another number of ranks wrote the checkpoint. A damaged file, or a
+    checkpoint outside of the run's `past`, raises `DamagedFile`.
     """
     parameter = next(trained.policy.parameters())
     writer = rank_in_copy(parameter.device_mesh) if isinstance(parameter, DTensor) else dist.get_rank()

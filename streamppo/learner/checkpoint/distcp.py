@@ -28,7 +28,7 @@ from streamppo import durable
 from streamppo.errors import CheckpointError
 
 METADATA = ".metadata"
-"""The file that lists which file holds which tensor."""
+"""The file that maps tensors to files."""
 PACKAGE = "torch.distributed.checkpoint"
 PATHS = ("pathlib.PosixPath", "pathlib._local.PosixPath")
 """The class of a path; a checkpoint that Python 3.13 wrote has the second name, which other versions lack."""

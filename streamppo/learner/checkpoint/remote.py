@@ -4,8 +4,8 @@ checkpoint.remote/NAME-ID/00000050/     the files of a checkpoint, as on disk
 runs/NAME/remote.address                contains NAME-ID, which is unique to the run, so that copies of two runs are
                                         never confused; a copied folder gets a new ID (weights/owner.py)
 
-Every rank copies its own files in a thread of its own and does not wait for other ranks. A copy is whole when the
-manifest and all its files have arrived, in any order. A file is verified when it is fetched.
+Every rank copies its files in a separate thread and does not wait for other ranks. A copy is whole when the manifest
+and all its files have arrived, in any order. A file is verified when it is fetched.
 """
 
 import logging

@@ -140,10 +140,10 @@ def rehearse(path: str) -> tuple[str, ...]:
 def critic(choice: str, policy: str | Path, attention: str, *, weights: bool = True) -> CriticStart:
     """Read the separate transformer of a critic; `choice` is the field algorithm.critic.model.
 
-    "head" has no transformer, "policy" a copy of the policy's, "scratch" a random one of the same architecture. A path
-    leads to a causal LM, or to a sequence classification model of one label whose head becomes the value head. Raises
-    `ModelError` for a model that cannot be loaded, that has more than one label or no `score` head, or that has fewer
-    tokens than the policy.
+    "head" has no transformer, "policy" copies the policy's, and "scratch" has random weights in the same architecture.
+    A path leads to a causal LM, or to a sequence classification model of one label whose head becomes the value head.
+    Raises `ModelError` for a model that cannot be loaded, that has more than one label or no `score` head, or that has
+    fewer tokens than the policy.
     """
     match choice:
         case "head":

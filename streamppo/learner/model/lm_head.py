@@ -17,7 +17,7 @@ from streamppo.errors import ModelError
 from streamppo.tasks import tokenizer
 
 UNSAMPLED = -1e9
-"""A bias that leaves a token no probability; finite, because the product of infinity and 0 is NaN."""
+"""A bias that gives a token probability 0; finite, because the product of infinity and 0 is NaN."""
 GAP, PROBED = 1e-3, 4
 """The largest accepted difference between the model's and the learner's log-probs, in nats, on `PROBED` tokens."""
 
@@ -39,7 +39,7 @@ def bias_of(lm: Any, unknown_V: Tensor | None = None) -> Tensor | None:
 
 
 def unknown(path: str | Path, rows: int, device: str) -> Tensor | None:
-    """A bias [V] that leaves no probability to head rows that are no tokens of the tokenizer at `path`. A collective.
+    """A bias [V] that gives probability 0 to head rows without a token of the tokenizer at `path`. A collective.
 
     Rank 0 reads the tokenizer. The bias is None if all rows are tokens, or if there is no tokenizer. Under a soft cap
     the bias lowers these rows' logits only to the cap.

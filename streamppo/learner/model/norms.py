@@ -1,4 +1,4 @@
-"""RMS norms as one operation with a gradient of its own. N tokens of width C.
+"""RMS norms as one operation with its own gradient. N tokens of width C.
 
     y = w * n,   n = x * inv,   inv = 1 / sqrt(mean(x * x) + eps)        https://arxiv.org/abs/1910.07467, equation 4
     dx = inv * (w * dy - n * mean(n * w * dy)),   dw = sum over tokens of n * dy
@@ -31,7 +31,7 @@ def prepare(transformer: "PreTrainedModel") -> None:
 
 
 def normalise(module: Any, otherwise: Callable[[Tensor], Tensor], hidden_states: Tensor) -> Tensor:
-    """Apply the norm of llama, qwen2 and qwen3; on a CPU, dtypes other than float32 go to `otherwise`, the original."""
+    """Apply the norm of llama, qwen2 and qwen3; on a CPU only in float32, else call `otherwise`, the original."""
     if hidden_states.is_cuda:
         return torch.nn.functional.rms_norm(hidden_states, module.weight.shape, module.weight, module.variance_epsilon)
     if hidden_states.dtype is not torch.float32 or module.weight.dtype is not torch.float32:

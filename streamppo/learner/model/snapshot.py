@@ -62,5 +62,5 @@ def snapshot(policy: Policy, into: Mapping[str, Tensor]) -> None:
                 into[name].copy_(rows, non_blocking=True)
         elif into[name].numel():
             shard = local(parameter)
-            # The GPU casts before the copy; torch by itself would move 32 bits and round on the host.
+            # The GPU casts before the copy; by default torch would move 32 bits and round on the host.
             into[name].copy_(shard.to(into[name].dtype) if shard.is_cuda else shard, non_blocking=True)

@@ -30,7 +30,7 @@ log = logging.getLogger(__name__)
 LARGE = 1 << 26
 """If a model in 16 bits has fewer bytes than this, rank 0 reads it for all ranks, which is faster."""
 SAMPLED = 256
-"""The most tensors that are hashed to compare the models of all ranks."""
+"""Maximum number of tensors that are hashed to compare the models of all ranks."""
 FIRST = 2
 
 
@@ -80,9 +80,9 @@ class LoadPlan(NamedTuple):
 def plan(path: str, critic: str, *, adapted: bool) -> LoadPlan | None:
     """Make the plan by which all ranks read the model at `path`; `critic` is the configuration's choice. A collective.
 
-    Returns None if rank 0 must read for all ranks: if the model is small or `adapted`, if the critic is not made from
-    the model's files, if a rank lacks the files or has different files, or if this module and transformers read
-    different weights. Raises `ModelError` for files that cannot be read or, on rank 0, do not fit the model.
+    Returns None if rank 0 must read for all ranks: the model is small or `adapted`, the critic is not made from the
+    model's files, a rank lacks the files or has different ones, or this module and transformers read different weights.
+    Raises `ModelError` for files that cannot be read or, on rank 0, do not fit the model.
     """
     files = None if adapted or critic not in ("head", "policy") else _files(path)
     digest = "" if files is None else _digest(files)

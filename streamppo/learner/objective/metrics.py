@@ -24,7 +24,7 @@ class Sums(NamedTuple):
     """Shares of losses and sums over tokens, detached, in float64: they add up over micro-batches and ranks.
 
     `losses_2` are the loss shares of policy and critic. The other sums weight all trained tokens equally: `tokens_5`
-    are those of `update_sums`. `values_2` counts the critic's tokens and its tokens with a clipped value.
+    are the sums of `update_sums`. `values_2` counts the critic's tokens and its tokens with a clipped value.
     """
 
     losses_2: Tensor

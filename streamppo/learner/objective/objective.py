@@ -88,8 +88,8 @@ class Objective(NamedTuple):
 
     The scores of the part `scored` are computed for the whole batch before the first step. `anchor` computes the
     proximal log-probs of a micro-batch in the step's own pass; if it is None, they are computed before the first step.
-    `one_step`: the policy makes one step per batch. `rules` are the metrics of all rules, of the correction and of the
-    `filters`, that leave tokens out of the policy's loss.
+    `one_step`: the policy makes one step per batch. `rules` are the metrics of all rules (of the correction and the
+    `filters`) that leave tokens out of the policy's loss.
     """
 
     advantages: Advantages

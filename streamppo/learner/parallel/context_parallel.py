@@ -39,9 +39,9 @@ class Slices(NamedTuple):
     """The groups of context parallelism: rows are split over `ranks` ranks, and this rank has slice `number`.
 
     `within`: the ranks that have slices of the same rows; `across`: the ranks that have the same slice of other rows;
-    both are None if rows are not split. `heads`: the ranks that exchange slices for heads, which are those of `within`
-    or, with tensor parallelism, those with the same share of the heads; None for a single rank. `cut`: the meshes that
-    split weights.
+    both are None if rows are not split. `heads`: the ranks that exchange slices for heads: `within` or, with tensor
+    parallelism, the ranks with the same share of the heads; None for a single rank. `cut`: the meshes that split
+    weights.
     """
 
     ranks: int = 1

@@ -6,8 +6,8 @@
 
 The ranks of a group may pass different rows of different widths. Tokens are dispatched as in GShard,
 https://arxiv.org/abs/2006.16668, but without a capacity: no token is left out. If a rank would get more than `FEW`
-pairs and more than `UNEVEN` times its even share, the ranks exchange their pairs in rounds, each of which is computed
-again in the backward pass, so a rank holds the activations of one round.
+pairs and more than `UNEVEN` times its even share, the ranks exchange their pairs in rounds. The backward pass computes
+each round again, so a rank holds the activations of only one round.
 
 N tokens of a rank, D width, M = N * k pairs, P pairs that a rank receives, R ranks.
 """
@@ -25,7 +25,7 @@ from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 Compute = Callable[[Tensor, Tensor, Tensor], Tensor]
 """(tokens, each token's experts, the experts' weights) -> the weighted sum of the experts' outputs for each token."""
 UNEVEN = 1.5
-"""The most pairs that a rank gets in one round, as a multiple of its share in an even division."""
+"""Maximum number of pairs that a rank gets in one round, as a multiple of its share in an even division."""
 FEW = 4096
 """Up to this many pairs, a rank gets all its pairs in one round."""
 

@@ -40,7 +40,7 @@ class ReplicaWriter:
         self.address = self._store.address
 
     def put(self, folder: str, name: str, row: bytes) -> None:
-        """Copy the CRC-32 of `row`, by which `read_row` detects truncation, and then `row`."""
+        """Copy `row` after its CRC-32, by which `read_row` detects truncation."""
         self.put_bytes(folder, name, with_crc(row))
 
     def put_bytes(self, folder: str, name: str, content: bytes) -> None:

@@ -81,7 +81,7 @@ class CopiedJournal(Journal):
         self._copied: dict[str, int] = {}
 
     def fence(self) -> None:
-        """Fence out earlier writers, then copy what they may have left incomplete: journal, archive and run files."""
+        """Fence out earlier writers, then complete their copies of journal, archive and run files."""
         super().fence()
         self._refuse_others()
         self._copy_base()

@@ -7,12 +7,12 @@ If engines sample further ahead than the learner needs, updates are no faster, a
     after each of the last patience * (lag + 1) versions       the lag falls by k, to 1 at least
     at least k >= 1 batches were complete and not taken
 
-The least number of batches left over, k, is a standing queue: with k batches fewer the learner would not have waited.
-CoDel measures the delay of a router in the same way (https://doi.org/10.1145/2209249.2209264). Since lag + 1 batches
-are held, a unit is taken within lag + 1 versions. After a fall, more than lag + 1 batches are held at first. Nothing is
-measured until the surplus is taken. Doubling until the first fall is TCP's slow start. After a rise, the trajectories
-of new slots have lag / 2 versions to arrive before the next rise. The patience begins at 1 and doubles, up to 8, with
-each rise after a fall, so that the learner seldom waits if the needed lag is between two integers.
+The smallest number of batches left over, k, is a standing queue: with k batches fewer the learner would not have
+waited. CoDel measures the delay of a router in the same way (https://doi.org/10.1145/2209249.2209264). Since lag + 1
+batches are held, a unit is taken within lag + 1 versions. After a fall, more than lag + 1 batches are held at first.
+Nothing is measured until the surplus is taken. Doubling until the first fall is TCP's slow start. After a rise, the
+trajectories of new slots have lag / 2 versions to arrive before the next rise. The patience begins at 1 and doubles, up
+to 8, with each rise after a fall, so that the learner rarely waits if the needed lag is between two integers.
 
 Example: the lag is 3, and a batch has 64 units. The learner has its next batch, and 150, 131, 140 and 170 more units
 are complete after versions 8, 9, 10 and 11. At least two batches are always left over: from version 11 on the lag is 1.
@@ -27,7 +27,7 @@ MOST_PATIENCE = 8
 
 @dataclass(slots=True)
 class NeededLag:
-    """The lag that the learner needs, and the numbers of batches `left_over` that are measured for its next change."""
+    """The lag that the learner needs; `left_over` counts the batches left over at each version since a change."""
 
     lag: int = FIRST
     has_fallen: bool = False

@@ -1,7 +1,7 @@
-"""Skips prompts of rows whose last groups had no learning signal (GRESO, https://arxiv.org/abs/2506.02177). Pure.
+"""Skips prompts of data rows whose last groups had no learning signal (GRESO, https://arxiv.org/abs/2506.02177). Pure.
 
-    z of a row    the number of its last groups, in a row, without a learning signal; it counts groups that were trained
-                  on or resampled, and of them those whose samples were all right or, as in GRESO, all of equal score
+    z of a row    the number of its consecutive last groups without a learning signal: all samples right or, as in
+                  GRESO, all scores equal; groups that were trained on or resampled are counted
     opening       prompt p is skipped with probability 1 - max(floor, repeat^z), by a number drawn from (seed, p)
 
 Groups are counted when the version that trained on them is published, together with groups that were resampled since
@@ -109,7 +109,7 @@ def _counts(rewards: Sequence[float], settings: QueueSettings) -> bool:
 
 
 def no_signal_reason(group: Sequence[Trajectory], resample: Resample) -> str | None:
-    """The reason why a group has no learning signal, or None. A group without the component is not judged."""
+    """The reason why a group has no learning signal; None if it has one, or lacks the component."""
     name = resample.component
     if name and any(name not in trajectory.components for trajectory in group):
         return None

@@ -157,7 +157,7 @@ class QueueRules:
             self._fail(slot, "failed", failure.reason, attempt)
 
     def mark_dead(self, actor: str) -> None:
-        """Mark `actor` dead for good, and reopen its slots; this is no failure of the slots."""
+        """Mark `actor` dead forever, and reopen its slots; this does not count as a failure of the slots."""
         self.state.fenced.add(actor)
         self.state.calls.pop(actor, None)
         self.state.cut_for.pop(actor, None)

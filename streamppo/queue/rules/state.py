@@ -20,10 +20,10 @@ class QueueSettings(NamedTuple):
 
     `flow_lag` <= `max_lag` is the lag that admission aims at. `as_needed` lowers it to the smallest lag at which the
     learner does not wait (ahead.py). `whole_groups` keeps the `samples_per_prompt` trajectories of a prompt together.
-    `resample` says which groups are replaced by other prompts for lack of a signal; None keeps all groups. `curriculum`
-    skips prompts of rows that had such groups; a sample with a reward of at least `correct_at` is right. With
-    `segments`, each unit is one part of a slot. If `hard` is false, `max_lag` bounds only admission, computed with the
-    learner's version, and batches take tokens of any age. An adaptive admitted lag begins at `first_lag`.
+    `resample`: which groups lack a learning signal and are replaced by other prompts; None keeps all groups.
+    `curriculum` skips prompts of rows that had such groups; a sample with a reward of at least `correct_at` is right.
+    With `segments`, each unit is one part of a slot. If `hard` is false, `max_lag` bounds only admission, computed with
+    the learner's version, and batches take tokens of any age. An adaptive admitted lag begins at `first_lag`.
     """
 
     task: str
@@ -129,8 +129,8 @@ class PendingChanges:
     """Changes since the last write to the journal: changed slots, removed slots, new leases, and endings.
 
     `slots` and `removed` identify a slot by (number, part). For the curriculum, `rows` is set if the rows are new,
-    `zero_variance` has the changed count of each row, and `skipped` the count of a skipped prompt's row by its first
-    slot.
+    `zero_variance` has each changed z by row, and `skipped` has the z of each skipped prompt's row, by the prompt's
+    first slot.
     """
 
     slots: dict[tuple[int, int], Slot] = field(default_factory=dict[tuple[int, int], Slot])
@@ -159,8 +159,7 @@ class QueueState:
     calls                the last request of each actor; a repeated request gets the same tickets
     fenced               actors that were marked dead
     cut_for              for each actor, the newest version for which all due segments were cut and have arrived
-    rows, zero_variance  how prompts map to rows, and for each row the number of its last groups, in a row, without a
-                         learning signal, unless it is 0 (curriculum.py)
+    rows, zero_variance  how prompts map to data rows, and the z of each row, unless it is 0 (curriculum.py)
     resampled            prompts whose groups were resampled since the version, and whether they count for z
     counts               dead_letters, stored, duplicates, lost, consumed, masked_tokens, skipped_prompts; for segments
                          also cut (another segment follows) and orphaned (the rest of the attempt failed or was lost)
@@ -202,7 +201,7 @@ class QueueState:
         return min((self.cut_for.get(actor, -1) for actor in self.issued), default=None)
 
     def expected_cuts(self, settings: QueueSettings) -> int:
-        """Estimate how many places cuts by length will open for completions in flight, by the average of ended ones."""
+        """Estimate the number of places that cuts by length will open, from the mean number of earlier cuts."""
         if settings.segments is None or not settings.segments.max_tokens:
             return 0
         cut, ended = self.counts["cut"], self.counts["stored"] - self.counts["cut"]
@@ -215,7 +214,7 @@ class QueueState:
         return min(held, default=self.opened // samples_per_prompt)
 
     def skip(self, slots: int, count: int) -> None:
-        """Skip the next prompt: count its `slots` as opened and abandoned. `count` is the count of its data row."""
+        """Skip the next prompt: count its `slots` as opened and abandoned. `count` is the z of its data row."""
         self.pending_changes.skipped[self.opened] = count
         self.opened += slots
         self.abandoned += slots

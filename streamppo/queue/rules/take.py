@@ -61,7 +61,7 @@ def choose(settings: QueueSettings, state: QueueState, min_version: int) -> Chos
     if settings.segments is None:
         return _choose_completions(settings, state, min_version)
     last_cut = state.last_cut if settings.segments.just_in_time else None
-    # Segments to come have tokens of version last_cut - S + 1 or later, which may be too old for the next batch.
+    # Future segments have tokens of version last_cut - S + 1 or later, which may be too old for the next batch.
     if last_cut is not None and max(0, last_cut - settings.flow_lag + 1) <= min_version:
         return NONE
     return _choose_segments(settings, state, min_version)

@@ -1,4 +1,4 @@
-"""Validation of delivered trajectories: one that cannot be trained on becomes a dead letter, with the reason."""
+"""Validates delivered trajectories: an unusable trajectory becomes a dead letter, with the reason."""
 
 import math
 from collections.abc import Sequence

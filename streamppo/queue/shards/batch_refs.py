@@ -59,7 +59,7 @@ def _add(encoded: bytearray, members: Sequence[WireStruct]) -> None:
 
 
 def _head(count: int) -> bytes:
-    """The msgpack header of an array of `count` members: encode as many None, and cut off the one byte of each."""
+    """The msgpack header of an array of `count` entries: encode `count` Nones, and cut off their bytes."""
     return encode((None,) * count)[: -count or None]
 
 

@@ -73,7 +73,7 @@ class Shards:
         return [decode(answer, WrittenFile) for answer in answers]
 
     def drop(self, identities: Sequence[Identity], first_prompt: int) -> None:
-        """Tell the shards to delete these trajectories and, as a call may be lost, all of prompts < `first_prompt`."""
+        """Tell the shards to delete these, and all of prompts below `first_prompt`, if an earlier call was lost."""
         by_shard = {shard: tuple(identities[row] for row in rows) for shard, rows in self._rows(identities)}
         for number, actor in enumerate(self._actors):
             actor.drop.remote(encode(by_shard.get(number, ())), first_prompt)

@@ -107,7 +107,8 @@ class Database:
     def _verify_places(self) -> None:
         """Raise `JournalError` if the file or its log was moved, replaced or deleted, because writes would be lost.
 
-        A missing log's content is first written to the file; a missing file's, to a file beside the path.
+        If the log is missing, its content is first written to the file; if the file is missing, to a file beside the
+        path.
         """
         lost = next((place for place, opened in self._places.items() if not durable.is_at(place, opened)), None)
         if lost is None:

@@ -1,4 +1,4 @@
-"""The durable record of what waits in the queue: SQLite in WAL mode.
+"""The durable record of the queue's content: SQLite in WAL mode.
 
 runs/NAME/journal.sqlite       held slots, leases, attempts that ended without training, dead letters, one row for
                                each published version, and the counts and skipped prompts of `algorithm.curriculum`
@@ -177,7 +177,7 @@ class Journal(Database):
         return rows[0] if rows else None
 
     def skipped(self, numbers: range = ALL) -> Counts:
-        """For each skipped prompt whose first slot is in `numbers`: the slot's number, and the count of its row."""
+        """For each skipped prompt: the number of its first slot, if this is in `numbers`, and the z of its row."""
         query = "select number, row, checksum from skipped where number >= ? and number < ? order by number"
         return self._counts("skipped", query, numbers.start, numbers.stop)
 

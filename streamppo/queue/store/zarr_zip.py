@@ -1,6 +1,6 @@
 """Writes a zarr group as one zip file, entry for entry as zarr does (format 3, https://zarr-specs.readthedocs.io).
 
-zarr itself takes more than a millisecond of CPU for every array, and runs any codec that a file names; one unpickles.
+zarr itself takes more than a millisecond of CPU for every array, and runs any codec that a file names, even pickle's.
 `unpack` accepts exactly what `pack` writes, so it is safe to read untrusted files.
 """
 
@@ -23,7 +23,7 @@ LEVEL = 1
 """The zstd level: it is fast, and compresses tokens and versions to a tenth."""
 ZSTD = get_codec({"id": "zstd", "level": LEVEL})
 MAGIC, BLOCK_BYTES = b"\x28\xb5\x2f\xfd", 2**17
-"""The magic number of a zstd frame, and the maximum of bytes in one of its blocks."""
+"""The magic number of a zstd frame, and the maximum number of bytes in one of its blocks."""
 MOST_BYTES, MOST_RATIO = 2**31, 100
 """Columns may take up to MOST_BYTES + MOST_RATIO * (bytes of the file) of memory."""
 MOST_COLUMNS = 100
@@ -31,7 +31,7 @@ TYPES = ("bool", "uint8", "int16", "int32", "int64", "float16", "float32", "floa
 
 
 class ForeignFile(ValueError):
-    """The error that a file was not written by `pack`."""
+    """Raised for a file that `pack` did not write."""
 
 
 class ColumnMetadata(msgspec.Struct):

@@ -1,7 +1,7 @@
 """The forward pass of the embedded engine: its interface, and the choice of an implementation for a model.
 
-fused_decoder.py    llama, qwen2 and qwen3, in rows within their sliding window: the fewest operations
-model_decoder.py    every other model whose attention transformers lets us replace: transformers' own modules
+fused_decoder.py    llama, qwen2 and qwen3, in rows within their sliding window, with few operations
+model_decoder.py    other models whose attention can be replaced in transformers, with transformers' modules
 """
 
 import logging
@@ -80,7 +80,7 @@ def is_fused(config: "PreTrainedConfig", longest_row: int) -> bool:
 
 
 def row_limit(config: "PreTrainedConfig", longest_row: int) -> int:
-    """Return the maximum number of tokens in a row, for the decoder that `build` chooses for this `longest_row`."""
+    """Return the longest row, in tokens, of the decoder that `build` chooses for rows of `longest_row` tokens."""
     context, window = positions.longest(config, longest_row), positions.window(config)
     return context if window is None or not is_fused(config, longest_row) else min(context, window)
 

@@ -81,7 +81,7 @@ class EmbeddedEngine:
         self._swap_lock = asyncio.Lock()
         self._has_work = asyncio.Event()
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="decode")
-        # One thread for all copies: a cancelled swap goes on writing, and the next swap writes to the same memory.
+        # One thread for all copies: a cancelled swap continues to write, and the next one writes to the same memory.
         self._copies = ThreadPoolExecutor(max_workers=1, thread_name_prefix="copy")
         self._busy_s = self._idle_s = self._swap_s = 0.0
         self._swaps = 0

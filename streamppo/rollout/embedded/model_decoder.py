@@ -54,7 +54,7 @@ class ModelDecoder:
         self._last_B: Tensor | None = None
         self.stage(tensors)
         self.adopt()
-        # Free the memory that the first version has replaced; it never had values.
+        # The first version has replaced this memory, which never had values: free it.
         self._spare = {}
         self._compare_with_model()
 
@@ -139,7 +139,7 @@ class ModelDecoder:
         self._cache.copy(sources_B, targets_B, length)
 
     def _logits(self, tokens_BP: Tensor, at_BP: Tensor, last_B: Tensor, attention_pass: AttentionPass | None) -> Tensor:
-        """Return the logits [B, V] after token `last_B` of each row; without a pass, with transformers' attention."""
+        """Return the logits [B, V] after token `last_B` of each row. None is transformers' own attention."""
         B, P = tokens_BP.shape
         padding = max(0, math.ceil(LEAST_ROWS / P) - B)
         tokens, at = F.pad(tokens_BP, (0, 0, 0, padding)), F.pad(at_BP, (0, 0, 0, padding))

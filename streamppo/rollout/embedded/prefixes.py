@@ -23,7 +23,7 @@ NONE: Ints = np.zeros(0, np.int32)
 
 
 class Prefix(NamedTuple):
-    """A row's `tokens`: the first `root` are its first prompt; versions `computed` have computed the first `cached`."""
+    """A row's `tokens`. The first `root` are its first prompt; the first `cached` were `computed` by these versions."""
 
     tokens: Ints
     cached: int

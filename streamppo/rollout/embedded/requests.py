@@ -11,7 +11,7 @@ from streamppo.types import Ints
 
 
 class EndTokens(NamedTuple):
-    """Token `ids` that end completions, `completes` for stop strings, and never sampled ids `unknown` to tokenizers."""
+    """Token `ids` and stop strings (the test `completes`) end completions; `unknown` ids are never sampled."""
 
     ids: Collection[int] = ()
     completes: Callable[[Ints], bool] | None = None

@@ -169,7 +169,7 @@ class DecodingRows:
     def _copy_prefixes(
         self, requests: Sequence[RunningRequest], prefixes: Prefixes, version: int
     ) -> tuple[list[RunningRequest], np.ndarray]:
-        """Copy cached prefixes to the prompts' rows; return the requests, those without prefix first, and lengths."""
+        """Copy cached prefixes to the prompts' rows; return the requests (first those without prefix) and lengths."""
         first, end = self.count, self.count + len(requests)
         running = [
             (row, Prefix(request.prompt, len(request.prompt), int(self._root[row]), request.computed))
@@ -220,7 +220,7 @@ class DecodingRows:
         return logits
 
     def _prefill(self, texts: Sequence[Ints], first: int) -> torch.Tensor:
-        """Fill rows from `first` on with `texts`, a pass for each width: rounding depends on it. Returns logits."""
+        """Fill rows from `first` on with `texts`, in a pass for each width, which affects rounding. Returns logits."""
         widths = np.array([spans.width(len(text)) for text in texts])
         if (widths == widths[0]).all():
             return self._prefill_alike(texts, np.arange(first, first + len(texts)))

@@ -27,7 +27,7 @@ class Request(NamedTuple):
 
     @property
     def setting(self) -> dict[str, object]:
-        """What a context depends on besides the messages."""
+        """The parameters, besides the messages, on which a context depends."""
         return {"tools": self.tools, "arguments": self.arguments}
 
     def key(self) -> tuple[object, ...]:
@@ -40,7 +40,7 @@ class Request(NamedTuple):
 class Turn:
     """A turn of the policy: under way, or ended with `reply`. `listeners` connections wait for the turn.
 
-    Turns are numbered from 1 as they end (0: under way); `ended_before` had ended when the context was looked up.
+    Turns are numbered from 1 as they end (0: under way). `ended_before` turns had ended when the context was looked up.
     """
 
     id: str

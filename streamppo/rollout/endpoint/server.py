@@ -372,7 +372,7 @@ def _session_name(key: str) -> str:
 
 
 def reachable(host: str) -> str:
-    """Return an address at which other machines reach `host`; for a wildcard, this machine's on the default route."""
+    """Return an address at which other machines reach `host`; for a wildcard, that of the default route."""
     if host not in ("0.0.0.0", "::"):
         return host
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:

@@ -2,14 +2,14 @@
 
 consumes     requests, from a server or a test
 produces     turns, each sampled after the stored tokens of its context; an episode at the end
-waits for    the engine, and for room in the row, of which requests under way reserve a part
+waits for    the engine, and for room in the row; each request under way reserves a part of the row
 unblocks     the listeners of a turn
 
     request -> equal to an undelivered one without listeners? -> join it
             -> else a turn: room -> match -> render what is new -> generate -> add to tree and row -> read -> deliver
 
-A turn continues if its client disconnects, which may repeat the request. Turns not received by the run's end are
-masked.
+If its client disconnects, a turn continues, because the client may repeat the request. Turns not received by the run's
+end are masked.
 """
 
 import asyncio
@@ -47,7 +47,7 @@ TOOLS_LEFT_OUT = (
 
 
 class SampledPolicy(NamedTuple):
-    """What all runs of an actor share: engine, tokenizer, ends of completions, and counts of reused contexts."""
+    """Shared by all runs of an actor: engine, tokenizer, ends of completions, and counts of reused contexts."""
 
     engine: Sampler
     tokenizer: Tokenizer

@@ -1,4 +1,4 @@
-"""Samples an answer up to a stop string of its request, for which the engine does not search.
+"""Samples an answer up to a stop string of its request. The engine does not search for these strings.
 
 stop ["Observation:"]      "Thought: look\nObservation:" | " it rains"      the remainder is discarded
 """

@@ -47,7 +47,7 @@ class _Node(NamedTuple):
 
 
 class Tree:
-    """The tree of messages; `add` adds a turn. A `setting` is what else a context depends on, such as tools."""
+    """The tree of messages; `add` adds a turn. A `setting` holds the other inputs of a context, such as tools."""
 
     def __init__(self) -> None:
         self._nodes: list[_Node] = []

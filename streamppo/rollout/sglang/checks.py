@@ -22,7 +22,7 @@ def check_version(
 
 
 def check_strings(info: Mapping[str, Answer], strings: Sequence[str]) -> None:
-    """Raise `ModelError` for a server without a tokenizer, with which it would find the stop `strings`."""
+    """Raise `ModelError` if a server must search for stop `strings` and has no tokenizer."""
     if strings and info.get("skip_tokenizer_init"):
         raise ModelError(
             f"rollout.stop has the string {strings[0]!r}, which a server finds by its tokenizer: start it without "

@@ -17,7 +17,7 @@ from streamppo.weights import content, shared_memory
 
 
 class VersionCopy(NamedTuple):
-    """Copies of tensors, and the flat memory of which they are views."""
+    """Copies of tensors, and the flat memory that contains them."""
 
     tensors: dict[str, Tensor]
     memory: list[Tensor]

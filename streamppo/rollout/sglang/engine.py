@@ -119,7 +119,8 @@ class SGLangEngine:
     ) -> None:
         check_fit(self._architecture.shapes, tensors)
         async with self._swapping:
-            # One thread for all copies: a cancelled swap goes on writing, and the next swap writes to the same memory.
+            # One thread for all copies: a cancelled swap continues to write, and the next one writes to the same
+            # memory.
             copied = self._copying.submit(_copy_as_files, self._architecture, self._copies, tensors, contents)
             saved = await asyncio.wrap_future(copied)
             await self._until_serving()

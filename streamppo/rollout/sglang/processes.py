@@ -86,7 +86,7 @@ class EngineThread:
         asyncio.gather(*tasks, return_exceptions=True).add_done_callback(self._stop)
 
     def _stop(self, cancelled: object) -> None:
-        # Garbage collection of a context would block for ever, because the context has messages to dead processes.
+        # Garbage collection of a context would block forever, because the context has messages to dead processes.
         for context in _contexts():
             if id(context) not in self._other_contexts:
                 context.destroy(linger=0)

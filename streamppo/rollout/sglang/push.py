@@ -27,7 +27,7 @@ class Carrier(Protocol):
     """A transport of weights into one running SGLang.
 
     stage     while SGLang decodes: put the weights where SGLang can read them
-    carry     while SGLang is paused: only have SGLang load them
+    carry     while SGLang is paused: SGLang only loads them
     """
 
     async def stage(self, tensors: Mapping[str, Tensor]) -> None: ...
@@ -42,7 +42,7 @@ Connect: TypeAlias = Callable[[Link], Awaitable[Carrier]]
 
 
 class BySharedMemory:
-    """Flat buckets in shared memory; tensors in shared memory are not copied. `server`: SGLang is no child process."""
+    """Flat buckets in shared memory; tensors in shared memory are not copied. `server`: not a child process."""
 
     def __init__(self, link: Link, bucket_bytes: int, *, server: bool) -> None:
         self._link, self._bucket_bytes, self._server = link, bucket_bytes, server

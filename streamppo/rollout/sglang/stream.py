@@ -53,7 +53,7 @@ class CompletionStream:
             raise ModelError("SGLang gave up a completion: its stream broke off")
 
     def note_version(self, version: int, *, late: bool = False) -> None:
-        """Record the first token surely sampled with `version`, which SGLang holds; `late` replaces a record."""
+        """Record the first token certainly sampled with the present `version`; `late` replaces a record."""
         earlier = [start for start in self._version_starts if start[1] != version]
         self._version_starts = [*earlier, (self.length + INTERVAL if self.length or late else 1, version)]
 

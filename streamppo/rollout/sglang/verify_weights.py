@@ -41,7 +41,7 @@ FUSED = (
 ORDER = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "w1", "w3")
 """The order in which parts are concatenated, along dimension 0, to a fused tensor."""
 POSITIONS = "rotary_emb"
-"""The modules of SGLang with tables of positions, which are computed."""
+"""SGLang's modules with tables of positions, which SGLang computes and does not load."""
 TEXT_MODULES = ("language_model", "model")
 """Modules of a multimodal model that contain its text model, in SGLang or in the model's files."""
 Method = Literal["checksums", "values", "log-probs"]
@@ -55,7 +55,7 @@ class WeightProbe(Protocol):
     exact: Collection[str]
 
     async def mismatches(self, before: Tensors | None, tensors: Tensors) -> Sequence[str]:
-        """Return the names of tensors that are wrong after a load of `tensors`, which followed that of `before`."""
+        """Return the names of tensors that are wrong after `before` and then `tensors` were loaded."""
         ...
 
 
@@ -125,7 +125,7 @@ class CheckedTensors:
 
 
 class Checksums:
-    """Compares checksums of the tensors of `held` before a load (first: `previous`) and after it."""
+    """Compares checksums of the tensors `held` before and after a load; before the first load they are `previous`."""
 
     method: Method = "checksums"
 

@@ -118,7 +118,7 @@ class Rewards:
         if not self._several and self._scorers[scored[0][0]].weight == 1.0:
             return scored[0][1]
         scorers = [self._scorers[name] for name, _ in scored]
-        # With `model_first`, functions get the weight 0 beside a scorer of another kind.
+        # With `model_first`, functions get the weight 0 if there is a scorer of another kind.
         models_only = self._combine_as == "model_first" and any(map(_is_model, scorers))
         weights = [scorer.weight if _is_model(scorer) or not models_only else 0.0 for scorer in scorers]
         components: dict[str, float] = {}

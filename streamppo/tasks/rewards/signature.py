@@ -24,10 +24,10 @@ SIGNATURES = (
 class Signature(NamedTuple):
     """How a reward is called.
 
-    `style_parameters` are the parameters that its style defines. `named_columns` are other parameters, each of which
-    gets the column of its name. `required_columns` are the named columns without a default, and the answer if the
-    style's parameter for it has no default. If `takes_all` (**kwargs), the reward gets every column, except columns
-    with the name of a style parameter or of a `bound` argument.
+    `style_parameters` are the parameters that its style defines. `named_columns` are the other parameters; each gets
+    the column of its name. `required_columns` are the named columns without a default, and the answer if the style's
+    parameter for it has no default. If `takes_all` (**kwargs), the reward gets every column, except columns with the
+    name of a style parameter or of a `bound` argument.
     """
 
     style: Style
@@ -75,7 +75,7 @@ def detect_signature(reward: object, name: str, arguments: Mapping[str, object])
         raise TaskError(f"reward.function {name!r}: {min(conflicts)!r} is not an argument: it is the scored trajectory")
     column_parameters = {key: p for key, p in named.items() if key not in style_names and key not in bound}
     required_columns = frozenset(key for key, p in column_parameters.items() if p.default is p.empty)
-    # A trainer that passes no columns leaves a parameter its default, even if a column has its name.
+    # Trainers that pass no columns leave a parameter at its default, even if a column has its name.
     named_columns = frozenset(column_parameters) if style.takes_columns else required_columns
     if takes_all and style.takes_columns:
         style_names |= style.parameters.keys()

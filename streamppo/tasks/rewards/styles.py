@@ -73,7 +73,7 @@ TRL = Style(
         "completions": _completion,
         "completion_ids": lambda text, row: text.token_ids,
     },
-    # `prompts` is no mark, because a column may have that name.
+    # `prompts` is not a mark, because a column may have that name.
     marks=(frozenset({"completions"}), frozenset({"completion_ids"})),
     is_batched=True,
     takes_columns=True,
@@ -126,7 +126,7 @@ VERIFIERS = Style(
     takes_columns=True,
 )
 STYLES = (VERL, VERL_BATCH, OPENRLHF, AREAL, TRL, VERIFIERS)
-"""The styles of other trainers, in the order in which their marks are looked for."""
+"""The styles of other trainers, in the order in which their marks are searched."""
 FOREIGN = {
     "trainer_state": "TRL's trainer gives {}, and there is no Trainer here: give it a default",
     "log_extra": "TRL's trainer gives {}: return a Reward with its numbers as components, and give it a default",
@@ -142,4 +142,4 @@ FOREIGN = {
     ),
     "sample": "slime gives {}: sample.response is `trajectory.completion`, sample.label the column `answer`",
 }
-"""What to use instead of arguments that only another trainer gives."""
+"""Replacements for arguments that only another trainer passes."""

@@ -168,7 +168,8 @@ def memory_bytes(pid: int) -> int:
 
 
 def _kib(path: Path) -> dict[str, int]:
-    # The file has the process's name, which the program chooses: it may be no text, or look like an amount of memory.
+    # The file has the process's name, which the program chooses: it may not be UTF-8, or may look like an amount of
+    # memory.
     rows = (line.split() for line in path.read_bytes().split(b"\n"))
     amounts = (row for row in rows if row[2:] == [b"kB"] and row[1].isdigit())
     return {name.decode().rstrip(":"): int(kib) for name, kib, _ in amounts}

@@ -13,7 +13,7 @@ QUOTED = 80
 
 
 def text(answer: object) -> str:
-    """Return a gold answer as text. Raises `TaskError` for other answers than finite numbers and nonempty texts."""
+    """Return a gold answer as text. Raises `TaskError` unless it is a finite number or a nonempty text."""
     if isinstance(answer, str) and answer.strip():
         return answer
     is_number = isinstance(answer, int | float | Decimal | Fraction) and not isinstance(answer, bool)

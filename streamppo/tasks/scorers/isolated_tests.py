@@ -130,7 +130,7 @@ class Trace:
         self.exceptions = Exceptions()
 
     def ask(self, operation: Operation, arguments: tuple[object, ...] = ()) -> object:
-        """Return the operation's value. Raises what the program raised."""
+        """Return the operation's value. Raises the program's exception."""
         place = len(self.operations)
         if place >= OPERATIONS:
             raise Stopped

@@ -56,7 +56,7 @@ class Math:
         # The import takes 0.5 s, so it is done only if needed, and in the template, before processes are forked.
         import math_verify
 
-        # math-verify warns that its timeouts, which use SIGALRM, are off. Our timeout kills the process.
+        # math-verify warns that its timeouts (by SIGALRM) are off. They are not needed: our timeout kills the process.
         logging.getLogger("math_verify").setLevel(logging.ERROR)
         self._library = math_verify
         self._boxed_only = boxed_only

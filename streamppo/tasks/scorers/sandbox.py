@@ -30,7 +30,7 @@ class Sandbox(Protocol):
 
 @contextmanager
 def scratch_folder() -> Generator[str]:
-    """Make a temporary folder for a program, and remove it afterwards, whatever the program left there."""
+    """Make a temporary folder for a program, and remove it afterwards with all that the program left there."""
     folder = tempfile.mkdtemp(prefix="streamppo-")
     try:
         yield folder

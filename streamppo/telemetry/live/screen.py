@@ -46,7 +46,7 @@ class Screen:
         return self._replaced["stdout"][0] if "stdout" in self._replaced else sys.stdout
 
     def size(self) -> os.terminal_size | None:
-        """Return the columns and rows of the terminal, 0 for unknown numbers; None if the output is no terminal."""
+        """Return the columns and rows of the terminal, 0 for unknown numbers; None if the output is not a terminal."""
         try:
             return os.get_terminal_size(self.terminal.fileno()) if self.terminal.isatty() else None
         except (OSError, ValueError):

@@ -69,7 +69,7 @@ class RunState:
             # The actor that died writes no more lines.
             self.engines = {} if line["restart"] == "rollout" else self.engines
         elif "part" in line:
-            # The earlier engines have ended, and the pause between two parts is no run time.
+            # The earlier engines have ended, and the pause between two parts does not count as run time.
             self.engines = {}
             self.paces.clear()
             self.ready = self.in_flight = 0

@@ -132,7 +132,7 @@ def render(
     differences: Sequence[tuple[str, RunsTable]] = (),
     predicted: Sequence[tuple[str, RunsTable]] = (),
 ) -> str:
-    """Return the HTML page of a run or of several. `differences` and `predicted` have (sentence, table below it)."""
+    """Return the HTML page of one or more runs. `differences` and `predicted` are pairs: a sentence and its table."""
     runs = [run_view for run_view in views if not run_view.is_replay]
     template = environment().get_template("page.html")
     return template.render(views=views, runs=runs, differences=differences, predicted=predicted)

@@ -332,7 +332,7 @@ def events(view: View) -> list[Event]:
 
 
 def _unreported(lines: Sequence[Line], intervals: Sequence[EngineInterval]) -> list[Event]:
-    """Return an event for each rollout actor: the time after its newest line, which has no data."""
+    """Return an event for each rollout actor: the time after its newest line, for which there are no data."""
     end_s = max((line["wall_s"] for line in lines), default=0.0)
     begun_s = max((line["wall_s"] for line in lines if "part" in line), default=0.0)
     newest = {

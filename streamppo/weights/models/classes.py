@@ -37,7 +37,7 @@ def causal_class(config: "PretrainedConfig", *, whole: bool = False) -> "type[Pr
 
 
 def is_multimodal(config: "PretrainedConfig") -> bool:
-    """Return whether `config` is of a model with parts besides a text model."""
+    """Return whether `config` is of a model with more parts than a text model."""
     return config.get_text_config() is not config
 
 

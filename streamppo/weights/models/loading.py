@@ -36,8 +36,8 @@ def load(
 ) -> LoadedModel:
     """Load the model at `path`, a folder or a hub name, in `dtype`, with transformers' `attention` implementation.
 
-    With `body`, only the transformer must be in the files. With `whole`, parts besides the text model are loaded too.
-    Raises `ModelError` for a tensor that is missing, unexpected, misshaped or not finite, and for everything that
+    With `body`, only the transformer must be in the files. With `whole`, the parts outside the text model are loaded
+    too. Raises `ModelError` for a tensor that is missing, unexpected, misshaped or not finite, and for everything that
     transformers refuses.
     """
     folder, config = fetch(path), settings(path)

@@ -162,9 +162,9 @@ def local_folder(path: str | Path) -> Path | None:
 def _in_files(name: str, file_names: Collection[str], prefix: str) -> str | None:
     """Return a parameter's name in the files of a causal LM; None if it is in no file.
 
-    Files may omit the prefix of the transformer, and those of multimodal models have prefixes of their own.
-    Example: the parameter `model.language_model.embed_tokens.weight` is `language_model.model.embed_tokens.weight` in
-    the files of a Gemma 3.
+    Files may omit the prefix of the transformer, and files of multimodal models have other prefixes. Example: the
+    parameter `model.language_model.embed_tokens.weight` is `language_model.model.embed_tokens.weight` in the files of a
+    Gemma 3.
     """
     for exact in (name, name.removeprefix(f"{prefix}.")):
         if exact in file_names:

@@ -23,7 +23,7 @@ PROCESSOR = ("*processor_config.json", PROCESSOR_TEMPLATE)
 """Name patterns of a multimodal model's files for pictures and sounds."""
 PIECES, FAST, TEKKEN = "tokenizer.model", "tokenizer.json", "tekken.json"
 ASCII = (*b"\t\n", *range(32, 127))
-"""Bytes each of which is a character and, in tekken.json, a token."""
+"""Bytes that are each a character and, in tekken.json, a token."""
 PROBE = "  1 + 1 = 2,\n\tnaïve façade: 東京 ½ 🙂  "
 """A text that tokenizers with different rules split differently."""
 
@@ -53,7 +53,7 @@ def read(path: str | Path) -> "PreTrainedTokenizerBase":
 
 
 def _with_rules_of_file(tokenizer: "PreTrainedTokenizerBase", path: str | Path) -> "PreTrainedTokenizerBase":
-    """Return `tokenizer`, or one with the rules of tokenizer.json if only those keep the characters of a text.
+    """Return `tokenizer`, or one with tokenizer.json's rules if only these rules keep the characters of a text.
 
     Transformers 5 replaces the rules by those of the class that tokenizer_config.json names. For DeepSeek R1's Llamas
     the class is another family's, whose rules drop all spaces.

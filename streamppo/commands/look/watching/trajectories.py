@@ -1,4 +1,4 @@
-"""Reads batches in a run's archive for the page: a list of trajectories, and one with the numbers of its tokens."""
+"""Reads batches in a run's archive for the page: a list of trajectories, and the tokens of one trajectory."""
 
 import math
 from collections.abc import Mapping, Sequence

@@ -45,9 +45,9 @@ class PromptView(NamedTuple):
 class DataRows(NamedTuple):
     """The `total` rows of the data set `data`. Prompts are lists of messages if `messages` is True, else texts.
 
-    `prompts` and `answers` are the numbers of tokens of each prompt, and of each answer that is a text or number, in
-    the first `MEASURED` rows, and `keys` are equal for equal prompts. `templated` is True if the texts are already
-    written in a chat template. `columns` are further columns for the reward, by the name that it uses.
+    In the first `MEASURED` rows, `prompts` are the tokens of each prompt, `answers` those of each answer that is a text
+    or number, and `keys` are equal for equal prompts. `templated` is True if the texts are already written in a chat
+    template. `columns` are further columns for the reward, by the name that it uses.
     """
 
     data: str
@@ -183,7 +183,7 @@ def _answer_column(data: str, rows: Sequence[Row], named: str, prompt: str) -> s
 
 
 def _misfit(rows: Sequence[Row], name: str) -> str:
-    """Return why the first unsuitable value at `name` is no prompt; "" if no value is unsuitable."""
+    """Return why the first unsuitable value at `name` is not a prompt; "" if all values are suitable."""
     values = [(place, _at(row, name)) for place, row in enumerate(rows, 1)]
     if all(value is None for _, value in values):
         return ""
@@ -212,7 +212,7 @@ def _is_prompt(value: object) -> bool:
 
 
 def _has_answer(value: object) -> bool:
-    """Return True if `value` is messages of which the last one is the assistant's answer."""
+    """Return True if `value` is a list of messages that ends with the assistant's answer."""
     match value:
         case [*_, {"role": str()}, {"role": "assistant", "content": str(text)}]:
             return bool(text)

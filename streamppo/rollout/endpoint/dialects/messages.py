@@ -114,7 +114,7 @@ class MessageStream:
 
 
 def _messages(item: Body) -> Iterator[Message]:
-    """Read one message of the dialect. Each tool result in it becomes a message before the one with the user's text."""
+    """Read one message of the dialect. Each tool result in it becomes a message before that with the user's text."""
     role, content = wire.role(item, ROLES), item.get("content")
     blocks = [{"type": "text", "text": content}] if isinstance(content, str) else wire.object_list(content, "content")
     if role == "assistant":

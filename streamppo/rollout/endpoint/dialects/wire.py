@@ -59,7 +59,7 @@ Body = Mapping[str, Any]
 
 
 class Stream(Protocol):
-    """Writes the events of one turn: before its first text, for new text, and for the rest and the end."""
+    """Writes the events of one turn: its beginning, each new text, and its end with the remaining text."""
 
     def begin(self) -> bytes: ...
 
@@ -69,7 +69,7 @@ class Stream(Protocol):
 
 
 class Dialect(Protocol):
-    """Reads requests (raises `RequestRefused`), and writes answers, turns as they are sampled, and refusals."""
+    """Reads requests (raises `RequestRefused`), and writes answers, streams and refusals."""
 
     keep_alive: bytes
 
@@ -205,7 +205,7 @@ def tools(body: Body, read: Callable[[Body], JsonObject]) -> tuple[JsonObject, .
 
 
 def token_limit(body: Body, *names: str) -> int | None:
-    """Return the first of the named token limits that is set. Raises `RequestRefused` if that is no number above 0."""
+    """Return the first named token limit that is set. Raises `RequestRefused` unless it is a number above 0."""
     return next((limit for name in names if (limit := positive(body, name, "tokens")) is not None), None)
 
 
@@ -232,7 +232,7 @@ def event(value: object, name: str = "") -> bytes:
 
 
 def new_texts(previous: Reply, current: Reply) -> tuple[str, str]:
-    """Return the reasoning and the text that `current` adds; "" for one that does not begin with that of `previous`."""
+    """Return the reasoning and the text that `current` adds to `previous`; "" for a text that does not continue it."""
     pairs = ((previous.reasoning, current.reasoning), (previous.content, current.content))
     thought, content = (after[len(before) :] if after.startswith(before) else "" for before, after in pairs)
     return thought, content

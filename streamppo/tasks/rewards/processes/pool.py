@@ -34,7 +34,7 @@ CHECKS = 4
 HELD_AT_ONCE = 16
 """Maximum number of held processes. If one more process is held, it keeps all its calls."""
 ALONE = 16
-"""Maximum number of calls that run concurrently each alone in a process: each may have ended a shared process."""
+"""Maximum number of concurrent calls with a process each, because they may have ended a shared process."""
 LIVES = 3
 """Number of tries of a call if the template dies during each."""
 
