@@ -9,7 +9,7 @@ import numpy as np
 from streamppo.rollout.engine import Completion, TokenCandidates
 from streamppo.tasks.environments import Done
 from streamppo.tasks.stop import Stop
-from streamppo.tasks.tokenizer import Said, Tokenizer
+from streamppo.tasks.tokenizer import EnvironmentText, Tokenizer
 from streamppo.types import (
     Flags,
     Floats,
@@ -182,7 +182,7 @@ class Columns:
         self._turn_ends.append(self.length - 1)
         self.known = len(self.prompt_tokens) + self.length
 
-    def add_observation(self, tokens: Ints, said: Said = ()) -> None:
+    def add_observation(self, tokens: Ints, said: EnvironmentText = ()) -> None:
         """Add an observation: masked tokens with log-probs of 0 and the version of the token before them."""
         self.observations.append((Message(role="user", content=said),) if isinstance(said, str) else said)
         version = self._parts[-1][2][-1]

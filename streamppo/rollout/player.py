@@ -21,7 +21,7 @@ from streamppo.tasks import environments
 from streamppo.tasks.environments import Done, EnvSession
 from streamppo.tasks.stalls import EventLoopStalls
 from streamppo.tasks.stop import Stop
-from streamppo.tasks.tokenizer import Said, Tokenizer
+from streamppo.tasks.tokenizer import EnvironmentText, Tokenizer
 from streamppo.types import Prompt
 
 if TYPE_CHECKING:
@@ -116,7 +116,7 @@ class Player:
         return columns.episode("length", Done())
 
 
-def _opening(prompt: Prompt, opening: Said, environment: EnvironmentConfig) -> Prompt:
+def _opening(prompt: Prompt, opening: EnvironmentText, environment: EnvironmentConfig) -> Prompt:
     template = structs.replace(
         prompt.template,
         arguments=prompt.template.arguments | environment.template,

@@ -1,9 +1,9 @@
 """Environments answer the policy between its turns. `[environment] name = "package.module:Class"`.
 
-    class Environment:                                   one instance for each trajectory
-        async def reset(self, prompt: Prompt) -> Said    the first prompt: messages, or a plain text
-        async def step(self, text: str) -> Said | Observation | Done
-        async def close(self)                            optional
+    class Environment:                           one instance for each trajectory
+        async def reset(self, prompt: Prompt)    returns the first prompt: messages, or a plain text
+        async def step(self, text: str)          returns messages, a plain text, an `Observation` or a `Done`
+        async def close(self)                    optional
 
 `text` is the policy's turn without special tokens. Steps run in the actor's event loop, so they must await long work;
 blocking steps are logged and counted (stalls.py). An error, a timeout or a number that is not finite fails the
@@ -23,14 +23,14 @@ from streamppo.tasks import plugins, user_traceback
 from streamppo.tasks.coroutines import TooLate
 from streamppo.tasks.rewards.outcome import QUOTED, plain
 from streamppo.tasks.stalls import EnvironmentCalls, EventLoopStalls
-from streamppo.tasks.tokenizer import Said
+from streamppo.tasks.tokenizer import EnvironmentText
 from streamppo.types import Message, Prompt, Reward
 
 
 class Observation(NamedTuple):
     """The environment's answer to a turn, and the reward of that turn."""
 
-    said: Said | list[Message]
+    said: EnvironmentText | list[Message]
     reward: float = 0.0
 
 
@@ -45,9 +45,9 @@ class Done(NamedTuple):
 class Environment(Protocol):
     """A user's environment; see the module's docstring."""
 
-    async def reset(self, prompt: Prompt) -> Said | list[Message]: ...
+    async def reset(self, prompt: Prompt) -> EnvironmentText | list[Message]: ...
 
-    async def step(self, text: str) -> "Said | list[Message] | Observation | Done": ...
+    async def step(self, text: str) -> "EnvironmentText | list[Message] | Observation | Done": ...
 
 
 Make: TypeAlias = Callable[[], Awaitable[Environment]]
@@ -77,7 +77,7 @@ class EnvSession:
         self._environment = environment
         self._calls = calls
 
-    async def begin(self, prompt: Prompt) -> Said:
+    async def begin(self, prompt: Prompt) -> EnvironmentText:
         return _check_message(await _within_time("reset", self._calls, partial(self._environment.reset, prompt)))
 
     async def step(self, text: str) -> Observation | Done:
@@ -132,7 +132,7 @@ def _plain(reward: Reward) -> Reward:
         raise EnvironmentFailed(f"step returned {user_traceback.describe(reward)[:QUOTED]}, {error}") from error
 
 
-def _check_message(value: object) -> Said:
+def _check_message(value: object) -> EnvironmentText:
     if isinstance(value, str) and value:
         return value
     if isinstance(value, Sequence) and value and all(map(_is_message, value)):

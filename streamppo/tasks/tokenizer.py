@@ -23,7 +23,7 @@ from streamppo.weights.models import tokenizer as tokenizers
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
-Said: TypeAlias = str | tuple[Message, ...]
+EnvironmentText: TypeAlias = str | tuple[Message, ...]
 """An environment's answer: messages for the chat template, or a plain text."""
 PADDING, END = 0, 1
 """Token ids of the character tokenizer."""
@@ -179,7 +179,7 @@ class Tokenizer:
 
     def observation(
         self,
-        said: Said,
+        said: EnvironmentText,
         template: Template = PLAIN,
         last: int | None = None,
         calls: Calls = (),
