@@ -112,7 +112,7 @@ def completion(policy: PolicyModel, rows: DataRows, gpus: int) -> LengthGuess:
 def _preferred_tokens(policy: PolicyModel, rows: DataRows, gpus: int) -> tuple[int, str]:
     longest, long = rows.longest_answer, rows.long_answer
     if is_small(policy) and longest:
-        return math.ceil(1.25 * longest) + 2, f"answers have up to {longest} tokens: a quarter more, and the end"
+        return math.ceil(1.25 * longest) + 2, f"1.25 times the longest answer ({longest} tokens), plus 2"
     if is_small(policy):
         return SMALL_TOKENS, "no row has an answer to measure"
     usual = REASONING[gpus > 0]

@@ -57,9 +57,9 @@ def _tables(choices: ProjectChoices) -> Iterator[Table]:
     sizes = choices.sizes
     name = Line("name", _text(choices.name), f"the run's folder is runs/{choices.name}")
     prompts, rows = sizes.batch_size // sizes.samples, max(1, int(choices.rows.total * (1 - sizes.held_out)))
-    passes = f"updates of {prompts} prompts; all rows are seen once in {-(-rows // prompts)}"
+    passes = f"updates of {prompts} prompts; {-(-rows // prompts)} updates see all rows once"
     updates = Line("updates", str(sizes.updates), passes)
-    yield Table("", [name, Line("seed", "1", "seed of everything random"), updates])
+    yield Table("", [name, Line("seed", "1", "seed of all randomness"), updates])
     yield Table("model", list(_model(choices)))
     yield Table("task", list(_task(choices)))
     yield from _reward(choices.rewards)
@@ -74,7 +74,9 @@ def _model(choices: ProjectChoices) -> Iterator[Line]:
     size = f"{choices.policy.parameters:,} parameters" + ("" if choices.policy.is_known else ", by its name")
     yield Line("path", _text(choices.model), size)
     if choices.sizes.places.gpus:
-        yield Line("dtype", '"bfloat16"', "parameters and activations on the GPU; the optimizer's are float32")
+        yield Line(
+            "dtype", '"bfloat16"', "type of weights and activations in passes; the optimizer keeps float32 weights"
+        )
 
 
 def _task(choices: ProjectChoices) -> Iterator[Line]:
@@ -85,13 +87,13 @@ def _task(choices: ProjectChoices) -> Iterator[Line]:
     yield Line("answer", _text(rows.answer), "its last message" if rows.answer == rows.prompt else of_answer)
     if rows.columns:
         pairs = ", ".join(f"{_key(name)} = {_text(column)}" for name, column in rows.columns.items())
-        yield Line("columns", f"{{ {pairs} }}", "what the reward gets by other names than those of the columns")
+        yield Line("columns", f"{{ {pairs} }}", "the reward's argument = the column")
     if rows.templated:
-        comment = "prompts spell control tokens: they are written in a chat template already"
+        comment = "prompts are already written in a chat template, with its control tokens"
         yield Line("control_tokens", '"parse"', comment)
     elif choices.policy.chat and not rows.messages:
         yield Line("chat", "true", "a prompt is a user's message in the tokenizer's chat template; false: a plain text")
-    yield Line("held_out", f"{choices.sizes.held_out:g}", "share of the rows that are evaluated on, never trained on")
+    yield Line("held_out", f"{choices.sizes.held_out:g}", "share of the rows for evaluation only")
     longest = f"the longest prompt has {'' if choices.policy.is_known else 'about '}{rows.longest_prompt}"
     yield Line("max_prompt_tokens", str(length.max_prompt_tokens), longest)
     left_out = f": {length.left_out:,} of {len(rows.prompts):,}" if length.left_out else ""
@@ -101,7 +103,7 @@ def _task(choices: ProjectChoices) -> Iterator[Line]:
 def _reward(functions: Sequence[str]) -> Iterator[Table]:
     correct = Line("correct_at", "1.0", "evaluation counts a completion as right from this reward on")
     if len(functions) == 1:
-        function = Line("function", _text(functions[0]), "try it: `streamppo reward-test` and this file")
+        function = Line("function", _text(functions[0]), "test it by `streamppo reward-test` with this file")
         timeout = Line("timeout_s", "30.0", "a call that takes longer fails, and its prompt is sampled again")
         yield Table("reward", [function, timeout, correct])
         return
@@ -136,7 +138,7 @@ def _queue(sizes: Sizes) -> list[Line]:
     return [
         Line("batch_size", str(sizes.batch_size), f"completions of an update: {prompts} prompts"),
         Line("samples_per_prompt", str(sizes.samples), "completions of a prompt, which are compared with each other"),
-        Line("max_lag", "8", "most updates between sampling and training; 0 is synchronous"),
+        Line("max_lag", "8", "maximum age of a trained token, in updates; 0 is synchronous"),
         Line("too_old", '"mask"', "older tokens are left out of the loss"),
     ]
 
@@ -147,11 +149,11 @@ def _algorithm(choices: ProjectChoices) -> list[Line]:
         Line("zero_variance", '"mask"', "no training on prompts whose completions all score the same"),
     ]
     if not is_small(choices.policy):
-        return [*lines, Line("correction", '"truncate"', "old tokens weigh proximal / behavior, at most 2")]
+        return [*lines, Line("correction", '"truncate"', "old tokens are weighted by proximal / behavior, at most 2")]
     return [
         *lines,
-        Line("correction", '"topr"', "bad completions weigh less if they have become less likely"),
-        Line("negative_weight", "0.25", "and a quarter of that: old data with negative advantages mislead most"),
+        Line("correction", '"topr"', "a negative advantage weighs less if its completion has become unlikely"),
+        Line("negative_weight", "0.25", "further factor for negative advantages, which mislead most in old data"),
     ]
 
 
@@ -160,7 +162,7 @@ def _learner(choices: ProjectChoices) -> Iterator[Line]:
     small = is_small(choices.policy)
     if sizes.micro_batch_tokens:
         tokens = str(sizes.micro_batch_tokens)
-        yield Line("micro_batch_tokens", tokens, "tokens of a forward and backward pass, which its memory is for")
+        yield Line("micro_batch_tokens", tokens, "tokens of a forward and backward pass; fewer tokens need less memory")
     yield Line("lr", f"{sizes.lr:g}", "the rate for a model of this size; twice as high may diverge")
     if small:
         yield Line("betas", "[0.9, 0.999]", "AdamW's moments")
