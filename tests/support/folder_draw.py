@@ -82,7 +82,7 @@ class Draw:
         """A pattern of messages that may refuse a healthy draw: they name a feature that some templates lack."""
         found = {
             r"\.gz": self.rows == "gzip",
-            r"tool|alternate|roles": self.rows == "tools",
+            r"tool|calls|alternate|roles": self.rows == "tools",
             r"system": self.rows == "system",
             r"names in files": self.engine == "sglang" and self.layout in ("bin", "bare_names"),
         }
