@@ -109,7 +109,6 @@ async function openTrajectory(update, row) {
     token.tabIndex = number ? -1 : 0;
     return token;
   }));
-  forgetTried();
   byId("opened").hidden = false;
   colour();
   tell(Number(chosen.get("token") ?? 0));
@@ -180,38 +179,6 @@ function tell(number) {
   fill(byId("numbers"), rows.map(([a, b, c]) => [element("td", a), element("td", b, "number"), element("td", c, "soft")]));
 }
 
-// --- continuations by other versions ------------------------------------------------------------------------
-
-/** Go on from the chosen token by a process of the server's; shows what it says, also of a run that goes on. */
-async function tryFromHere(event) {
-  event.preventDefault();
-  const versions = byId("versions").value.trim().split(/ +/).map(Number);
-  const token = Number(chosen.get("token") ?? 0);
-  const { update, row } = opened;
-  byId("try").querySelector("button").disabled = true;
-  byId("try-status").textContent = `from token ${token + 1}, in a separate process; a version without a checkpoint takes longer`;
-  let found = { lines: [], names: [], rows: [] }, said = "";
-  try {
-    const headers = { "Content-Type": "application/json", "X-Streamppo-Key": sessionStorage.getItem("key") ?? "" };
-    const body = JSON.stringify({ update, row, token, versions, n: Number(byId("tries").value) });
-    found = await ask("try", { method: "POST", headers, body });
-  } catch (error) {
-    said = error.message;
-  }
-  byId("try").querySelector("button").disabled = false;
-  if (opened.update !== update || opened.row !== row) return;
-  byId("try-status").textContent = said;
-  byId("tried").textContent = found.lines.join("\n");
-  const head = ["", ...found.names].map((name) => element("th", name));
-  fill(byId("continuations"), [head, ...found.rows.map((cells, number) => [String(number), ...cells].map((text) => element("td", text)))]);
-}
-
-/** Forget what was tried: another trajectory is shown. */
-function forgetTried() {
-  byId("versions").value = opened.update - 1;
-  for (const id of ["try-status", "tried", "continuations"]) byId(id).replaceChildren();
-}
-
 // --- events of the page ---------------------------------------------------------------------------------------------
 
 function onRow(event) {
@@ -258,6 +225,5 @@ function startTrajectories() {
     keepChoice();
     showBatch(null);
   });
-  byId("try").addEventListener("submit", tryFromHere);
   if (chosen.has("row")) openTrajectory(Number(chosen.get("update")), Number(chosen.get("row")));
 }

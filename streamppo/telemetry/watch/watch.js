@@ -2,19 +2,13 @@
 const byId = (id) => document.getElementById(id);
 const chosen = new URLSearchParams(location.hash.slice(1));
 let tag = "", timer = 0, asked = 0;
-// The key of `streamppo watch` lets this tab start processes. It is not in the address, which users may share.
-if (chosen.has("key")) {
-  sessionStorage.setItem("key", chosen.get("key"));
-  chosen.delete("key");
-  keepChoice();
-}
 
 function keepChoice() {
   history.replaceState(null, "", `#${chosen}`);
 }
 
-async function ask(path, options = {}) {
-  const response = await fetch(path, { cache: "no-store", ...options });
+async function ask(path) {
+  const response = await fetch(path, { cache: "no-store" });
   const answer = await response.json().catch(() => ({ error: `${response.status} ${response.statusText}` }));
   if (!response.ok) throw new Error(answer.error);
   return answer;

@@ -2,7 +2,7 @@
 
 On loopback the server answers only requests whose Host header is a loopback name, so that no other site can reach it
 through a domain name (DNS rebinding). On other hosts the server requires the token, first in the address and then as a
-cookie. A request that starts a process also requires the key (tries.py).
+cookie.
 """
 
 import secrets
@@ -25,7 +25,6 @@ from starlette.routing import Route
 from streamppo.commands.console import echo
 from streamppo.commands.look.watching.run_tail import CurveSource, WatchedReplay, WatchedRun
 from streamppo.commands.look.watching.trajectories import Trajectories
-from streamppo.commands.look.watching.tries import Tries
 from streamppo.config import file as configfile
 from streamppo.errors import ConfigError, RunError, StreamppoError
 from streamppo.telemetry.report import page
@@ -59,11 +58,11 @@ def watch(run: Path, others: Sequence[Path], host: str, port: int | None) -> int
     if not run.is_dir():
         raise ConfigError(f"{run}: the first RUN must be a run's folder; a replay can only be compared with it")
     listener = listen(host, port)
-    token, key = None if host in LOOPBACK else secrets.token_urlsafe(), secrets.token_urlsafe()
-    echo(f"{run.name}: {address(listener, host, token)}#key={key}   (Ctrl-C ends only this page)")
+    token = None if host in LOOPBACK else secrets.token_urlsafe()
+    echo(f"{run.name}: {address(listener, host, token)}   (Ctrl-C ends only this page)")
     if token is not None:
         echo("It goes over the network unencrypted: `ssh -L` to a page on loopback is safer.")
-    app = application(run, list(others), token, key)
+    app = application(run, list(others), token)
     settings = uvicorn.Config(app, log_level="warning", lifespan="off", timeout_graceful_shutdown=ENDING_S)
     with suppress(KeyboardInterrupt):
         uvicorn.Server(settings).run(sockets=[listener])
@@ -96,11 +95,10 @@ def address(listener: socket.socket, host: str, token: str | None) -> str:
 class Page:
     """The page about the run in `folder`. `others` are the runs and replays that are compared at first."""
 
-    def __init__(self, folder: Path, others: list[Path], key: str) -> None:
+    def __init__(self, folder: Path, others: list[Path]) -> None:
         self._run = WatchedRun(folder, folder.name)
         config = self._run.config
         self._trajectories = Trajectories(folder, config) if config else None
-        self._tries = Tries(folder, self._trajectories, key) if self._trajectories else None
         self._paths: dict[str, Path] = {}
         for path in others:
             self._paths[_name(path, {folder.name, *self._paths})] = path
@@ -142,11 +140,6 @@ class Page:
     def trajectory(self, request: Request) -> Response:
         return JSONResponse(self._archive().open(request.path_params["update"], request.path_params["row"]))
 
-    async def go_on(self, request: Request) -> Response:
-        if self._tries is None:
-            raise StreamppoError(UNREADABLE)
-        return await self._tries.answer(request)
-
     def _archive(self) -> Trajectories:
         if self._trajectories is None:
             raise StreamppoError(UNREADABLE)
@@ -161,12 +154,9 @@ class Page:
         return self._watched[name]
 
 
-def application(folder: Path, others: list[Path], token: str | None, key: str = "") -> Starlette:
-    """Return the application. It answers only requests with the `token` or, without a token, to a loopback name.
-
-    Only requests with the `key` can start a process; if it is empty, none can.
-    """
-    page = Page(folder, others, key)
+def application(folder: Path, others: list[Path], token: str | None) -> Starlette:
+    """Return the application. It answers only requests with the `token` or, without a token, to a loopback name."""
+    page = Page(folder, others)
     routes = [
         Route("/", page.shell),
         *(Route(path, page.asset) for path in ASSETS),
@@ -174,7 +164,6 @@ def application(folder: Path, others: list[Path], token: str | None, key: str = 
         Route("/batch", page.batch),
         Route("/batch/{update:int}", page.batch),
         Route("/batch/{update:int}/{row:int}", page.trajectory),
-        Route("/try", page.go_on, methods=["POST"]),
     ]
     guard = Middleware(TrustedHostMiddleware, allowed_hosts=list(LOOPBACK), www_redirect=False)
     if token is not None:

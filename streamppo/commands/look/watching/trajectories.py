@@ -19,7 +19,7 @@ from streamppo.errors import JournalError
 from streamppo.queue.store import archive
 from streamppo.telemetry.report import plot
 from streamppo.terminal import bounded
-from streamppo.types import Batch, Floats, Identity, Ints, JsonObject, Trajectory, branches, flags, floats, ints
+from streamppo.types import Batch, Floats, Ints, JsonObject, Trajectory, branches, flags, floats, ints
 
 KEPT = 4
 SHOWN_TOKENS = 4000
@@ -101,11 +101,6 @@ class Trajectories:
             "tree_words": tree.totals(nodes) if nodes else "",
             "lost": [(node.start - prompt, node.end - prompt) for node in nodes if not node.delivered],
         }
-
-    def place(self, update: int, row: int) -> tuple[Identity, int]:
-        """Return a trajectory's identity, and the number of tokens in earlier segments. Raises the errors of `open`."""
-        trajectory = self._trajectory(update, row)
-        return trajectory.identity, trajectory.prefix
 
     def _trajectory(self, update: int, row: int) -> Trajectory:
         batch, _ = self._batch(update - 1)
