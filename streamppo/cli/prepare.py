@@ -1,4 +1,4 @@
-"""The commands before a run: init, reward-test, check, doctor, data, bench, plan and completion."""
+"""The commands before a run: init, reward-test, check, doctor, data, plan and completion."""
 
 import sys
 from collections.abc import Sequence
@@ -124,21 +124,6 @@ def data(
 ) -> int:
     """Convert the original files of a well-known data set to one parquet file."""
     return data_sets.data(name, folder, to, split)
-
-
-@app.command
-def bench(
-    *,
-    json: Annotated[Path | None, Parameter(help="Write the result to this file.")] = None,
-    compare: Annotated[
-        Path | None, Parameter(help="An earlier file of --json. The exit code is 1 if a cost has become slower.")
-    ] = None,
-    rounds: Annotated[Positive, Parameter(help="The number of measurements (default: 3).")] = 3,
-) -> int:
-    """Measure the speed of streamppo on this machine, in less than five minutes. Needs the repository."""
-    from streamppo.commands.start import bench as command
-
-    return command.bench(command.PARTS, rounds, json, compare)
 
 
 @app.command

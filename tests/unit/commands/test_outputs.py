@@ -14,7 +14,6 @@ from conftest import MATH
 from streamppo import durable
 from streamppo.cli import main
 from streamppo.commands.plan import measured
-from streamppo.commands.start import bench
 
 COMMANDS = {
     "trace": ("trace", "RUN", "--to", "OUTPUT"),
@@ -22,7 +21,6 @@ COMMANDS = {
     "plan on this machine": ("plan", str(MATH), "--measured", "RUN", "--json", "OUTPUT"),
     "plan on GPUs": ("plan", str(MATH), "--gpus", "8", "--json", "OUTPUT"),
     "bundle": ("bundle", "RUN", "--update", "5", "--to", "OUTPUT"),
-    "bench": ("bench", "--json", "OUTPUT"),
     "data": ("data", "gsm8k", "--from", "ROWS", "--to", "OUTPUT"),
 }
 PLACES = {
@@ -60,8 +58,7 @@ def test_a_place_that_takes_no_file_is_refused_before_any_work(
     def work(*_: object) -> NoReturn:
         raise AssertionError("it worked before it looked at the place")
 
-    for module, name in ((bench, "measure"), (measured, "read")):
-        monkeypatch.setattr(module, name, work)
+    monkeypatch.setattr(measured, "read", work)
     to = {"in no folder": tmp_path / "nowhere" / "x", "in a file": MATH / "x"}.get(place, tmp_path / "x")
     if place == "a folder":
         to.mkdir()

@@ -1,10 +1,14 @@
-"""`streamppo bench`: runs the repository's quick benchmarks, and compares them with an earlier result.
+"""The quick benchmarks in one table, and a comparison with an earlier result. Less than five minutes on two cores.
 
-Every part is a script of benchmarks/ in a separate process. Each of `rounds` rounds runs all parts. Numbers are costs,
-so lower is better. Reference work before each part measures the machine's speed, and an earlier result is scaled to the
-present speed.
+    python benchmarks/cost/quick.py --json now.json
+    python benchmarks/cost/quick.py --json now.json --compare before.json    # exit code 1 if a cost has risen
+
+Every part is a script in a separate process. Each of `--rounds` rounds runs all parts. Numbers are costs, so lower is
+better. Reference work before each part measures the machine's speed, and an earlier result is scaled to the present
+speed.
 """
 
+import argparse
 import statistics
 import subprocess
 import sys
@@ -15,11 +19,9 @@ from pathlib import Path
 
 import msgspec
 
-from streamppo import durable
-from streamppo.commands.console import console, echo, table
-from streamppo.errors import RunError
+from streamppo.commands.console import console, table
 
-SCRIPTS = Path(__file__).parents[3] / "benchmarks"
+SCRIPTS = Path(__file__).parents[1]
 Part = tuple[str, ...]
 PARTS: tuple[Part, ...] = (
     ("cost/engine.py", "--no-peer", "--rounds", "1"),
@@ -33,14 +35,14 @@ REFERENCE = 1_000_000
 QUOTED = 2000
 
 
-class BenchFile(msgspec.Struct):
+class PartResult(msgspec.Struct):
     """The JSON of a script: costs by name, and the machine with versions and commit."""
 
     machine: dict[str, object]
     costs: dict[str, float]
 
 
-class BenchResult(msgspec.Struct):
+class QuickResult(msgspec.Struct):
     """Costs by name, and milliseconds of the reference work, with a value for every measurement."""
 
     machine: dict[str, object]
@@ -48,48 +50,20 @@ class BenchResult(msgspec.Struct):
     costs: dict[str, list[float]]
 
 
-def bench(parts: Sequence[Part], rounds: int, to: Path | None, earlier: Path | None) -> int:
-    """Measure `parts`, print a table, write it to `to`. Returns 1 if a cost is slower. Raises `RunError`."""
-    if not SCRIPTS.is_dir():
-        raise RunError(
-            "streamppo bench needs the repository, whose folder benchmarks/ is in no installed package: "
-            "clone it, `pip install -e .` there, and try again"
-        )
-    if to:
-        durable.refuse_output(to, RunError)
-    then = read(earlier) if earlier else None
-    begin = time.perf_counter()
-    now = measure(parts, rounds)
-    _print_table(now, then)
-    echo("", f"{', '.join(f'{name} {value}' for name, value in _flat(now.machine).items())}")
-    echo(f"median and range of {rounds} rounds; {time.perf_counter() - begin:.0f} s")
-    if to:
-        durable.write_output(to, msgspec.json.format(msgspec.json.encode(now), indent=1) + b"\n", RunError)
-    return 1 if then and "slower" in changes(now, then).values() else 0
-
-
-def measure(parts: Sequence[Part], rounds: int) -> BenchResult:
-    """Run every part once in each round. Raises `RunError` with the output of a part that fails."""
-    result = BenchResult({}, [], {})
+def measure(parts: Sequence[Part], rounds: int) -> QuickResult:
+    """Run every part once in each round. A part that fails ends the script with the part's output."""
+    result = QuickResult({}, [], {})
     for _ in range(rounds):
         for part in parts:
-            result.reference_ms.append(_reference_ms())
-            output = _run(part)
+            result.reference_ms.append(reference_ms())
+            output = run(part)
             result.machine = output.machine
             for name, cost in output.costs.items():
                 result.costs.setdefault(name, []).append(cost)
     return result
 
 
-def read(path: Path) -> BenchResult:
-    """Read an earlier result. Raises `RunError` if `path` has none."""
-    try:
-        return msgspec.json.decode(path.read_bytes(), type=BenchResult)
-    except (OSError, msgspec.MsgspecError) as error:
-        raise RunError(f"{path}: no result of streamppo bench --json: {error}") from None
-
-
-def changes(now: BenchResult, then: BenchResult) -> dict[str, str]:
+def changes(now: QuickResult, then: QuickResult) -> dict[str, str]:
     """Return "slower", "faster" or "equal" for each cost in both results.
 
     A cost is slower if the ratio of medians exceeds `MARGIN` and every value exceeds `pace` times every earlier value.
@@ -104,12 +78,12 @@ def changes(now: BenchResult, then: BenchResult) -> dict[str, str]:
     return words
 
 
-def pace(now: BenchResult, then: BenchResult) -> float:
+def pace(now: QuickResult, then: QuickResult) -> float:
     """Return the time of the reference work divided by the earlier time: 2 on a machine of half the speed."""
     return statistics.median(now.reference_ms) / statistics.median(then.reference_ms)
 
 
-def _run(part: Part) -> BenchFile:
+def run(part: Part) -> PartResult:
     script, *arguments = part
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "out.json"
@@ -118,17 +92,17 @@ def _run(part: Part) -> BenchFile:
             command, cwd=SCRIPTS.parent, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False
         )
         if done.returncode:
-            raise RunError(f"{' '.join(part)} ended with {done.returncode}:\n{done.stdout[-QUOTED:]}")
-        return msgspec.json.decode(out.read_bytes(), type=BenchFile)
+            sys.exit(f"{' '.join(part)} ended with {done.returncode}:\n{done.stdout[-QUOTED:]}")
+        return msgspec.json.decode(out.read_bytes(), type=PartResult)
 
 
-def _reference_ms() -> float:
+def reference_ms() -> float:
     begin = time.process_time()
     sum(number * number % 7 for number in range(REFERENCE))
     return 1e3 * (time.process_time() - begin)
 
 
-def _print_table(now: BenchResult, then: BenchResult | None) -> None:
+def show(now: QuickResult, then: QuickResult | None) -> None:
     columns = ["cost", "median", "smallest", "largest"]
     shown = table(*columns, *(["earlier median", "ratio", ""] if then else []))
     words, speed = (changes(now, then), pace(now, then)) if then else ({}, 1.0)
@@ -140,12 +114,26 @@ def _print_table(now: BenchResult, then: BenchResult | None) -> None:
         shown.add_row(*cells)
     console().print(shown)
     if then:
-        echo("", f"earlier medians are multiplied by {speed:.2f}, the ratio of the times of the reference work")
+        print(f"\nearlier medians are multiplied by {speed:.2f}, the ratio of the times of the reference work")
         if missing := sorted(then.costs.keys() - now.costs.keys()):
-            echo(f"not measured now: {', '.join(missing)}")
+            print(f"not measured now: {', '.join(missing)}")
 
 
-def _flat(machine: dict[str, object]) -> dict[str, object]:
-    versions = machine.get("versions")
-    flat = {name: value for name, value in machine.items() if name != "versions"}
-    return flat | ({str(name): version for name, version in versions.items()} if isinstance(versions, dict) else {})
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", type=Path, help="write the result to this file")
+    parser.add_argument("--compare", type=Path, help="an earlier file of --json")
+    parser.add_argument("--rounds", type=int, default=3)
+    options = parser.parse_args()
+    then = msgspec.json.decode(options.compare.read_bytes(), type=QuickResult) if options.compare else None
+    begin = time.perf_counter()
+    now = measure(PARTS, options.rounds)
+    show(now, then)
+    print(f"\nmedian and range of {options.rounds} rounds; {time.perf_counter() - begin:.0f} s")
+    if options.json:
+        options.json.write_bytes(msgspec.json.format(msgspec.json.encode(now), indent=1) + b"\n")
+    return 1 if then and "slower" in changes(now, then).values() else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
