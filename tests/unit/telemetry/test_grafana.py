@@ -4,11 +4,9 @@ import json
 import re
 from typing import Any
 
-from conftest import REPOSITORY
-
-from streamppo.telemetry.tracking import gauges, grafana
-
-FILE = REPOSITORY / "examples" / "grafana.json"
+from streamppo.telemetry.tracking import gauges
+from tests import grafana
+from tests.grafana import FILE
 
 
 def panels() -> list[Any]:
@@ -19,7 +17,7 @@ def panels() -> list[Any]:
 
 
 def test_the_file_is_the_one_that_the_catalogue_makes() -> None:
-    assert FILE.read_text() == grafana.text(), f"python -m {grafana.__name__} examples/grafana.json"
+    assert FILE.read_text() == grafana.text(), "python -m tests.grafana"
 
 
 def test_every_gauge_has_one_panel_with_its_help_text() -> None:

@@ -1,11 +1,11 @@
-"""Builds a Grafana dashboard: `python -m streamppo.telemetry.tracking.grafana FILE`. Ray's names begin with ray_."""
+"""Writes examples/grafana.json from the catalogue: `python -m tests.grafana`. Ray's names begin with ray_."""
 
 import json
-import sys
-from pathlib import Path
 
 from streamppo.telemetry.tracking import gauges
+from tests.architecture import REPOSITORY
 
+FILE = REPOSITORY / "examples" / "grafana.json"
 ROWS = {
     "Learning": ("evaluation_accuracy", "reward", "reward_", "entropy", "length", "truncated", "version"),
     "Off-policy": ("lag_mean", "lag_max", "ess", "ess_lag_", "behavior_kl", "behavior_kl_lag_", "mismatch"),
@@ -96,4 +96,4 @@ def _runs() -> dict[str, object]:
 
 
 if __name__ == "__main__":
-    Path(sys.argv[1]).write_text(text())
+    FILE.write_text(text())
