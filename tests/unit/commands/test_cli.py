@@ -156,7 +156,6 @@ SEVERAL = {
     ("bundle", "--rows"): ["--update", "3"],
     ("try", "--version"): ["--prompt", "3"],
     ("plan", "--measured"): [],
-    ("report", "--measured"): [],
 }
 
 
