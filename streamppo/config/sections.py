@@ -19,7 +19,7 @@ from streamppo.config.queue import Queue
 from streamppo.config.regularisation import KlCov
 from streamppo.config.reward import Reward
 from streamppo.config.rollout import Rollout
-from streamppo.config.task import AgentEnvironment, AnyEnvironment, ArithmeticTask, DataTask, Task
+from streamppo.config.task import AgentEnvironment, AnyEnvironment, DataTask, Task
 from streamppo.terminal import quoted
 
 LONGEST_NAME = 200
@@ -196,8 +196,6 @@ class Config(Section, frozen=True):
         if algorithm.compares_samples and queue.samples_per_prompt < 2:
             few = f"queue.samples_per_prompt ({queue.samples_per_prompt}) must be at least 2"
             yield f"{algorithm.compares_samples} compares the samples of a prompt: {few}"
-        if algorithm.curriculum and isinstance(self.task, ArithmeticTask) and self.task.ramp_prompts:
-            yield "algorithm.curriculum and task.ramp_prompts are two curricula: choose one"
         yield from _proximal_mistakes(self)
         yield from queue.segments.refuses(algorithm) if queue.segments else ()
         for choice in (*queue.attention_settings, *self.learner.mesh.attention_settings):

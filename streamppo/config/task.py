@@ -34,9 +34,6 @@ class Addition(Kind, frozen=True):
 class ArithmeticTask(Addition, frozen=True, tag="arithmetic"):
     """Addition: the prompt "12+34=" has the answer "46"."""
 
-    ramp_prompts: Count = 0
-    """Number of prompts over which sampling widens from the easiest tenth of the problems to all; 0 is off."""
-
 
 class HeldOut(Section, frozen=True):
     """Tasks whose rows are split into training and evaluation."""

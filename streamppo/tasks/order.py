@@ -10,8 +10,6 @@ from streamppo.types import WireStruct
 
 BLOCK = 1024
 """Length of the blocks of a mixture. In every block the sources occur in proportion to their weights."""
-EASIEST = 0.1
-"""A ramp begins with the easiest rows: this share of all rows."""
 
 
 class ShuffledOrder:
@@ -27,24 +25,6 @@ class ShuffledOrder:
     def __call__(self, position: int) -> int:
         epoch, within = divmod(position, self.count)
         return int(self._permutation(epoch)[within])
-
-
-class RampedOrder:
-    """A curriculum: the first `ramp` positions draw from a growing set of the easiest rows, others from all rows."""
-
-    def __init__(self, difficulty: Sequence[int], ramp: int, seed: int) -> None:
-        self._by_difficulty = np.argsort(np.asarray(difficulty), kind="stable")
-        self._ramp = ramp
-        self._seed = seed
-        self._after = ShuffledOrder(len(difficulty), seed)
-
-    def __call__(self, position: int) -> int:
-        if position >= self._ramp:
-            return self._after(position - self._ramp)
-        count = len(self._by_difficulty)
-        eligible = max(1, round(count * (EASIEST + (1 - EASIEST) * position / self._ramp)))
-        rank = np.random.default_rng((self._seed, 0x4A3B, position)).integers(eligible)
-        return int(self._by_difficulty[rank])
 
 
 class PromptOrder:

@@ -1,6 +1,6 @@
 """A task: an endless seeded stream of training prompts, and a fixed list of held-out ones."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import chain, islice, zip_longest
 from types import MappingProxyType
 from typing import NamedTuple
@@ -12,7 +12,7 @@ from streamppo.tasks import split
 from streamppo.tasks.data import Data, Measure, VisitPrompt
 from streamppo.tasks.library import arithmetic, gym, verifiers
 from streamppo.tasks.library.calculator import demonstrations
-from streamppo.tasks.order import PromptOrder, RampedOrder, RowNumbers, ShuffledOrder, SourceRows
+from streamppo.tasks.order import PromptOrder, RowNumbers, ShuffledOrder, SourceRows
 from streamppo.tasks.split import SplitPrompts
 from streamppo.types import Prompt
 
@@ -22,7 +22,7 @@ class PromptStream(NamedTuple):
 
     name: str
     rows: Data | SplitPrompts
-    order: Callable[[int], int]
+    order: ShuffledOrder
     weight: float = 1.0
     lengths: Mapping[str, int] = MappingProxyType({})
     notes: Sequence[str] = ()
@@ -44,7 +44,7 @@ class Task:
         return self._streams[source].rows.training[row]
 
     def row_numbers(self) -> RowNumbers:
-        """Return the mapping from prompt numbers to row numbers, for the queue. All streams must be shuffled."""
+        """Return the mapping from prompt numbers to row numbers, for the queue."""
         return RowNumbers(sources=tuple(map(_source_rows, self._streams)), seed=self._seed)
 
     @property
@@ -80,7 +80,6 @@ class Task:
 
 
 def _source_rows(stream: PromptStream) -> SourceRows:
-    assert isinstance(stream.order, ShuffledOrder), "algorithm.curriculum excludes task.ramp_prompts"
     content = 0
     for prompt in stream.rows.training:
         content = crc32(prompt.text.encode(errors="surrogatepass"), content)
@@ -98,21 +97,15 @@ def build(
 ) -> Task:
     """Build the task. Without `tokenizer`, lengths are not checked. `visit` gets every row. Raises `TaskError`."""
     match config:
-        case ArithmeticTask():
+        case ArithmeticTask() | CalculatorTask():
             rows = arithmetic.rows(config.first, config.second, config.held_out, seed)
-            order = ShuffledOrder(len(rows.training), seed)
-            if config.ramp_prompts:
-                order = RampedOrder(list(map(arithmetic.difficulty, rows.training)), config.ramp_prompts, seed)
-            return Task([PromptStream("arithmetic", rows, order)], seed)
+            stream = PromptStream("arithmetic", rows, ShuffledOrder(len(rows.training), seed))
+            return Task([stream], seed, demonstrations(rows.training) if isinstance(config, CalculatorTask) else ())
         case DataTask():
             rows = {
                 name: Data(name, source, seed, tokenizer, limit, visit=visit) for name, source in config.sources.items()
             }
             return Task(_streams(config, rows, seed), seed)
-        case CalculatorTask(first=first, second=second, held_out=held_out):
-            rows = arithmetic.rows(first, second, held_out, seed)
-            stream = PromptStream("arithmetic", rows, ShuffledOrder(len(rows.training), seed))
-            return Task([stream], seed, demonstrations(rows.training))
         case GymTask(dataset=name) | VerifiersTask(environment=name):
             rows = gym.rows(config, seed) if isinstance(config, GymTask) else verifiers.rows(config, seed)
             return Task([PromptStream(name, rows, ShuffledOrder(len(rows.training), seed), notes=rows.notes)], seed)

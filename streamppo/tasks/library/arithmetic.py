@@ -27,14 +27,6 @@ def rows(first: tuple[int, int], second: tuple[int, int], held_out: float, seed:
     return SplitPrompts(*sides)
 
 
-def difficulty(prompt: Prompt) -> int:
-    """Return (digits + carries) * 10^12 + sum, which sorts problems by digits plus carries, and then by sum."""
-    a, b = (int(number) for number in prompt.text.removesuffix("=").split("+"))
-    digits = len(str(a)) + len(str(b))
-    carries = (sum(map(int, str(a) + str(b))) - sum(map(int, str(a + b)))) // 9
-    return (digits + carries) * 10**12 + a + b
-
-
 async def score(trajectory: ScoredText, answer: str) -> float:
     """Score 1 for a completion that is the answer and ended with a stop, else 0. Raises `TaskError` as `gold.text`."""
     return float(trajectory.completion == gold.text(answer) and trajectory.finish == "stop")

@@ -161,7 +161,6 @@ def test_a_bad_value_is_refused_by_name(override: str, message: str) -> None:
         (["algorithm.resample.mean=[0.5]"], r"mean must be empty or \[smallest, largest\]"),
         (["algorithm.curriculum={}"], "curriculum finds groups without a signal: it needs an advantage"),
         (["algorithm.curriculum={floor=0.6}"], r"floor \(0.6\) must be at most repeat \(0.5\)"),
-        ([RLOO, "algorithm.curriculum={}", "task.ramp_prompts=100"], "are two curricula: choose one"),
         (["algorithm.kl.reward_beta=0.1", "algorithm.kl.loss_beta=0.1"], "allow_both"),
         (["algorithm.kl.target=6"], r"target \(6.0\) adapts reward_beta, which is 0"),
         (["algorithm.critic.epochs=2"], r"epochs \(2\) needs a second transformer"),

@@ -15,10 +15,9 @@ import pytest
 from config_case import one_source
 from tokenizers.processors import TemplateProcessing
 
-from streamppo.config.task import ArithmeticTask, DataTask, Source
+from streamppo.config.task import DataTask, Source
 from streamppo.errors import TaskError
 from streamppo.tasks import dataset_files, task
-from streamppo.tasks.library.arithmetic import difficulty
 from streamppo.tasks.order import PromptOrder, ShuffledOrder
 from streamppo.tasks.tokenizer import Tokenizer, character_tokenizer
 from streamppo.types import Message, Prompt
@@ -299,21 +298,6 @@ def test_every_source_has_its_share_to_one_in_a_thousand_and_at_least_one(weight
     for number, weight in enumerate(weights.values()):
         assert counts[number] == pytest.approx(1024 * weight / total, abs=1)
         assert counts[number] >= 1
-
-
-def test_a_ramp_begins_with_the_easiest_problems_and_ends_with_all() -> None:
-    built = task.build(ArithmeticTask(first=(0, 99), second=(0, 99), ramp_prompts=3000), 1)
-    levels = [difficulty(built.prompt(n)) // 10**12 for n in range(3000)]
-    assert max(levels[:150]) < max(levels[-150:])
-    assert sum(levels[:500]) < sum(levels[1000:1500]) < sum(levels[-500:])
-    count = len(built.training)
-    assert {built.prompt(3000 + n).text for n in range(count)} == {prompt.text for prompt in built.training}
-
-
-def test_difficulty_is_digits_and_carries() -> None:
-    problems = ["1+2=", "8+5=", "12+34=", "19+34=", "99+99="]
-    levels = [difficulty(Prompt(text=text, columns={})) // 10**12 for text in problems]
-    assert levels == [2, 3, 4, 5, 6]
 
 
 def test_a_data_task_has_one_data_set_or_several() -> None:

@@ -310,7 +310,7 @@ def test_sync_rewards_run_side_by_side_in_their_processes(tmp_path: Path) -> Non
         ("streamppo.tasks.library.arithmetic:scores", "has no 'scores'"),
         ("nowhere/mine.py:score", "no file nowhere/mine.py"),
         ("streamppo.tasks.library.arithmetic:ALPHABET", "neither a function nor a class"),
-        ("streamppo.tasks.library.arithmetic:difficulty", r"takes \(prompt\); it must be one of score\(trajectory"),
+        ("streamppo.tasks.library.arithmetic:rows", r"takes \(first, second, held_out, seed\); it must be"),
         (f"{FAULTY}:Flaky", "needs the argument 'every'"),
     ],
 )
