@@ -86,7 +86,7 @@ DECIDED = {
 
 
 class SGLangEngine(EngineKind, frozen=True, tag="sglang"):
-    """SGLang 0.5.17 or newer. Every actor starts an engine on its GPUs, or uses a running server."""
+    """SGLang 0.5.21 or newer. Every actor starts an engine on its GPUs, or uses a running server."""
 
     urls: tuple[str, ...] = ()
     """Addresses of running servers, one for each actor; empty: each actor starts an engine."""

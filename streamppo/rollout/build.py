@@ -142,8 +142,6 @@ def _setup(
         model.vocabulary,
         settings.start_s,
         room=model.room,
-        excludes_tokens=config.rollout.excludes_tokens,
-        streams=wire.streaming(config),
         routes=settings.routes,
         strings=model.stop.strings,
         unknown=model.unknown,
@@ -203,7 +201,6 @@ def _start(
         return partial(server.connect, settings, key, slots, strings, learner)
     version = wire.installed_version()
     launch_settings = in_process.LaunchSettings(
-        version,
         wire.arguments(config, settings, model_path, slots * model.room, version, loads_tokenizer=bool(strings))
         | wire.head(settings, untied=untied),
         wire.environment(config, local=Path(model_path).is_dir()),

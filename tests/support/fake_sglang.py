@@ -1,6 +1,7 @@
 """A minimal fake of SGLang: it starts, dies, loads weights, and streams completions."""
 
 import asyncio
+import random
 from collections.abc import AsyncGenerator, Coroutine, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -12,6 +13,7 @@ from streamppo.errors import ModelError
 from streamppo.rollout.sglang import wire
 from streamppo.rollout.sglang.engine import SGLangEngine, start
 from streamppo.rollout.sglang.session import SessionSetup
+from streamppo.rollout.sglang.verify_weights import held_name
 from streamppo.rollout.weight_checks import Architecture
 
 CONFIG = Qwen2Config(
@@ -26,7 +28,7 @@ class Fake:
     the reported number of cached tokens.
     """
 
-    version, ranks, longest, is_ordered = (0, 5, 21), 1, 1 << 20, True
+    ranks, longest, is_ordered = 1, 1 << 20, True
 
     def __init__(self, capacity: int = 4) -> None:
         self.capacity = capacity
@@ -63,13 +65,10 @@ class Fake:
             self.loaded, self.norm = version, self.staged
 
     async def call(self, name: str, /, **fields: Any) -> Any:
-        if name in ("weights_checker", "get_weights_by_name", "begin_weight_update"):
-            raise NotImplementedError(name)
+        if name == "weights_checker":
+            return await self._check(fields["action"])
         if name != "generate":
             return None
-        if "rid" not in fields:
-            await self.look.wait()
-            return {"meta_info": {"input_token_logprobs": [(None, 1, None), (self.norm, 2, None)]}}
         if self.deadly:
             raise ConnectionError("it fell over")
         self.keys.append(fields["extra_key"])
@@ -90,6 +89,13 @@ class Fake:
                 "cached_tokens": self.cached,
             }
         }
+
+    async def _check(self, action: str) -> Any:
+        if action == "reset_tensors":
+            self.norm = random.random()
+            return None
+        await self.look.wait()
+        return [{"checksums": {held_name(name): str(self.norm) for name in Architecture(CONFIG).shapes}}]
 
     def stream(self, **fields: object) -> AsyncGenerator[Any]:
         raise NotImplementedError
@@ -151,7 +157,7 @@ class Streaming(Fake):
                     self._count(one)
         if name == "continue_generation":
             self.paused = False
-        if name == "generate" and "rid" not in fields:
+        if fields.get("action") == "checksum":
             self.lags, late, self._late = False, self._late, []
             for one, answer in late:
                 one.answers.put_nowait(answer)

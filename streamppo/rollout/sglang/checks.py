@@ -1,24 +1,9 @@
-"""Checks of a started SGLang: its version, its server's settings, and the room for the longest row."""
+"""Checks of a started SGLang: its server's settings, and the room for the longest row."""
 
 from collections.abc import Iterator, Mapping, Sequence
 
 from streamppo.errors import ModelError
 from streamppo.rollout.sglang.link import Answer
-from streamppo.rollout.sglang.wire import CHECKS_PARTS, FLUSHES_PAUSED, NAMES_CANDIDATES, NAMES_ROUTES, STREAMS
-
-
-def check_version(
-    version: tuple[int, ...], streams: str, *, excludes_tokens: bool, routes: bool, has_encoders: bool = False
-) -> None:
-    """Raise `ModelError` if `version` of SGLang is too old for a setting; `streams` names one that needs streams."""
-    needs = {streams: STREAMS} if streams else {}
-    needs |= {"rollout.top_p or top_k": NAMES_CANDIDATES} if excludes_tokens else {}
-    needs |= {"rollout.engine.routes": NAMES_ROUTES} if routes else {}
-    needs |= {"the text model of a multimodal model": CHECKS_PARTS} if has_encoders else {}
-    for setting, required in needs.items():
-        if version < required:
-            needed, installed = (".".join(map(str, numbers)) for numbers in (required, version))
-            raise ModelError(f"with {setting}, SGLang must be {needed} or newer, and is {installed}")
 
 
 def check_strings(info: Mapping[str, Answer], strings: Sequence[str]) -> None:
@@ -66,9 +51,7 @@ def check_room(longest: int, room: int) -> None:
         )
 
 
-def check_cache(info: Mapping[str, Answer], kv: str, version: tuple[int, ...], *, routes: bool = False) -> None:
-    """Raise `ModelError` for a server that does not return experts, or whose prefix cache cannot be recomputed."""
-    if routes and not info.get("enable_return_routed_experts"):
+def check_routes(info: Mapping[str, Answer]) -> None:
+    """Raise `ModelError` for a server that does not return experts."""
+    if not info.get("enable_return_routed_experts"):
         raise ModelError("with rollout.engine.routes a server needs --enable-return-routed-experts")
-    if kv == "recompute" and version < FLUSHES_PAUSED and not info.get("disable_radix_cache"):
-        raise ModelError("with rollout.engine.kv = 'recompute' an SGLang before 0.5.21 needs --disable-radix-cache")

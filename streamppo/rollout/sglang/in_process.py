@@ -30,7 +30,6 @@ REQUESTS = {
     "update_weights_from_disk": "UpdateWeightFromDiskReqInput",
     "update_weights_from_distributed": "UpdateWeightsFromDistributedReqInput",
     "init_weights_update_group": "InitWeightsUpdateGroupReqInput",
-    "get_weights_by_name": "GetWeightsByNameReqInput",
     "weights_checker": "CheckWeightsReqInput",
 }
 """The request class of each endpoint of SGLang. The method of its tokenizer manager has the endpoint's name."""
@@ -45,7 +44,6 @@ class ProcessLink:
     """A `Link` to the processes of `engine`, which were started in `thread` and write to `output`."""
 
     def __init__(self, thread: EngineThread, engine: SGLang, output: ProcessOutput, settings: "LaunchSettings") -> None:
-        self.version = settings.version
         self.capacity, self.ranks = settings.capacity, settings.ranks
         self.longest = checks.longest(engine._scheduler_init_result.scheduler_infos[0])
         # With a tokenizer, tokens pass through the detokenizer's process, and answers to calls may overtake them.
@@ -105,9 +103,7 @@ class ProcessLink:
             except HTTPException as refused:
                 # For example, SGLang lacks memory. A server would answer with this error.
                 raise ValueError(refused.detail) from refused
-        method: Callable[[object], Awaitable[Answer]] | None = getattr(manager, METHODS.get(name, name), None)
-        if method is None:
-            raise NotImplementedError(name)
+        method: Callable[[object], Awaitable[Answer]] = getattr(manager, METHODS.get(name, name))
         answer = await method(getattr(io_struct, REQUESTS[name])(**fields))
         if not isinstance(answer, tuple):
             return answer
@@ -118,9 +114,8 @@ class ProcessLink:
 
 
 class LaunchSettings(NamedTuple):
-    """Settings for the start: SGLang's `version` and `arguments`, and the `environment` of its processes."""
+    """Settings for the start: SGLang's `arguments`, and the `environment` of its processes."""
 
-    version: tuple[int, ...]
     arguments: Mapping[str, object]
     environment: Mapping[str, str]
     capacity: int

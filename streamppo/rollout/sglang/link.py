@@ -12,7 +12,6 @@ Answer: TypeAlias = Any
 class Link(Protocol):
     """A connection to a running SGLang."""
 
-    version: tuple[int, ...]
     capacity: int
     """Maximum number of completions that SGLang runs concurrently."""
     ranks: int
@@ -25,8 +24,8 @@ class Link(Protocol):
     async def call(self, name: str, /, **fields: object) -> Answer:
         """Call endpoint `name` and return its answer.
 
-        Raises `ValueError` if SGLang refuses the request, `NotImplementedError` if SGLang has no such endpoint, and
-        `ConnectionError` if SGLang has ended. A call to a dead SGLang may also never return.
+        Raises `ValueError` if SGLang refuses the request, and `ConnectionError` if SGLang has ended. A call to a dead
+        SGLang may also never return.
         """
         ...
 

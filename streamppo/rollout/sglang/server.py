@@ -31,7 +31,6 @@ class ServerLink:
     def __init__(self, client: httpx.AsyncClient, url: str, slots: int, info: Mapping[str, Answer]) -> None:
         states = info.get("internal_states") or [{}]
         room = sum(state.get("effective_max_running_requests_per_dp") or slots for state in states)
-        self.version = wire.parse_supported_version(info["version"], f"the SGLang server at {url}")
         self.capacity, self.ranks = min(slots, room), int(info.get("tp_size", 1))
         self.longest, self.is_ordered = checks.longest(info), False
         self._client, self._url = client, url
@@ -43,8 +42,6 @@ class ServerLink:
             answer = await self._client.post(f"/{name}", json=fields)
         except httpx.TransportError as error:
             raise ConnectionError(f"{type(error).__name__} at {self._url}") from error
-        if answer.status_code == httpx.codes.NOT_FOUND:
-            raise NotImplementedError(name)
         content = _read(answer, self._url)
         return content.get("ranks") if name == "weights_checker" else content
 
@@ -63,7 +60,7 @@ class ServerLink:
 
     async def abort(self, rid: str) -> None:
         """See `Link.abort`. `death` detects a server that does not answer."""
-        with suppress(ValueError, NotImplementedError, TimeoutError):
+        with suppress(ValueError, TimeoutError):
             async with asyncio.timeout(SILENT_S):
                 await self.call("abort_request", rid=rid)
 
@@ -121,12 +118,14 @@ async def connect(
         undo.push_async_callback(client.aclose)
         info = await _answer(client, url, settings.start_s)
         checks.check_server(info, url)
+        wire.parse_supported_version(info["version"], f"the SGLang server at {url}")
         server = ServerLink(client, url, slots, info)
-        checks.check_cache(info, settings.kv, server.version, routes=settings.routes)
+        if settings.routes:
+            checks.check_routes(info)
         checks.check_strings(info, strings)
         for difference in checks.differences(info, learner):
             log.warning("the SGLang server at %s has %s: log-probs differ more than necessary", url, difference)
-        with suppress(ValueError, NotImplementedError):
+        with suppress(ValueError):
             await server.call("end_weight_update")
         await server.call("continue_generation")
         await server.call("abort_request", abort_all=True)

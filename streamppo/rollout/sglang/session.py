@@ -13,7 +13,7 @@ from typing import Literal, NamedTuple
 from torch import Tensor
 
 from streamppo.errors import ModelError, WeightsError
-from streamppo.rollout.sglang import checks, verify_weights, wire
+from streamppo.rollout.sglang import checks
 from streamppo.rollout.sglang.link import HEALTH_S, Link, Start
 from streamppo.rollout.sglang.push import Carrier, Connect
 from streamppo.rollout.sglang.verify_weights import Attestation
@@ -26,9 +26,8 @@ log = logging.getLogger(__name__)
 class SessionSetup(NamedTuple):
     """Settings of all sessions of an engine. `start` starts SGLang; `connect` connects the transport of weights.
 
-    A row has up to `room` tokens. `streams` names the setting that needs streams of tokens, or is "". Tokens `unknown`
-    are never sampled. The `encoders` of a multimodal model are not loaded. Versions are copied to buckets of
-    `bucket_bytes`, in `shared` memory if SGLang reads them there.
+    A row has up to `room` tokens. Tokens `unknown` are never sampled. The `encoders` of a multimodal model are not
+    loaded. Versions are copied to buckets of `bucket_bytes`, in `shared` memory if SGLang reads them there.
     """
 
     start: Start
@@ -37,8 +36,6 @@ class SessionSetup(NamedTuple):
     vocabulary: int
     start_s: float
     room: int = 0
-    excludes_tokens: bool = False
-    streams: str = ""
     routes: bool = False
     strings: Sequence[str] = ()
     unknown: Sequence[int] = ()
@@ -84,13 +81,6 @@ async def _start_once(setup: SessionSetup, number: int, version: int, tensors: M
     async with AsyncExitStack() as undo:
         undo.push_async_callback(link.stop)
         checks.check_room(link.longest, setup.room)
-        checks.check_version(
-            link.version,
-            setup.streams,
-            excludes_tokens=setup.excludes_tokens,
-            routes=setup.routes,
-            has_encoders=bool(setup.encoders),
-        )
         try:
             async with asyncio.timeout(setup.start_s):
                 session = await _until_death(link, _fill(setup, link, version, tensors))
@@ -105,7 +95,8 @@ async def _start_once(setup: SessionSetup, number: int, version: int, tensors: M
 
 async def _fill(setup: SessionSetup, link: Link, version: int, tensors: Mapping[str, Tensor]) -> EngineSession:
     carrier = await setup.connect(link)
-    attestation = await verify_weights.begin(link, tensors, setup.vocabulary, setup.encoders)
+    attestation = Attestation(link, setup.encoders)
+    await attestation.begin()
     await carrier.stage(tensors)
     await _load(link, carrier, setup.kv, version)
     await link.call("continue_generation")
@@ -129,11 +120,6 @@ async def _until_death(link: Link, work: Coroutine[object, object, EngineSession
 async def _load(link: Link, carrier: Carrier, kv: Literal["keep", "recompute"], version: int) -> None:
     """Pause SGLang and load the weights. `kv` says whether running completions keep their KV cache."""
     await link.call("pause_generation", mode="in_place" if kv == "keep" else "retract")
-    has_sessions = True
-    try:
-        await link.call("begin_weight_update")
-    except NotImplementedError:
-        has_sessions = False
-    await carrier.carry(version, flush=kv == "recompute" and link.version >= wire.FLUSHES_PAUSED)
-    if has_sessions:
-        await link.call("end_weight_update")
+    await link.call("begin_weight_update")
+    await carrier.carry(version, flush=kv == "recompute")
+    await link.call("end_weight_update")

@@ -86,8 +86,6 @@ class CompletionStream:
     def completion(self, kv: Literal["keep", "recompute"]) -> Completion:
         """Return the whole completion. Raises `ModelError` if a token in a segment is older than the segment states."""
         complete = wire.complete(self._concatenate(), self._last, self._version_starts[0][1], kv)
-        if not complete.versions_known:
-            complete = complete._replace(versions=self._versions())
         handed_versions = complete.versions[: self.handed]
         if (handed_versions < self._handed_versions).any():
             raise ModelError(

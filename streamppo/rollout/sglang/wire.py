@@ -14,7 +14,6 @@ from streamppo import process
 from streamppo.config.hints import nearest
 from streamppo.config.rollout import SGLangEngine
 from streamppo.config.sections import Config
-from streamppo.config.task import AgentEnvironment
 from streamppo.errors import ModelError
 from streamppo.rollout.engine import Completion, Sampling, TokenCandidates
 from streamppo.rollout.sglang.link import Answer
@@ -22,16 +21,8 @@ from streamppo.types import Floats, Ints, Routes
 
 WRITER = uuid4().hex[:8]
 """Identifies this process in version names: two runs that use one server would otherwise both push a "7"."""
-OLDEST = (0, 5, 17)
-"""The oldest supported version: earlier ones execute code from anyone who can reach their ports."""
-FLUSHES_PAUSED = (0, 5, 21)
-"""The first version whose paused engine can flush its prefix cache while requests wait; earlier versions die."""
-NAMES_GRAPHS = NAMES_CANDIDATES = NAMES_ROUTES = NAMES_DEFAULTS = STREAMS = CHECKS_PARTS = (0, 5, 21)
-"""The first versions known to have certain arguments and answers. GRAPHS: an argument for the largest batch of decode
-CUDA graphs. CANDIDATES: the tokens that top-p and top-k leave. ROUTES: the experts of every token. DEFAULTS: the
-argument `sampling_defaults`. STREAMS: each message has only new tokens, `stream_interval` of them. CHECKS_PARTS: the
-weights checker leaves out tensors by their names.
-"""
+OLDEST = (0, 5, 21)
+"""The oldest supported version, and the oldest that was tested."""
 RESTORES_EXPERTS = (0, 5, 23)
 """The first version that restores the layout of experts before it loads weights, with every MoE backend."""
 MOST_BIASES = 16384
@@ -85,7 +76,6 @@ def arguments(
 ) -> dict[str, object]:
     """Return the arguments of an SGLang of `version` that this actor starts, with a cache of `tokens` on a CPU."""
     rollout, model = config.rollout, config.model
-    keeps_stale_prefixes = engine.kv == "recompute" and version < FLUSHES_PAUSED
     common: dict[str, object] = {
         "model_path": model_path,
         "skip_tokenizer_init": not loads_tokenizer,
@@ -94,7 +84,7 @@ def arguments(
         "tp_size": ranks(config),
         "max_running_requests": rollout.slots,
         "mem_fraction_static": engine.mem_fraction_static,
-        "disable_radix_cache": not engine.prefix_cache or keeps_stale_prefixes,
+        "disable_radix_cache": not engine.prefix_cache,
         # The first push writes every tensor and checks that SGLang has it, so the model's files need not be read.
         "load_format": "dummy",
         "grammar_backend": "none",
@@ -105,8 +95,8 @@ def arguments(
         # Without this, an idle engine uses a whole core.
         "sleep_on_idle": True,
         # Without this, every message of a stream repeats all earlier tokens.
-        **({"incremental_streaming_output": True} if version >= STREAMS else {}),
-        **({"sampling_defaults": "openai"} if version >= NAMES_DEFAULTS else {}),
+        "incremental_streaming_output": True,
+        "sampling_defaults": "openai",
         **({"enable_return_routed_experts": True} if engine.routes else {}),
     }
     if rollout.gpus:
@@ -115,7 +105,7 @@ def arguments(
         if engine.routes or version < RESTORES_EXPERTS:
             gpu_arguments["moe_runner_backend"] = "triton"
         # A decode step with more completions than the largest CUDA graph would launch each kernel separately.
-        graphs = {"cuda_graph_max_bs_decode": rollout.slots} if version >= NAMES_GRAPHS else {}
+        graphs = {"cuda_graph_max_bs_decode": rollout.slots}
         return common | graphs | {name: value for name, value in gpu_arguments.items() if value} | dict(engine.args)
     return common | {
         "device": "cpu",
@@ -234,8 +224,7 @@ def completion(
     """Read the completion in the answer to a `generate` call that was sent at version `oldest`.
 
     `kv` is the engine's setting for its cache at swaps. With `candidates` (top-p or top-k), log-probs are renormalised
-    over them. If SGLang reports no versions, all tokens get `oldest`, so that no lag is understated. If experts are
-    recorded, `routed` is the number of prompt tokens. Raises `ModelError` for other answers.
+    over them. If experts are recorded, `routed` is the number of prompt tokens. Raises `ModelError` for other answers.
     """
     meta = answer["meta_info"]
     completed = complete(
@@ -287,16 +276,12 @@ def complete(
     count = len(part.tokens)
     if not count:
         raise ModelError("SGLang gave a completion without tokens")
-    spans = meta.get("weight_versions")
-    known = None if spans is None else token_versions(spans, count)
-    if known is not None and kv == "keep":
-        known = shift_boundaries(known, oldest)
+    versions = token_versions(meta.get("weight_versions") or (), count)
     return Completion(
         tokens=part.tokens,
         logprobs=part.logprobs,
-        versions=np.full(count, oldest, np.int32) if known is None else known,
+        versions=shift_boundaries(versions, oldest) if kv == "keep" else versions,
         finish=finish,
-        versions_known=spans is not None,
         candidates=part.candidates,
         cached=meta.get("cached_tokens") or 0,
     )
@@ -342,13 +327,6 @@ def _read_candidates(meta: Mapping[str, Answer], count: int) -> tuple[Floats, To
         np.concatenate([np.zeros(0, np.int32), *(np.sort(np.array(candidates, np.int32)) for candidates in sets)]),
         np.array([len(candidates) for candidates in sets], np.int32),
     )
-
-
-def streaming(config: Config) -> str:
-    """Name the setting that needs streams of tokens; "" if none does."""
-    if isinstance(config.environment, AgentEnvironment):
-        return "agents (environment.kind = 'agent')"
-    return "queue.segments" if config.queue.segments is not None else ""
 
 
 def checksums(ranks: Sequence[Mapping[str, Answer]]) -> dict[str, str]:

@@ -32,14 +32,13 @@ Tensors = Mapping[str, Tensor]
 class Checked:
     """An SGLang with a weights checker; `load` takes each tensor that it knows, but for `lost`, and skips all others.
 
-    `means` is all that its checker is capable of, `ranks` how many share the model.
+    The checker raises if it `fails`; `ranks` share the model.
     """
 
-    version = (0, 5, 21)
     capacity = 4
 
-    def __init__(self, known: Tensors, means: str, ranks: int = 1) -> None:
-        self.means, self.ranks = means, ranks
+    def __init__(self, known: Tensors, ranks: int = 1, *, fails: bool = False) -> None:
+        self.fails, self.ranks = fails, ranks
         self.held = {held_name(name): {name: 0.0} for name in known}
         for name in known:
             self.held[held_name(name)][name] = 0.0
@@ -52,16 +51,13 @@ class Checked:
                 held[name] = float(tensor.double().sum())
 
     async def call(self, name: str, /, **fields: object) -> Any:
-        if name != "weights_checker" or not self.means:
-            raise NotImplementedError(name)
-        match fields["action"]:
-            case "checksum" if self.means == "checksums":
-                sums = {name: str(sorted(parts.items())) for name, parts in self.held.items()}
-                return [{"checksums": sums}] * self.ranks
-            case "reset_tensors":
-                self.held = {name: dict.fromkeys(parts, -1.5) for name, parts in self.held.items()}
-            case _:
-                raise ValueError("not here")
+        assert name == "weights_checker"
+        if self.fails:
+            raise ValueError("not here")
+        if fields["action"] == "checksum":
+            sums = {name: str(sorted(parts.items())) for name, parts in self.held.items()}
+            return [{"checksums": sums}] * self.ranks
+        self.held = {name: dict.fromkeys(parts, -1.5) for name, parts in self.held.items()}
 
     async def abort(self, rid: str) -> None: ...
 
@@ -71,8 +67,9 @@ class Checked:
     async def stop(self) -> None: ...
 
 
-async def loaded(link: Checked, tensors: Tensors) -> verify_weights.Attestation:
-    attestation = await verify_weights.begin(link, tensors, 16)
+async def loaded(link: Any, tensors: Tensors) -> verify_weights.Attestation:
+    attestation = verify_weights.Attestation(link)
+    await attestation.begin()
     await swap(link, attestation, tensors)
     return attestation
 
@@ -96,45 +93,34 @@ def first(architecture: Architecture) -> dict[str, Tensor]:
     return {name: torch.full(shape, 1.0) for name, shape in architecture.shapes.items()}
 
 
-MEANS = pytest.mark.parametrize("means", ["checksums"])
-
-
-@MEANS
-def test_experts_under_the_names_of_files_are_all_taken(
-    architecture: Architecture, first: dict[str, Tensor], means: str
-) -> None:
+def test_experts_under_the_names_of_files_are_all_taken(architecture: Architecture, first: dict[str, Tensor]) -> None:
     saved = architecture.as_saved(first)
     assert any(".experts.1." in name for name in saved)
-    attestation = run(loaded(Checked(saved, means), saved))
-    assert attestation.method == means
+    run(loaded(Checked(saved), saved))
 
 
-@MEANS
 def test_experts_under_names_that_the_engine_skips_are_an_error_by_name(
-    architecture: Architecture, first: dict[str, Tensor], means: str
+    architecture: Architecture, first: dict[str, Tensor]
 ) -> None:
-    link = Checked(architecture.as_saved(first), means)
-    with pytest.raises(
-        WeightsError, match=rf"has not loaded \S+experts.w13_weight \(compared by {means}, [46] are wrong"
-    ):
+    link = Checked(architecture.as_saved(first))
+    with pytest.raises(WeightsError, match=r"has not loaded \S+experts.w13_weight \(by its checksum; [46] tensors"):
         run(loaded(link, first))
 
 
-@MEANS
 def test_a_tensor_that_a_later_push_loses_is_an_error_by_name(
-    architecture: Architecture, first: dict[str, Tensor], means: str
+    architecture: Architecture, first: dict[str, Tensor]
 ) -> None:
     saved = architecture.as_saved(first)
     lost = next(name for name in saved if name.endswith("norm.weight"))
 
     async def case() -> None:
-        link = Checked(saved, means, ranks=2 if means == "checksums" else 1)
+        link = Checked(saved, ranks=2)
         attestation = await loaded(link, saved)
         # What did not change need not move.
         await swap(link, attestation, saved)
         link.lost = lost
         await swap(link, attestation, {name: tensor + (name != lost) for name, tensor in saved.items()})
-        with pytest.raises(WeightsError, match=rf"has not loaded {lost} .*1 are wrong"):
+        with pytest.raises(WeightsError, match=rf"has not loaded {lost} .*1 tensors are wrong"):
             await swap(link, attestation, {name: tensor + 2 for name, tensor in saved.items()})
 
     run(case())
@@ -156,7 +142,7 @@ def test_a_tensor_that_moved_to_other_bytes_than_were_pushed_is_an_error_where_i
     monkeypatch.setattr(verify_weights, "_expected_checksums", known)
 
     async def case(damaged: str) -> None:
-        link = Checked(saved, "checksums")
+        link = Checked(saved)
         attestation = await loaded(link, saved)
         assert set(attestation.exact) == link.held.keys() - {strange}
         later = {name: tensor + 1 for name, tensor in saved.items()}
@@ -184,7 +170,7 @@ def test_nothing_is_hashed_for_an_engine_whose_checksum_is_another_function(
     monkeypatch.setattr(verify_weights, "_expected_checksums", known)
 
     async def case() -> None:
-        link = Checked(saved, "checksums")
+        link = Checked(saved)
         attestation = await loaded(link, saved)
         assert attestation.exact == set()
         asked = {held_name(name) for name in hashed}
@@ -199,88 +185,12 @@ def test_nothing_is_hashed_for_an_engine_whose_checksum_is_another_function(
     run(case())
 
 
-def test_a_mixture_of_experts_is_refused_by_an_engine_that_cannot_show_its_tensors(
+def test_an_engine_whose_checker_fails_is_refused_with_its_reason(
     architecture: Architecture, first: dict[str, Tensor]
 ) -> None:
     saved = architecture.as_saved(first)
-    with pytest.raises(WeightsError, match=r"gives no checksums.*a load of \S+\.experts\.0\."):
-        run(loaded(Checked(saved, ""), saved))
-
-
-# --- by values -----------------------------------------------------------------------------------------------
-
-
-class Valued(Checked):
-    """An SGLang on a CPU: no checker, but the values of its tensors, but for those of `unreadable` ones."""
-
-    def __init__(self, unreadable: str = "") -> None:
-        super().__init__({}, "")
-        self.values: dict[str, Tensor] = {}
-        self.unreadable, self.asked = unreadable, 0
-
-    def load(self, tensors: Tensors) -> None:
-        self.values |= {name: tensor.clone() for name, tensor in tensors.items() if name != self.lost}
-
-    async def call(self, name: str, /, **fields: Any) -> Any:
-        if name == "generate":
-            token = float(sum(tensor.double().sum() for tensor in self.values.values()))
-            return {"meta_info": {"input_token_logprobs": [[None], [token]]}}
-        if name != "get_weights_by_name":
-            raise NotImplementedError(name)
-        self.asked += 1
-        wanted, rows = fields["name"], fields["truncate_size"]
-        return None if wanted == self.unreadable else self.values[wanted][:rows].tolist()
-
-
-DENSE = {f"layers.{number}.weight": (20, 3) for number in range(40)}
-
-
-def of_version(number: float) -> dict[str, Tensor]:
-    return {name: torch.full(shape, number) + torch.rand(shape) for name, shape in DENSE.items()}
-
-
-@pytest.mark.parametrize("lost", ["layers.0.weight", "layers.17.weight", "layers.39.weight"])
-def test_without_checksums_every_tensor_is_read_back_and_a_lost_one_is_named(lost: str) -> None:
-    async def case() -> None:
-        link: Any = Valued()
-        attestation = await loaded(link, of_version(0))
-        assert (attestation.method, link.asked) == ("values", len(DENSE))
-        link.lost = lost
-        with pytest.raises(WeightsError, match=f"has not loaded {lost} .compared by values, 1 are wrong"):
-            await swap(link, attestation, of_version(1))
-
-    run(case())
-
-
-def test_of_a_small_model_every_value_is_read_back_and_of_a_large_one_the_first_rows(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    async def case(row: int) -> None:
-        link: Any = Valued()
-        attestation = await loaded(link, of_version(0))
-        changed = of_version(1)
-        link.load(changed)
-        link.values["layers.5.weight"][row, 1] += 1
-        await attestation.check(changed)
-
-    with pytest.raises(WeightsError, match=r"layers.5.weight"):
-        run(case(row=19))
-    monkeypatch.setattr(verify_weights, "SMALL", 10)
-    with pytest.raises(WeightsError, match=r"layers.5.weight"):
-        run(case(row=verify_weights.ROWS - 1))
-    run(case(row=verify_weights.ROWS))
-
-
-def test_where_a_single_tensor_cannot_be_read_log_probs_say_that_nothing_has_moved() -> None:
-    async def case() -> None:
-        link: Any = Valued(unreadable="layers.3.weight")
-        attestation = await loaded(link, of_version(0))
-        assert attestation.method == "log-probs"
-        await swap(link, attestation, of_version(1))
-        with pytest.raises(WeightsError, match=r"compared by log-probs, 40 are wrong"):
-            await attestation.check(of_version(2))
-
-    run(case())
+    with pytest.raises(WeightsError, match=r"weights checker, which verifies each load, fails: not here"):
+        run(loaded(Checked(saved, fails=True), saved))
 
 
 # --- SGLang's layout -----------------------------------------------------------------------------------------

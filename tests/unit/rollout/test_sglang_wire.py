@@ -22,7 +22,8 @@ def span(version: str, start: int, end: int) -> dict[str, Any]:
 
 def answer(count: int = 3, finish: str = "length", **more: Any) -> dict[str, Any]:
     drawn = [(-0.5 * n, 10 + n, None) for n in range(count)]
-    return {"meta_info": {"finish_reason": {"type": finish}, "output_token_logprobs": drawn, **more}}
+    meta = {"finish_reason": {"type": finish}, "output_token_logprobs": drawn, "weight_versions": [span("1", 0, count)]}
+    return {"meta_info": {**meta, **more}}
 
 
 def test_spans_become_one_version_for_each_token() -> None:
@@ -42,12 +43,7 @@ def test_a_completion_has_the_tokens_that_were_drawn_with_their_log_probs_and_ve
     done = wire.completion(answer(weight_versions=[span("1", 0, 1), span("2", 1, 3)]), oldest=1)
     assert (done.tokens.tolist(), done.versions.tolist()) == ([10, 11, 12], [1, 2, 2])
     assert done.logprobs.tolist() == [-0.0, -0.5, -1.0]
-    assert (done.finish, done.versions_known) == ("length", True)
-
-
-def test_without_spans_every_token_counts_as_old_as_it_can_be_and_says_so() -> None:
-    done = wire.completion(answer(weight_version="7"), oldest=5)
-    assert (done.versions.tolist(), done.versions_known) == ([5, 5, 5], False)
+    assert done.finish == "length"
 
 
 @pytest.mark.parametrize(
@@ -55,6 +51,7 @@ def test_without_spans_every_token_counts_as_old_as_it_can_be_and_says_so() -> N
     [
         (answer(finish="abort"), "gave up a completion: abort"),
         (answer(count=0), "without tokens"),
+        (answer(weight_versions=None), "which weights sampled token 0 of 3"),
         ({"meta_info": {"finish_reason": {"type": "stop"}, "output_token_logprobs": [(None, 1, None)]}}, "diverged"),
         (
             {"meta_info": {"finish_reason": {"type": "stop"}, "output_token_logprobs": [(float("-inf"), 1, None)]}},
@@ -104,7 +101,6 @@ def test_strings_need_a_tokenizer_in_sglang(math_config: Any) -> None:
         made = wire.arguments(config, config.rollout.engine, "m", 9, (0, 5, 21), loads_tokenizer=spells)
         assert made["skip_tokenizer_init"] is not spells
         assert made["sampling_defaults"] == "openai"
-    assert "sampling_defaults" not in wire.arguments(config, config.rollout.engine, "m", 9, (0, 5, 17))
     checks.check_strings({"skip_tokenizer_init": True}, ())
     checks.check_strings({"skip_tokenizer_init": False}, ("x",))
     with pytest.raises(ModelError, match=r"rollout\.stop has the string 'x', which a server finds by its tokenizer"):
@@ -119,7 +115,6 @@ def test_tokens_come_at_an_interval_only_where_a_completion_hands_over_segments(
     fields = wire.request(PROMPT, Sampling(9), room=5, eos_ids=[], rid="r", key="k", interval=8)
     assert (fields["stream"], fields["sampling_params"]["stream_interval"]) == (True, 8)
     assert arguments(math_config("rollout.engine.kind=sglang"))["incremental_streaming_output"] is True
-    assert "incremental_streaming_output" not in arguments(math_config("rollout.engine.kind=sglang"), (0, 5, 20))
 
 
 @pytest.mark.parametrize("count", [0, 1, 3])
@@ -163,10 +158,8 @@ def test_routes_are_read_for_every_token_but_the_last_and_asked_for_where_they_a
     own = arguments(math_config(sglang, "rollout.engine.routes=true"))
     assert own == arguments(math_config(sglang)) | {"enable_return_routed_experts": True}
     with pytest.raises(ModelError, match="a server needs --enable-return-routed-experts"):
-        checks.check_cache({}, "keep", (0, 5, 21), routes=True)
-    checks.check_cache({"enable_return_routed_experts": True}, "keep", (0, 5, 21), routes=True)
-    with pytest.raises(ModelError, match=r"SGLang must be 0\.5\.21 or newer, and is 0\.5\.20"):
-        checks.check_version((0, 5, 20), "", excludes_tokens=False, routes=True)
+        checks.check_routes({})
+    checks.check_routes({"enable_return_routed_experts": True})
 
 
 def test_log_probs_are_those_among_the_candidates_that_sglang_names() -> None:
@@ -189,14 +182,14 @@ def test_a_completion_whose_candidates_sglang_does_not_name_is_refused(named: in
         wire.completion(answer(**sets if named else {}), oldest=1, candidates=True)
 
 
-@pytest.mark.parametrize("version", ["0.5.16", "0.4.9.post1"])
-def test_a_version_that_is_not_safe_is_refused(version: str) -> None:
-    with pytest.raises(ModelError, match=r"0.5.17 or newer"):
+@pytest.mark.parametrize("version", ["0.5.20", "0.4.9.post1"])
+def test_an_older_version_is_refused(version: str) -> None:
+    with pytest.raises(ModelError, match=r"0.5.21 or newer"):
         wire.parse_supported_version(version, "it")
 
 
 def test_newer_versions_are_taken() -> None:
-    assert wire.parse_supported_version("0.5.17", "it") == (0, 5, 17)
+    assert wire.parse_supported_version("0.5.21", "it") == (0, 5, 21)
     assert wire.parse_supported_version("0.6.0rc1", "it") == (0, 6, 0)
 
 
@@ -220,18 +213,16 @@ def test_where_the_cache_is_kept_boundaries_are_one_token_later_and_no_token_is_
     assert wire.completion(answer(5, weight_versions=spans), oldest=3).versions.tolist() == [4, 4, 6, 7, 7]
 
 
-def test_an_engine_of_our_own_overlaps_and_shares_prefixes_unless_it_cannot_forget_them(math_config: Any) -> None:
+def test_an_engine_of_our_own_overlaps_and_shares_prefixes(math_config: Any) -> None:
     recomputed = math_config("rollout.engine.kind=sglang", "rollout.engine.kv=recompute")
     for config in (math_config("rollout.engine.kind=sglang"), recomputed):
         assert "disable_overlap_schedule" not in arguments(config)
         assert arguments(config)["disable_radix_cache"] is False
-    assert arguments(recomputed, (0, 5, 20))["disable_radix_cache"] is True
 
 
 def test_no_weights_are_read_and_decode_steps_are_graphs_up_to_all_slots(math_config: Any) -> None:
     config = math_config("rollout.engine.kind=sglang", "rollout.gpus=1", "rollout.slots=48")
     assert (arguments(config)["load_format"], arguments(config)["cuda_graph_max_bs_decode"]) == ("dummy", 48)
-    assert "cuda_graph_max_bs_decode" not in arguments(config, (0, 5, 20))
     assert "cuda_graph_max_bs_decode" not in arguments(math_config("rollout.engine.kind=sglang"))
 
 
@@ -289,24 +280,6 @@ def test_experts_are_computed_where_they_are_reported_and_take_new_weights(
 
 def arguments(config: Config, version: tuple[int, ...] = (0, 5, 21)) -> dict[str, Any]:
     return wire.arguments(config, config.rollout.engine, "model", 1000, version)  # pyright: ignore[reportArgumentType]
-
-
-@pytest.mark.parametrize(
-    ("kv", "said", "message"),
-    [
-        ("keep", {}, None),
-        ("recompute", {}, "--disable-radix-cache"),
-        ("recompute", {"disable_radix_cache": True}, None),
-    ],
-)
-def test_a_server_whose_settings_make_versions_or_caches_wrong_is_refused(
-    kv: str, said: dict[str, Any], message: str | None
-) -> None:
-    if message is None:
-        checks.check_cache(said, kv, (0, 5, 20))
-        return
-    with pytest.raises(ModelError, match=message):
-        checks.check_cache(said, kv, (0, 5, 20))
 
 
 @pytest.mark.parametrize(
