@@ -159,7 +159,6 @@ class Agents:
             columns.mask[row],
             "length" if session.refused or turns[-1].finish == "length" else "stop",
             tuple(ends.tolist()),
-            session.row.versions_known,
             tuple(turn.text for turn in turns),
             tuple(rewards.tolist()),
             Done(0.0, outcome.components, outcome.explanation),

@@ -57,17 +57,16 @@ class Completion(NamedTuple):
     """One completion of T >= 1 tokens, including the end-of-sequence token if `finish` is "stop".
 
     `logprobs[t]` is under the sampling distribution of token t (after temperature, top-k and top-p); greedy tokens have
-    their log-prob at temperature 1. `versions[t]` is the weight version that sampled token t, or the oldest possible
-    one if `versions_known` is false. `candidates` is set if top-p or top-k may exclude tokens. `routes_SE` are the
-    experts of S tokens, all of prompt and completion except the last; None if the engine does not record experts.
-    `cached` is the number of prompt tokens found in the engine's cache.
+    their log-prob at temperature 1. `versions[t]` is the weight version that sampled token t. `candidates` is set if
+    top-p or top-k may exclude tokens. `routes_SE` are the experts of S tokens, all of prompt and completion except the
+    last; None if the engine does not record experts. `cached` is the number of prompt tokens found in the engine's
+    cache.
     """
 
     tokens: Ints
     logprobs: Floats
     versions: Ints
     finish: Literal["stop", "length", "cut"]
-    versions_known: bool = True
     candidates: TokenCandidates | None = None
     routes_SE: Routes | None = None
     cached: int = 0

@@ -44,7 +44,6 @@ class Episode(NamedTuple):
     mask: Flags
     finish: Literal["stop", "length", "cut"]
     turn_ends: tuple[int, ...]
-    versions_known: bool = True
     turns: tuple[str, ...] = ()
     turn_rewards: tuple[float, ...] = ()
     end: Done = Done()
@@ -116,7 +115,6 @@ class Episode(NamedTuple):
             versions=self.versions[segment].tobytes(),
             mask=self.mask[segment].tobytes(),
             finish=self.finish,
-            versions_known=self.versions_known,
             reward=reward.total,
             prefix=prefix,
             token_rewards=place(reward, self.mask, self.turn_ends, prefix),
@@ -144,7 +142,6 @@ class Columns:
         self.length = self.known = 0
         self._parts: list[tuple[Ints, Floats, Ints, Flags]] = []
         self._turn_ends: list[int] = []
-        self._versions_known = True
         self._candidates: list[TokenCandidates | None] = []
         self._routes: Routes | None = None
 
@@ -177,7 +174,6 @@ class Columns:
             num_routed = 0 if self._routes is None else len(self._routes)
             before = completion.routes_SE[:0] if self._routes is None else self._routes
             self._routes = np.concatenate([before, completion.routes_SE[num_routed:]])
-        self._versions_known &= completion.versions_known
         self.turns.append(text)
         self._turn_ends.append(self.length - 1)
         self.known = len(self.prompt_tokens) + self.length
@@ -205,7 +201,6 @@ class Columns:
             mask,
             finish,
             tuple(self._turn_ends),
-            self._versions_known,
             tuple(self.turns),
             rewards,
             end,
@@ -244,7 +239,6 @@ def one_turn(prompt_tokens: Ints, completion: Completion) -> Episode:
         flags(b"\x01" * count),
         completion.finish,
         (count - 1,),
-        completion.versions_known,
         candidates=completion.candidates,
         routes_SE=completion.routes_SE,
     )

@@ -176,8 +176,7 @@ class Trajectory(WireStruct, frozen=True, omit_defaults=True):
     `prompt_tokens`, `candidates`, `routes`, `branches` and `turns`.
 
     `mask` is true for tokens that the policy sampled. Only these tokens are trained on. `logprobs` are log-probs under
-    the sampling distribution. `versions` are the weight versions that sampled each token. If the engine did not report
-    them, `versions_known` is false and `versions` has the oldest possible versions. `reward` is the sum of
+    the sampling distribution. `versions` are the weight versions that sampled each token. `reward` is the sum of
     `token_rewards`. If `token_rewards` is empty, the reward belongs to the last sampled token.
 
     With top-p or top-k, `candidates` lists the token ids that could have been sampled: first those of token 0 in
@@ -218,7 +217,6 @@ class Trajectory(WireStruct, frozen=True, omit_defaults=True):
     turns: bytes = b""
     components: dict[str, float] = {}
     explanation: str = ""
-    versions_known: bool = True
     source: str = ""
 
     @property

@@ -23,7 +23,6 @@ class ArchivedCompletion(NamedTuple):
     update: int
     recorded: RecordedCompletion
     versions: Ints
-    versions_known: bool
     values: Floats
     reward: float | None
 
@@ -39,7 +38,7 @@ class ArchivedCompletion(NamedTuple):
     def sampled_by(self, version: int) -> bool:
         """True if the completion is complete and was sampled only by `version`."""
         sampled = self.versions[self.recorded.mask]
-        return self.reward is not None and self.versions_known and bool((sampled == version).all())
+        return self.reward is not None and bool((sampled == version).all())
 
 
 class _Part(NamedTuple):
@@ -101,7 +100,6 @@ def _joined(run: Path, parts: list[_Part]) -> ArchivedCompletion:
         parts[-1].update,
         recorded,
         ints(b"".join(row.versions for row in rows)),
-        all(row.versions_known for row in rows),
         np.concatenate([part.values for part in parts]),
         None if rows[-1].finish == "cut" else rows[-1].reward,
     )

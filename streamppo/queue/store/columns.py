@@ -46,7 +46,7 @@ TYPES: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("logprobs", "token_rewards", "teacher_logprobs"), ("float32",)),
     **dict.fromkeys(RECORD_COLUMNS, ("float32", "float16")),
     **dict.fromkeys(("reward", "components"), ("float64",)),
-    **dict.fromkeys(("mask", "versions_known"), ("bool",)),
+    "mask": ("bool",),
     "routes": ("int16", "uint8"),
     "route_bytes": ("int64",),
     "explanations": ("uint8",),
@@ -209,8 +209,6 @@ def batch_columns(batch: Batch, record: TokenRecord) -> tuple[dict[str, Column],
             [[trajectory.components.get(name, np.nan) for name in names] for trajectory in trajectories]
         )
         attributes.component_names = names
-    if not all(trajectory.versions_known for trajectory in trajectories):
-        columns["versions_known"] = np.array([trajectory.versions_known for trajectory in trajectories])
     return columns, attributes
 
 
@@ -242,7 +240,7 @@ def to_batch(columns: Mapping[str, Column], attributes: Attributes) -> Batch:
     ragged_at = {name: columns[f"{name}_offsets"].tolist() for name in RAGGED if name in columns}
     names = attributes.component_names
     components = columns["components"].tolist() if "components" in columns else [()] * len(columns["reward"])
-    known, texts = columns.get("versions_known"), explanations(columns)
+    texts = explanations(columns)
     trajectories: list[Trajectory] = []
     for row, reward in enumerate(columns["reward"].tolist()):
         tokens = slice(at[row], at[row + 1])
@@ -261,7 +259,6 @@ def to_batch(columns: Mapping[str, Column], attributes: Attributes) -> Batch:
                 route_bytes=int(columns["route_bytes"][row]) if "route_bytes" in columns else 2,
                 explanation=texts[row],
                 source=words["source"][row] if "source" in words else "",
-                versions_known=known is None or bool(known[row]),
                 **{name: columns[name][tokens].tobytes() for name in FLAT},  # pyright: ignore[reportArgumentType]
                 **ragged,
             )

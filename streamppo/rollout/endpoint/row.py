@@ -35,7 +35,6 @@ class Row:
 
     def __init__(self) -> None:
         self.prompt = 0
-        self.versions_known = True
         self._tokens, self._versions = np.zeros(0, np.int32), np.zeros(0, np.int32)
         self._logprobs = np.zeros(0, np.float32)
         self._turn = np.zeros(0, np.int32)
@@ -75,7 +74,6 @@ class Row:
         self._turns.append(TurnPlace(opened + 1, len(self), completion.cached, 0))
         if completion.candidates is not None:
             self._candidates[turn] = completion.candidates
-        self.versions_known &= completion.versions_known
         if completion.routes_SE is not None:
             self._store_routes(
                 np.concatenate([path, np.arange(begin, len(self), dtype=np.int32)]), completion.routes_SE

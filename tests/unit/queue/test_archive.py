@@ -51,7 +51,7 @@ def rewarded(version: int = 3) -> Batch:
         trajectories=(
             msgspec.structs.replace(plain, components={"b": -0.0, "a": 1e-300}, explanation="so-so: 答え\n½"),
             msgspec.structs.replace(one, token_rewards=np.float32([0.25]).tobytes(), components={"a": 2.0}),
-            msgspec.structs.replace(two, token_rewards=np.float32([0.0, -1e-30]).tobytes(), versions_known=False),
+            msgspec.structs.replace(two, token_rewards=np.float32([0.0, -1e-30]).tobytes()),
         ),
     )
 
