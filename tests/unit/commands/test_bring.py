@@ -408,7 +408,7 @@ def test_builtin_tiny_takes_rows_too(tmp_path: Path, capsys: pytest.CaptureFixtu
 
 
 def model(parameters: int = 494_032_768, context: int = 32_768, **changed: Any) -> PolicyModel:
-    return PolicyModel("m", "m", "qwen2", parameters, context, 24_576, chat=True)._replace(**changed)
+    return PolicyModel("m", "m", parameters, context, 24_576, chat=True)._replace(**changed)
 
 
 def rows(prompts: int = 200, answers: int = 3, total: int = 7473) -> DataRows:

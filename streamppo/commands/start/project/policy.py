@@ -3,7 +3,6 @@
 import json
 import math
 import re
-import struct
 from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple, cast
@@ -14,6 +13,7 @@ from streamppo.commands.start.project.rows import PromptView
 from streamppo.config.model import BUILTIN
 from streamppo.errors import ConfigError, ModelError, TaskError
 from streamppo.tasks import warmup_data
+from streamppo.weights.models import folder as model_folder
 from streamppo.weights.models import headers
 
 UNKNOWN_CONTEXT = 4096
@@ -33,7 +33,6 @@ class PolicyModel(NamedTuple):
 
     path: str
     folder: str | None
-    family: str
     parameters: int
     context: int
     cache: int | None
@@ -65,18 +64,17 @@ class PolicyModel(NamedTuple):
 def read(path: str) -> PolicyModel:
     """Read the model at `path`. Raises `ConfigError` if there is no model."""
     if path == BUILTIN:
-        return PolicyModel(path, None, "qwen2", TINY_PARAMETERS, warmup_data.CONTEXT, None, chat=False)
+        return PolicyModel(path, None, TINY_PARAMETERS, warmup_data.CONTEXT, None, chat=False)
     folder, finding = folders.find(path, "model")
     if folder is None and folders.looks_like_path(path):
         raise ConfigError(f"--model: {finding.text}")
     if folder is None:
         is_chat = re.search(r"instruct|chat|(?<![a-z])it(?![a-z])", path.lower()) is not None
-        return PolicyModel(path, None, "", _size_by_name(path), UNKNOWN_CONTEXT, None, chat=is_chat)
+        return PolicyModel(path, None, _size_by_name(path), UNKNOWN_CONTEXT, None, chat=is_chat)
     settings = _settings(Path(folder))
     return PolicyModel(
         path,
         folder,
-        str(settings.get("model_type", "")),
         _parameters(Path(folder)),
         int(cast(int, settings.get("max_position_embeddings") or UNKNOWN_CONTEXT)),
         _cache(settings),
@@ -87,44 +85,22 @@ def read(path: str) -> PolicyModel:
 def _settings(folder: Path) -> Mapping[str, object]:
     """Return the entries of config.json. Entries of a "text_config", the language model's, replace the others."""
     try:
-        settings: object = json.loads(durable.read(folder / "config.json"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise ConfigError(f"--model: {folder}/config.json is not the configuration of a model: {error}") from error
-    if not isinstance(settings, dict):
-        raise ConfigError(f"--model: {folder}/config.json is not the configuration of a model")
-    entries = cast("dict[str, object]", settings)
+        entries = model_folder.kind(folder)
+    except ModelError as error:
+        raise ConfigError(f"--model: {error}") from error
     text = entries.get("text_config")
-    return entries | cast("dict[str, object]", text) if isinstance(text, dict) else entries
+    return {**entries, **cast("dict[str, object]", text)} if isinstance(text, dict) else entries
 
 
 def _parameters(folder: Path) -> int:
     try:
-        files = headers.weight_files(folder)
+        stored, files = headers.folder_headers(folder), headers.weight_files(folder)
     except ModelError:
-        return UNKNOWN_PARAMETERS
-    numbers = sum(_count_in_file(path) if path.suffix == ".safetensors" else path.stat().st_size // 2 for path in files)
-    return numbers or UNKNOWN_PARAMETERS
-
-
-def _count_in_file(path: Path) -> int:
-    try:
-        with durable.reading(path) as file:
-            (size,) = struct.unpack("<Q", file.read(8))
-            header = json.loads(file.read(size))
-        return sum(math.prod(tensor["shape"]) for name, tensor in header.items() if name != "__metadata__")
-    except (
-        OSError,
-        ValueError,
-        struct.error,
-        KeyError,
-        TypeError,
-        AttributeError,
-        MemoryError,
-        OverflowError,
-        RecursionError,
-    ):
         # A damaged file is reported by `check`.
-        return 0
+        return UNKNOWN_PARAMETERS
+    if stored is None:
+        return sum(path.stat().st_size for path in files) // 2
+    return sum(math.prod(header.shape) for header in stored.values()) or UNKNOWN_PARAMETERS
 
 
 def _cache(settings: Mapping[str, object]) -> int | None:
