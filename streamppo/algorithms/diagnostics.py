@@ -51,7 +51,7 @@ class Divergence(NamedTuple):
 
 
 class OffPolicy(NamedTuple):
-    """Divergences over all tokens, by lag bucket, and of lag 0, which are numerical error; None without tokens."""
+    """Divergences over all tokens, by lag bucket, and at lag 0 (numerical error); None without tokens."""
 
     overall: Divergence
     by_lag: dict[str, Divergence]

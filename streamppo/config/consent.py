@@ -39,7 +39,7 @@ BUILT_IN = frozenset(
 )
 """Names in streamppo that run only streamppo's code. Other names (`Local`, `plugins:load`) may run other code."""
 MOST_LINES, MOST_CODE = 2**20, 2**26
-"""Maximum bytes of RUN/consent, and of a code file whose content a line covers."""
+"""Maximum bytes of RUN/consent, and of a code file whose content is part of a line."""
 CODE = ("environment.name", "environment.agent", "environment.sandbox.name", "rollout.limit", "task.environment")
 """Fields whose values name code, in addition to fields named `function`."""
 SHOWN, LENGTH = 10, 300

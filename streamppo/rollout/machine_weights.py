@@ -48,7 +48,7 @@ POLL_S = 5.0
 AGAIN_S = 0.05
 """Seconds until the next try if there is no leader, or no version so far."""
 LONG_S, ROOM_S = 30.0, 300.0
-"""Seconds until an actor logs that it waits for a version, and until a leader without room for a version fails."""
+"""Seconds after which a waiting actor logs this, and after which a leader without room for a version fails."""
 REQUEST, SIZE = struct.Struct("<q"), struct.Struct("<I")
 """A request is a number, the oldest wanted version. A reply begins with the size of its push; 0: no version so far."""
 MOST_DESCRIPTORS = 200

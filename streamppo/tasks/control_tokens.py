@@ -35,7 +35,7 @@ RENAMED = ("Unigram", "WordLevel", "WordPiece")
 LIST_ENTRY = "chat_control_tokens"
 """The entry of tokenizer_config.json that lists the control tokens of a chat template."""
 TRUSTED_ROLES = ("system", "assistant")
-"""Roles in whose messages non-special markers, such as thinking tags, stay control tokens."""
+"""Roles whose messages keep non-special markers, such as thinking tags, as control tokens."""
 T = TypeVar("T")
 
 

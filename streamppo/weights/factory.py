@@ -66,5 +66,5 @@ def delete_folder(config: Config) -> None:
 
 
 def without_transport(config: Config) -> Config:
-    """Return the configuration of ranks whose versions are discarded, which need no folder and no library."""
+    """Return the configuration of ranks whose versions are discarded: they need no folder and no library."""
     return structs.replace(config, learner=structs.replace(config.learner, transport=ObjectStore()))

@@ -12,7 +12,7 @@ T = TypeVar("T")
 
 
 class PublishReply(WireStruct, frozen=True):
-    """The reply to ranks that published `digest`; later deltas are based on `whole`, or on the whole push it wants."""
+    """The reply to ranks that published `digest`: deltas follow version `whole`, unless the next push must be whole."""
 
     digest: str
     whole: int

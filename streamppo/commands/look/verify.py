@@ -303,7 +303,7 @@ class Records:
 
 
 def _fault(run: Path, error: Exception) -> Fault:
-    """Return an error as a fault. Its place is the file with whose path the message begins, else "."."""
+    """Return an error as a fault. Its place is the file at the beginning of the message, else "."."""
     place, _, text = str(error).partition(": ")
     return Fault(str(Path(place).relative_to(run)), text) if Path(place).is_relative_to(run) else Fault(".", str(error))
 

@@ -20,7 +20,7 @@ CAP = "attn_logit_softcapping"
 BOUNDS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
 """transformers' names of the arguments with the bounds and greatest lengths of rows."""
 WIDEST, MULTIPLE = 256, 8
-"""The entries of a head that flash attention takes: at most `WIDEST`, a multiple of `MULTIPLE`."""
+"""Flash attention takes heads of at most `WIDEST` entries, a multiple of `MULTIPLE`."""
 WIDTHS = ("head_dim", "qk_head_dim", "v_head_dim", "global_head_dim")
 """transformers' fields that may hold the width of a head."""
 SINKS = ("gpt_oss", "deepseek_v4", "flint", "granite_swa", "granitemoe_swa", "hy_v4", "mimo_v2_flash")

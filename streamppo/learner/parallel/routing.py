@@ -91,7 +91,7 @@ class Routers:
 
 
 class KnownRoutes(NamedTuple):
-    """The experts of a pass's tokens, in all layers or one, `numbers` [N, entries]; `known_N`: True where recorded."""
+    """Expert `numbers` [N, entries] of a pass's tokens, in all layers or one; `known_N` is True where recorded."""
 
     numbers: Tensor
     known_N: Tensor

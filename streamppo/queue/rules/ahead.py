@@ -36,7 +36,7 @@ class NeededLag:
     left_over: list[int] = field(default_factory=list[int])
 
     def follow(self, left_over: int | None, *, is_full: bool, has_surplus: bool, at_most: int) -> None:
-        """Adapt the lag to a new version, when `left_over` complete batches are not taken (None: the learner waits).
+        """Adapt the lag at a new version, if `left_over` complete batches are not taken (None: the learner waits).
 
         `is_full`: no ticket was left to issue before this version. `has_surplus`: more than lag + 1 batches are held.
         """

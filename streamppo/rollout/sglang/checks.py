@@ -16,7 +16,7 @@ def check_strings(info: Mapping[str, Answer], strings: Sequence[str]) -> None:
 
 
 def check_server(info: Mapping[str, Answer], url: str) -> None:
-    """Raise `ModelError` for an answer to /server_info that is not SGLang's, or of a server with several replicas."""
+    """Raise `ModelError` if the answer to /server_info is not SGLang's, or if the server has several replicas."""
     if not isinstance(info, dict) or not isinstance(info.get("version"), str) or "max_req_input_len" not in info:
         raise ModelError(
             f"{url} is no SGLang server: its /server_info has no version of SGLang and no max_req_input_len"

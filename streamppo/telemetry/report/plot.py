@@ -1,4 +1,4 @@
-"""Draws charts as SVG, from whose `data-box` the page's script reads values. bokeh would need 2 s of CPU and 1.3 MB."""
+"""Draws charts as SVG; the page's script reads values from `data-box`. bokeh would need 2 s of CPU and 1.3 MB."""
 
 import math
 from collections import Counter

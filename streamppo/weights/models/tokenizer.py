@@ -56,7 +56,7 @@ def _with_rules_of_file(tokenizer: "PreTrainedTokenizerBase", path: str | Path) 
     """Return `tokenizer`, or one with tokenizer.json's rules if only these rules keep the characters of a text.
 
     Transformers 5 replaces the rules by those of the class that tokenizer_config.json names. For DeepSeek R1's Llamas
-    the class is another family's, whose rules drop all spaces.
+    this class belongs to another family, whose rules drop all spaces.
     """
     from transformers import PreTrainedTokenizerFast
 
