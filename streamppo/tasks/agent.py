@@ -18,6 +18,7 @@ import inspect
 import io
 import json
 import os
+import re
 import subprocess
 import threading
 import time
@@ -315,9 +316,10 @@ def _program_outcome(code: int | None, timeout_s: float, printed: _Tail, errors:
 
 def _last_line(text: str) -> object:
     """Read the reward in a program's last printed line; None if the line is not a JSON object with a `reward`."""
-    lines = text.strip().splitlines()
+    # `splitlines` would also split at other separators, such as U+2028, which JSON may contain.
+    line = re.split(r"[\r\n]", text.strip())[-1]
     try:
-        value = json.loads(lines[-1]) if lines else None
+        value = json.loads(line) if line else None
     except (ValueError, RecursionError):
         return None
     if not isinstance(value, dict) or "reward" not in value:

@@ -100,12 +100,22 @@ def _read(answer: httpx.Response, url: str) -> Answer:
 
 
 async def _events(response: httpx.Response) -> AsyncGenerator[Answer]:
-    async for line in response.aiter_lines():
-        if line.startswith("data: {"):
-            answer: Answer = msgspec.json.decode(line.removeprefix("data: "))
+    async for line in _lines(response):
+        if line.startswith(b"data: {"):
+            answer: Answer = msgspec.json.decode(line.removeprefix(b"data: "))
             if "error" in answer:
                 raise ValueError(str(answer["error"].get("message")))
             yield answer
+
+
+async def _lines(response: httpx.Response) -> AsyncGenerator[bytes]:
+    """Yield the lines of an answer as they arrive, except a last line without a newline, which is incomplete."""
+    incomplete = b""
+    # `aiter_lines` would also split at other separators, such as U+2028, which a completion's text may contain.
+    async for part in response.aiter_bytes():
+        *lines, incomplete = (incomplete + part).split(b"\n")
+        for line in lines:
+            yield line
 
 
 async def connect(

@@ -1,6 +1,7 @@
 """Agents of every kind behind the endpoint: their results, their sentences if they fail, and no process left."""
 
 import asyncio
+import json
 import subprocess
 import sys
 import time
@@ -19,6 +20,8 @@ from streamppo.errors import EnvironmentFailed, TaskError
 from streamppo.rollout.engine import Sampling
 from streamppo.rollout.episode import Episode
 from streamppo.rollout.player import Player
+from streamppo.tasks import agent
+from streamppo.tasks.environments import Done
 from streamppo.tasks.tokenizer import Tokenizer
 from streamppo.types import Identity, Message, Prompt, Reward, floats
 
@@ -290,6 +293,12 @@ def test_a_program_is_an_agent_and_its_last_line_may_be_its_reward(last: str, pl
     assert episode.turn_rewards == (0.5 if "components" in last else 1.0,)
     assert dict(episode.end.components) == ({"kind": 1.0} if "components" in last else {})
     wait_until(lambda: not left(612))
+
+
+@pytest.mark.parametrize("before", ["", "one\n", "one\r\n", "\r 50 %\r100 %\r"])
+def test_the_reward_that_a_program_prints_may_have_every_separator_of_lines_in_its_texts(before: str) -> None:
+    line = json.dumps({"reward": 1, "explanation": "a\x85b\u2028c"}, ensure_ascii=False)
+    assert agent._last_line(f"{before}{line}\r\n") == Done(1, {}, "a\x85b\u2028c")
 
 
 PROGRAMS = {

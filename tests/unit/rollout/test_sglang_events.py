@@ -56,6 +56,20 @@ def test_events_become_answers_however_they_are_cut_into_packets() -> None:
     run(case())
 
 
+@pytest.mark.parametrize("separator", "\x85\u2028\u2029")
+def test_a_text_may_have_every_separator_of_lines_that_json_leaves_as_it_is(separator: str) -> None:
+    async def case() -> None:
+        event, found = (
+            f'data: {{"text": "a{separator}b", "meta_info": {{"completion_tokens": 1}}}}\n\n'.encode(),
+            list[int](),
+        )
+        # The connection ended in the second event, without an error.
+        await counts(served(event[:19], event[19:], event[:30]), found)
+        assert found == [1]
+
+    run(case())
+
+
 @pytest.mark.parametrize(
     ("made", "error", "message"),
     [
