@@ -2,8 +2,8 @@
 
     changed -> commit -> drained -> written -> acknowledged
 
-When `commit` returns, its caller's change is in the journal. If a write fails, its changes are lost, and from then on
-every `commit` raises.
+When `commit` returns, its caller's change is in the journal. If a write fails or is cancelled, its changes are lost,
+and from then on every `commit` raises.
 """
 
 import asyncio
@@ -62,14 +62,17 @@ class Commits:
                 raise self._broken
             if self._written >= request:
                 return
-            last_request, transaction = self._requested, self._drain()
-            if transaction.changes == self._counters_only and not transaction.versions:
-                self._written = last_request
-                return
+            last_request = self._requested
             try:
+                transaction = self._drain()
+                if transaction.changes == self._counters_only and not transaction.versions:
+                    self._written = last_request
+                    return
                 await asyncio.to_thread(self._write, transaction)
-            except JournalError as error:
-                self._broken = error
+            # A cancelled write goes on in its thread, beside which no other may begin.
+            except BaseException as error:
+                is_named = isinstance(error, JournalError)
+                self._broken = error if is_named else JournalError(f"a transaction was not written: {error!r}")
                 raise
             self._written, self._counters_only = last_request, Changes(transaction.changes.counters)
         self._on_written(transaction)

@@ -26,7 +26,6 @@ from ray import ObjectRef
 
 from streamppo import process
 from streamppo.config.sections import Config
-from streamppo.errors import JournalError
 from streamppo.queue.replication import standby
 from streamppo.queue.rules.slot import make_record
 from streamppo.queue.rules.validation import TokenLimits, defects
@@ -129,7 +128,7 @@ class QueueShard:
             together, self._waiting = self._waiting, {}
             try:
                 await asyncio.to_thread(self._bodies.write, together)
-            except JournalError:
+            except BaseException:
                 # Put the trajectories back, so that each waiting caller tries the write itself and raises its error.
                 self._waiting = together | self._waiting
                 raise

@@ -74,14 +74,32 @@ def test_a_commit_without_a_change_of_its_own_waits_for_the_transaction_under_wa
     asyncio.run(main())
 
 
-def test_after_a_failed_write_every_commit_raises_also_one_without_a_change() -> None:
+@pytest.mark.parametrize("error", [JournalError("full"), RuntimeError("can't start new thread"), MemoryError("full")])
+def test_after_a_failed_write_every_commit_raises_also_one_without_a_change(error: Exception) -> None:
     def refuse(_: Transaction) -> None:
-        raise JournalError("disk is full")
+        raise error
 
     async def main() -> None:
         commits = Commits(queue(), refuse, lambda _: None, int)
+        with pytest.raises(type(error)):
+            await commits.commit()
+        with pytest.raises(JournalError, match=str(error)):
+            await commits.commit()
+
+    asyncio.run(main())
+
+
+def test_after_a_cancelled_write_every_commit_raises_and_none_writes_beside_it() -> None:
+    async def main() -> None:
+        disk = Disk()
+        disk.gate.clear()
+        commits = Commits(queue(), disk.write, lambda _: None, int)
+        first = asyncio.create_task(commits.commit())
+        await _settled()
+        first.cancel()
         for _ in range(2):
-            with pytest.raises(JournalError, match="full"):
+            with pytest.raises(JournalError, match=r"not written: CancelledError\(\)"):
                 await commits.commit()
+        disk.gate.set()
 
     asyncio.run(main())

@@ -378,3 +378,37 @@ def _expect(run: Path, given: Sequence[Trajectory], learned: TokenRecord) -> Non
     assert {name: one.tolist() for name, one in alone.columns(0).items()} == {
         name: one.tolist() for name, one in found.columns(0).items()
     }
+
+
+@pytest.mark.parametrize("error", [JournalError("disk is full"), RuntimeError("can't start new thread")])
+def test_a_write_that_fails_for_several_callers_is_tried_again_by_each(
+    error: Exception, config: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first write takes its time, so that two calls wait for the second, which fails."""
+    gate, calls, write = threading.Event(), list[int](), TrajectoryStore.write
+
+    def fail_once(store: TrajectoryStore, encoded: dict[Identity, bytes]) -> None:
+        calls.append(len(encoded))
+        assert gate.wait(20)
+        if len(calls) == 2:
+            raise error
+        write(store, encoded)
+
+    async def main() -> None:
+        made = [encode((one,)) for one in told(rows=9)[0][::SHARDS]]
+        one = QueueShard(config, str(tmp_path), str(tmp_path), 0, put=as_it_is)
+        with monkeypatch.context() as broken:
+            broken.setattr(TrajectoryStore, "write", fail_once)
+            stores = [asyncio.create_task(one.store(made[0]))]
+            while not calls:
+                await asyncio.sleep(0.01)
+            stores += [asyncio.create_task(one.store(row)) for row in made[1:]]
+            for _ in range(10):
+                await asyncio.sleep(0)
+            gate.set()
+            answers = await asyncio.gather(*stores, return_exceptions=True)
+        assert [type(answer) for answer in answers] == [bytes, type(error), bytes]
+        assert calls == [1, 2, 2], "the call that raised is repeated by its caller"
+        assert bodies(tmp_path)[0] == 3
+
+    asyncio.run(main())
