@@ -102,7 +102,8 @@ def _newest_intact(remote: Store, folder: str, file: str) -> bytes | None:
 
 def _restore_journal(remote: Store, folder: str, run: Path) -> tuple[Journal, str]:
     """Restore the journal from its newest intact copy and later transactions; return it and the token of its claim."""
-    names, claims = list(filter(is_journal_copy, remote.names(folder))), remote.names(owner.OWNERS)
+    names = list(filter(is_journal_copy, remote.names(folder)))
+    claims = owner.claims_among(remote.names(owner.OWNERS))
     bases = [name for name in names if name.endswith(BASE)]
     # `_restore_base` tries the last copy first, so copies under the newest claim of the address are sorted to the end.
     bases.sort(key=lambda base: claim_token(base) == owner.newest(claims))

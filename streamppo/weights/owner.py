@@ -11,6 +11,7 @@ the driver that starts first owns the address. This module imports neither torch
 
 import io
 import logging
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from uuid import uuid4
@@ -22,6 +23,7 @@ from streamppo.errors import UNREADABLE, CheckpointError
 from streamppo.weights.store import ADDRESS, Store, row_of, with_crc
 
 OWNERS = "owners"
+NAME = re.compile(r"\d{8,}-[0-9a-f]{12}")
 TOKENS = 4
 """The number of tokens stored in a folder: several, because the newest claim may not have reached the address."""
 log = logging.getLogger(__name__)
@@ -48,6 +50,11 @@ def token(run: Path) -> str:
     return next((claimed for claimed in _claim_tokens(run) if not claimed.startswith(TAKES_OVER)), "")
 
 
+def claims_among(names: Sequence[str]) -> list[str]:
+    """Return the claims in `names`, the names in the folder of claims; object stores may list the folder itself."""
+    return list(filter(NAME.fullmatch, names))
+
+
 def newest(names: Sequence[str]) -> str:
     """Return the token of the newest claim in `names`, the names of all claims; "" without claims."""
     return max(names, default="").partition("-")[2]
@@ -55,7 +62,7 @@ def newest(names: Sequence[str]) -> str:
 
 def other_owner(store: Store, run: Path) -> str:
     """Describe the folder that owns the address; "" if it is `run`, or there is none. Raises `CheckpointError`."""
-    names = store.names(OWNERS)
+    names = claims_among(store.names(OWNERS))
     if not names:
         return ""
     claim = _read(store, max(names))
@@ -71,7 +78,7 @@ def other_owner(store: Store, run: Path) -> str:
 def claim(store: Store, run: Path) -> None:
     """Claim the address for the folder `run`. Raises `CheckpointError` if the address refuses."""
     # The folder gets the token first: a crash between the writes then leaves a folder that has the newest token.
-    token, claims = uuid4().hex[:12], store.names(OWNERS)
+    token, claims = uuid4().hex[:12], claims_among(store.names(OWNERS))
     write(run, store.address, [token, *tokens(run)])
     number = 1 + max((int(name.partition("-")[0]) for name in claims), default=0)
     row = msgspec.json.encode(Claim(str(run.resolve()), run.stat().st_ino))
@@ -85,7 +92,7 @@ def claim(store: Store, run: Path) -> None:
 
 def hand_over(store: Store, run: Path) -> None:
     """Allow the folder `run`, which was restored from the address, to take over the newest claim."""
-    names = store.names(OWNERS)
+    names = claims_among(store.names(OWNERS))
     write(run, store.address, [f"{TAKES_OVER}{newest(names)}"] if names else [])
 
 

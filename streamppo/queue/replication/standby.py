@@ -166,7 +166,7 @@ class CopiedJournal(Journal):
             self._copies.put_file(folder, path, name)
 
     def _refuse_others(self) -> None:
-        owners = self._copies.names(owner.OWNERS)
+        owners = owner.claims_among(self._copies.names(owner.OWNERS))
         lives = filter(copies.is_life, self._copies.names(LIVES))
         if max(lives, default="") > self._life or not owner.owns(owners, self._run):
             raise JournalError(

@@ -35,6 +35,7 @@ also gives the file its final name. A queue that was marked dead but still write
 # pyright: standard
 
 import hashlib
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -66,6 +67,8 @@ from streamppo.types import Batch, Floats, TokenRecord, WireStruct
 
 if TYPE_CHECKING:
     import pyarrow
+
+FILE = re.compile(r"(\d+)(\.\d+-of-\d+)?\.zarr\.zip")
 
 
 class WrittenFile(WireStruct, frozen=True):
@@ -129,7 +132,9 @@ class Archive:
         first = min(self.checksums, default=0)
         with durable.naming(self.folder, JournalError):
             for path in self.folder.glob("*"):
-                if path.name.endswith(durable.ASIDE) or int(path.name.partition(".")[0]) < first:
+                # File browsers, notebook servers and NFS leave files of their own.
+                file = FILE.fullmatch(path.name)
+                if path.name.endswith(durable.ASIDE) or (file and int(file[1]) < first):
                     path.unlink(missing_ok=True)
 
     def drop(self, before: int) -> None:

@@ -252,9 +252,14 @@ def test_batches_that_are_not_kept_are_gone_also_after_a_kill_between_journal_an
     journal.forget(3, first_slot=5)
     killed = Archive(tmp_path / "archive", archive.checksums(journal.versions().values()))
     assert killed.versions() == [3, 4, 5] and killed.path(2).exists()
+    foreign = [".DS_Store", ".ipynb_checkpoints", ".nfs00000000a1b2c3", "0", "notes.txt"]
+    (tmp_path / "archive" / foreign[1]).mkdir()
+    for name in (*foreign[:1], *foreign[2:]):
+        (tmp_path / "archive" / name).touch()
     killed.sweep()
     made.drop(4)
-    assert sorted(path.name[:8] for path in (tmp_path / "archive").iterdir()) == ["00000004", "00000005"]
+    left = sorted(path.name.removesuffix(".zarr.zip") for path in (tmp_path / "archive").iterdir())
+    assert left == sorted([*foreign, "00000004", "00000005"])
     assert [one.number for one in journal.ended_attempts()] == [7]
     assert journal.versions().keys() == {1, 2, 3, 4, 5, 6}, "their digests are known for ever"
     with pytest.raises(JournalError, match="not kept: the archive begins with version 3"):

@@ -47,6 +47,15 @@ def test_a_run_keeps_its_address_over_any_number_of_drivers(config: Config, run:
     assert len(Store(addresses.pop()).names(owner.OWNERS)) == 1, "claims that came before are gone"
 
 
+def test_what_stores_and_file_browsers_leave_among_the_claims_is_no_claim(config: Config, run: Path) -> None:
+    address = remote.address_of(config, run)
+    folder = Path(address.removeprefix("file://")) / owner.OWNERS
+    for name in (".DS_Store", owner.OWNERS, "00000009-notes"):
+        (folder / name).touch()
+    assert remote.address_of(config, run) == address
+    assert owner.owns(owner.claims_among(Store(address).names(owner.OWNERS)), run)
+
+
 def test_a_copy_gets_an_address_of_its_own_and_the_first_one_keeps_its_own(
     config: Config, run: Path, logged: pytest.LogCaptureFixture
 ) -> None:
