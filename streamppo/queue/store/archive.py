@@ -139,7 +139,8 @@ class Archive:
 
     def drop(self, before: int) -> None:
         """Delete the batches of versions below `before`, after `Journal.forget`. Raises `JournalError`."""
-        for version in [number for number in self.checksums if number < before]:
+        # A transaction in another thread may add a batch meanwhile.
+        for version in [number for number in list(self.checksums) if number < before]:
             for path in self.paths(version, len(self.checksums[version])):
                 with durable.naming(path, JournalError):
                     path.unlink(missing_ok=True)
