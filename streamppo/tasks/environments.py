@@ -119,8 +119,8 @@ async def _within_time(method: str, calls: EnvironmentCalls, call: Callable[[], 
         return await calls.call(call)
     except TooLate as error:
         raise EnvironmentFailed(f"{method} {error}") from error
-    except user_traceback.USER_ERRORS as error:
-        if user_traceback.is_cancellation(error):
+    except BaseException as error:
+        if not user_traceback.is_of_user(error):
             raise
         raise EnvironmentFailed(f"{method}: {user_traceback.format_user_error(error)}") from error
 

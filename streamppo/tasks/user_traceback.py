@@ -15,14 +15,29 @@ NOT_USER_CODE = (*{sysconfig.get_path(name) for name in ("stdlib", "purelib", "p
 PACKAGES = ("site-packages", "dist-packages")
 """Names of folders of libraries, which may also be outside this environment."""
 
-USER_ERRORS = (Exception, SystemExit, asyncio.CancelledError)
-"""Errors of user code that fail one trajectory. A coroutine must re-raise an error with `is_cancellation`."""
+
+IMPORT_ERRORS = (Exception, SystemExit, asyncio.CancelledError)
+"""Errors of user code that is imported or constructed."""
 
 
-def is_cancellation(error: BaseException) -> bool:
-    """Return True if `error` cancels the running task, not only an awaitable of user code."""
-    task = asyncio.current_task()
-    return isinstance(error, asyncio.CancelledError) and task is not None and task.cancelling() > 0
+def is_of_user(error: BaseException) -> bool:
+    """Return False for Ctrl-C, and for an error that cancels the running task or closes the running coroutine.
+
+    Any other error of user code fails one trajectory, also one that is no `Exception`, such as `SystemExit`, the
+    cancellation of something that the code awaits, and the panic of a library in Rust.
+    """
+    if isinstance(error, asyncio.CancelledError):
+        return not _is_cancelled()
+    return not isinstance(error, KeyboardInterrupt | GeneratorExit)
+
+
+def _is_cancelled() -> bool:
+    try:
+        task = asyncio.current_task()
+    except RuntimeError:
+        # Without an event loop nothing is cancelled.
+        return False
+    return task is not None and task.cancelling() > 0
 
 
 def format_user_error(error: BaseException) -> str:

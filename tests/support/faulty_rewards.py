@@ -205,10 +205,16 @@ def chatty(trajectory: ScoredText) -> float:
     return 1.0
 
 
+class Panic(BaseException):
+    """As the panics of libraries in Rust, no `Exception`."""
+
+
 def wants_answer(trajectory: ScoredText) -> Any:
     row: dict[str, str] = {}
     if trajectory.completion == "exits":
         sys.exit(7)
+    if trajectory.completion == "panics":
+        raise Panic("index out of bounds")
     return row["answer"]
 
 

@@ -130,7 +130,7 @@ def load(name: str, arguments: Mapping[str, object]) -> LoadedReward:
         reward = (
             function(**arguments) if inspect.isclass(function) else partial(_callable_of(function, name), **arguments)
         )
-    except user_traceback.USER_ERRORS as error:
+    except user_traceback.IMPORT_ERRORS as error:
         raise TaskError(f"reward.function {name!r}: {user_traceback.format_user_error(error)}") from error
     assert callable(reward)
     return LoadedReward(signature, reward)
@@ -146,7 +146,9 @@ def call(reward: LoadedReward, texts: Texts, columns: Columns) -> tuple[Outcome,
             return (Outcome(reason=reason),) * len(texts)
         return _outcomes(reward.signature.style, value, texts)
     # Inspecting the returned values may raise too.
-    except user_traceback.USER_ERRORS as error:
+    except BaseException as error:
+        if not user_traceback.is_of_user(error):
+            raise
         return (failure_of(error),) * len(texts)
 
 
@@ -157,8 +159,8 @@ async def call_async(reward: LoadedReward, texts: Texts, columns: Columns) -> tu
         assert inspect.isawaitable(value)
         return _outcomes(reward.signature.style, await value, texts)
     # Inspecting the returned values may raise too.
-    except user_traceback.USER_ERRORS as error:
-        if user_traceback.is_cancellation(error):
+    except BaseException as error:
+        if not user_traceback.is_of_user(error):
             raise
         return (failure_of(error),) * len(texts)
 

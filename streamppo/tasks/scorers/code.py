@@ -223,7 +223,7 @@ def _sandbox(name: str) -> Sandbox:
     except TaskError:
         raise
     # A sandbox may be user code.
-    except user_traceback.USER_ERRORS as error:
+    except user_traceback.IMPORT_ERRORS as error:
         raise TaskError(f"sandbox {name!r}: {user_traceback.format_user_error(error)}") from error
 
 

@@ -38,6 +38,10 @@ def made(folder: Path, template: str) -> Tokenizer:
     return Tokenizer(folder)
 
 
+class Panic(BaseException):
+    """As the panics of libraries in Rust, no `Exception`."""
+
+
 class Untold(Exception):
     """An exception, and a value, without a text."""
 
@@ -55,6 +59,8 @@ async def misbehave(how: str) -> Any:
             client = asyncio.get_running_loop().create_future()
             client.cancel()
             await client
+        case "panic":
+            raise Panic("index out of bounds")
         case "swallow":
             with suppress(BaseException):
                 await asyncio.sleep(60)
@@ -79,7 +85,7 @@ class Echo:
                 return Done(10.0, {"polite": 1.0}, "it said bye")
             case "hang":
                 await asyncio.sleep(60)
-            case "raise" | "cancel" | "swallow" | "untold" | "unshown" | "unshown number":
+            case "raise" | "cancel" | "panic" | "swallow" | "untold" | "unshown" | "unshown number":
                 return await misbehave(text)
             case "nothing":
                 return None
@@ -241,6 +247,7 @@ def test_turns_and_tokens_are_bounded_and_a_cut_off_turn_ends_the_trajectory(tok
         ("raise", r"step: test_episode\.py:\d+: ValueError: no"),
         ("hang", r"step took more than 0\.05 s"),
         ("cancel", r"step: test_episode\.py:\d+: CancelledError: something that it awaits was cancelled"),
+        ("panic", r"step: test_episode\.py:\d+: Panic: index out of bounds"),
         ("swallow", r"step took more than 0\.05 s"),
         ("untold", r"step: test_episode\.py:\d+: Untold: <str\(\) raised RuntimeError>"),
         ("unshown", r"not <repr\(\) raised RuntimeError>"),
