@@ -3,6 +3,8 @@
 import asyncio
 import json
 import math
+import os
+import resource
 import subprocess
 import sys
 import time
@@ -116,6 +118,25 @@ def test_a_group_of_errors_is_told_by_them_and_tried_again_if_each_is_retryable(
     failed = failure_of(ExceptionGroup("unhandled errors in a TaskGroup", [inner, Retryable("the judge is busy")]))
     assert failed.reason == f"Retryable: the judge is busy; {type(other).__name__}: {other}"
     assert failed.retryable is retryable
+
+
+@pytest.mark.parametrize("function", ["sync", "awaiting"])
+def test_an_actor_with_too_many_open_files_fails_single_trajectories(function: str) -> None:
+    async def story() -> None:
+        async with started(faulty(function)) as rewards:
+            with pytest.raises(RewardFailed, match="exit code 3"):
+                await total(rewards, "exits")
+            free, before = os.dup(0), resource.getrlimit(resource.RLIMIT_NOFILE)
+            os.close(free)
+            resource.setrlimit(resource.RLIMIT_NOFILE, (free, before[1]))
+            try:
+                with pytest.raises(TaskError, match=f"^no process for '.*:{function}': .*Too many open files"):
+                    await total(rewards, "fine")
+            finally:
+                resource.setrlimit(resource.RLIMIT_NOFILE, before)
+            assert await total(rewards, "fine") == 1.0
+
+    asyncio.run(story())
 
 
 def nested(depth: int) -> Any:
@@ -355,13 +376,15 @@ def test_an_argument_is_not_replaced_by_a_column_of_its_name() -> None:
 @pytest.mark.parametrize("function", ["wants_answer", "wants_answer_async"])
 def test_an_exception_is_told_with_its_file_and_line_and_an_exit_with_its_code(function: str) -> None:
     lines = FAULTY.read_text().splitlines()
-    raises, exits = (next(n for n, line in enumerate(lines, 1) if part in line) for part in ("row[", "sys.exit(7"))
+    parts = ("row[", "sys.exit(7", "raise Panic")
+    raises, exits, panics = (next(n for n, line in enumerate(lines, 1) if part in line) for part in parts)
 
     async def story() -> None:
         async with started(faulty(function)) as rewards:
             for completion, reason in (
                 ("", f"faulty_rewards.py:{raises}: KeyError: 'answer'"),
                 ("exits", f"faulty_rewards.py:{exits}: sys.exit(7)"),
+                ("panics", f"faulty_rewards.py:{panics}: Panic: index out of bounds"),
             ):
                 with pytest.raises(RewardFailed) as failure:
                     await total(rewards, completion)

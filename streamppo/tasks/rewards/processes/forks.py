@@ -32,13 +32,16 @@ class Forks:
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def fork(self) -> Process:
-        """Fork a process. Raises `TaskError` if the template died too often, or cannot load the reward again."""
-        async with self._forking:
-            while True:
-                try:
-                    return await self._fork()
-                except TemplateDied as error:
-                    await self._replace_template(error)
+        """Fork a process.
+
+        Raises `TaskError` if the template died too often or cannot load the reward again, or if the actor has too many
+        open files or too little memory.
+        """
+        try:
+            async with self._forking:
+                return await self._fork_or_replace()
+        except OSError as error:
+            raise TaskError(f"no process for {self._config.function!r}: {error}") from error
 
     def end(self, process: Process) -> None:
         """Kill a process, and give it no more calls."""
@@ -57,6 +60,13 @@ class Forks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         await self._template.close()
+
+    async def _fork_or_replace(self) -> Process:
+        while True:
+            try:
+                return await self._fork()
+            except TemplateDied as error:
+                await self._replace_template(error)
 
     async def _fork(self) -> Process:
         with contextlib.ExitStack() as on_failure, contextlib.ExitStack() as at_end:
