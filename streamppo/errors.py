@@ -67,12 +67,17 @@ class EnvironmentFailed(TaskError):
 
 
 class Retryable(TaskError):
-    """The error for a reward to raise if its call failed and a later retry may succeed.
+    """The error for a reward to raise if its call failed and a retry, not before `after_s` seconds, may succeed.
 
     Any exception whose attribute `retryable` is true has the same effect.
     """
 
     retryable = True
+    after_s = 0.0
+
+    def __init__(self, message: str = "", after_s: float = 0.0) -> None:
+        super().__init__(message)
+        self.after_s = float(after_s)
 
 
 class TooManyFailures(TaskError):

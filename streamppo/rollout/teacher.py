@@ -33,11 +33,12 @@ log = logging.getLogger(__name__)
 
 
 class TeacherScores(NamedTuple):
-    """The log-probs [T] of T tokens, or the `reason` for the failure."""
+    """The log-probs [T] of T tokens, or the `reason` for the failure, and when a retry may succeed."""
 
     logprobs: Floats | None = None
     reason: str = ""
     retryable: bool = False
+    after_s: float = 0.0
 
 
 class MetaInfo(msgspec.Struct):
@@ -140,7 +141,8 @@ class TeacherClient:
             return TeacherScores(reason=f"no log-probs after {self._timeout_s:g} s")
         except (TaskError, msgspec.MsgspecError, UnicodeDecodeError) as error:
             reason = utf8_safe(f"{type(error).__name__}: {error}")[:QUOTED]
-            return TeacherScores(reason=reason, retryable=isinstance(error, Retryable))
+            after_s = error.after_s if isinstance(error, Retryable) else 0.0
+            return TeacherScores(reason=reason, retryable=isinstance(error, Retryable), after_s=after_s)
 
     async def _texts(self, tokens: Sequence[int]) -> list[str]:
         body = {"tokens": [[token] for token in tokens], "skip_special_tokens": False}

@@ -7,12 +7,15 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Any
 
-Answer = Callable[[str, Any], tuple[int, Any]]
+Answer = Callable[[str, Any], tuple[int, Any] | tuple[int, Any, str]]
 
 
 @asynccontextmanager
 async def serving(answer: Answer, latency_s: float = 0.0, together: int = 1) -> AsyncIterator[str]:
-    """Serve, and yield the address: `answer(path, body)` returns (status, body), once `together` requests are there."""
+    """Serve, and yield the address. Once `together` requests are there, `answer(path, body)` returns (status, body).
+
+    A third value is a further header.
+    """
     asked, enough = itertools.count(1), asyncio.Event()
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -27,9 +30,10 @@ async def serving(answer: Answer, latency_s: float = 0.0, together: int = 1) -> 
                 enough.set()
             await enough.wait()
             await asyncio.sleep(latency_s)
-            status, said = answer(path, body)
+            status, said, *headers = answer(path, body)
             data = json.dumps(said).encode()
-            writer.write(b"HTTP/1.1 %d X\r\nContent-Length: %d\r\n\r\n" % (status, len(data)) + data)
+            head = "\r\n".join([f"HTTP/1.1 {status} X", f"Content-Length: {len(data)}", *headers, "", ""])
+            writer.write(head.encode() + data)
 
     async with _listening(serve) as url:
         yield url

@@ -2,7 +2,10 @@
 
 import math
 import os
+import time
 from collections.abc import Mapping
+from contextlib import suppress
+from email.utils import parsedate_to_datetime
 from itertools import cycle
 
 import httpx
@@ -48,7 +51,7 @@ class Client:
         except (httpx.HTTPError, httpx.InvalidURL) as error:
             raise TaskError(f"{url}: {error!r}") from error
         if response.status_code in BUSY:
-            raise Retryable(f"{url}: status {response.status_code}")
+            raise Retryable(f"{url}: status {response.status_code}", _seconds(response.headers.get("retry-after", "")))
         if not response.is_success:
             raise TaskError(f"{url}: status {response.status_code}: {response.text[:QUOTED]}")
         return response.content
@@ -56,3 +59,12 @@ class Client:
     async def close(self) -> None:
         for client in self._clients:
             await client.aclose()
+
+
+def _seconds(retry_after: str) -> float:
+    """Return the seconds that a server asks to wait, by a number or a date; 0 for anything else."""
+    with suppress(ValueError):
+        return max(0.0, float(retry_after))
+    with suppress(ValueError):
+        return max(0.0, parsedate_to_datetime(retry_after).timestamp() - time.time())
+    return 0.0

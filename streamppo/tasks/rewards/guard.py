@@ -18,18 +18,23 @@ from streamppo.types import ScorerReport
 KINDS = 8
 """Number of distinct reasons of failure that are counted separately and logged."""
 OTHERS = "other reasons"
+LONGEST_S = 120.0
+"""A server that asks to wait longer (Retry-After) is called again after this time."""
 
 log = logging.getLogger(__name__)
 
 
 class CallResult(Protocol):
-    """The result of a call. A failed call has a `reason`, and is `retryable` if a retry may succeed."""
+    """The result of a call. A failed call has a `reason`, and is `retryable` if a retry after `after_s` may succeed."""
 
     @property
     def reason(self) -> str: ...
 
     @property
     def retryable(self) -> bool: ...
+
+    @property
+    def after_s(self) -> float: ...
 
 
 P = ParamSpec("P")
@@ -59,7 +64,8 @@ class Guard(Generic[P, E]):
             if not outcome.retryable:
                 break
             self._retries += 1
-            await asyncio.sleep(self._limits.backoff_s * 2 ** (attempt - 1) * random.uniform(0.5, 1.5))
+            backoff_s = self._limits.backoff_s * 2 ** (attempt - 1) * random.uniform(0.5, 1.5)
+            await asyncio.sleep(max(backoff_s, min(outcome.after_s, LONGEST_S)))
             outcome = await self._call_in_turn(*arguments, **named)
         self._calls += 1
         if reason := outcome.reason:

@@ -5,6 +5,7 @@ from collections.abc import Iterable, Mapping
 from decimal import Decimal
 from numbers import Real
 
+from streamppo.errors import Retryable
 from streamppo.tasks import user_traceback
 from streamppo.terminal import counted
 from streamppo.types import Reward, ScoredText, WireStruct, utf8_safe
@@ -23,13 +24,17 @@ class Outcome(WireStruct, frozen=True):
     retryable: bool = False
     whole: bool = False
     """True if the whole call raised, died or took too long: in a batch, another trajectory may be the cause."""
+    after_s: float = 0.0
+    """Seconds until a retry may succeed."""
 
 
 def failure_of(error: BaseException) -> Outcome:
     """Convert an exception to a failure, with file and line of the user's code if known."""
-    retryable = all(getattr(cause, "retryable", False) for cause in user_traceback.errors_of(error))
+    causes = list(user_traceback.errors_of(error))
+    retryable = all(getattr(cause, "retryable", False) for cause in causes)
+    after_s = max((cause.after_s for cause in causes if isinstance(cause, Retryable)), default=0.0)
     reason = utf8_safe(user_traceback.format_user_error(error)[:QUOTED])
-    return Outcome(reason=reason, retryable=retryable, whole=True)
+    return Outcome(reason=reason, retryable=retryable, whole=True, after_s=after_s)
 
 
 def too_late(timeout_s: float) -> Outcome:

@@ -22,6 +22,7 @@ from streamppo.errors import RewardFailed, TaskError
 from streamppo.tasks.rewards.outcome import Outcome
 from streamppo.tasks.rewards.reward_model import Models, RewardModel, create
 from streamppo.tasks.rewards.scoring import Rewards
+from streamppo.tasks.rewards.service import Service
 from streamppo.tasks.tokenizer import character_tokenizer
 from streamppo.types import Message, Prompt, ScoredText, decode, encode
 
@@ -224,6 +225,21 @@ def test_a_busy_server_is_asked_again_and_other_errors_are_not() -> None:
                 Reward(scorers={"remote": ServiceScorer(url="http://127.0.0.1:9", attempts=1)}), text("")
             )
             assert "ConnectError" in str(gone)
+
+    asyncio.run(story())
+
+
+@pytest.mark.parametrize(
+    ("header", "seconds"),
+    [("20", 20.0), ("0.5", 0.5), ("-1", 0.0), ("nan", 0.0), ("soon", 0.0), ("Wed, 21 Oct 2015 07:28:00 GMT", 0.0)],
+)
+def test_a_busy_server_says_when_it_may_be_asked_again(header: str, seconds: float) -> None:
+    async def story() -> None:
+        async with serving(lambda path, body: (429, {}, f"Retry-After: {header}")) as url:
+            remote = Service(ServiceScorer(url=url))
+            (outcome,) = await remote.call((text("3"),), ({},))
+            await remote.close()
+            assert (outcome.retryable, outcome.after_s) == (True, seconds)
 
     asyncio.run(story())
 

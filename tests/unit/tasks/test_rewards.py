@@ -16,6 +16,7 @@ from typing import Any
 import psutil
 import pytest
 import several_rewards
+from msgspec import structs
 from reward_case import FAULTY, TIMEOUT_S, faulty, one_function, processes, started, text, total
 from several_rewards import length, no_opinion, per_token
 
@@ -24,6 +25,7 @@ from streamppo.errors import Retryable, RewardFailed, TaskError
 from streamppo.tasks import plugins
 from streamppo.tasks.dataset_files import Row
 from streamppo.tasks.rewards import guard as guards
+from streamppo.tasks.rewards.guard import LONGEST_S
 from streamppo.tasks.rewards.outcome import Outcome, check, check_batch, check_scored, failure_of
 from streamppo.tasks.rewards.scoring import Rewards
 from streamppo.tasks.rewards.signature import LoadedReward, call, detect_signature
@@ -739,6 +741,23 @@ def test_calls_begin_no_oftener_than_the_rate() -> None:
         guard = guarded(Limits(calls_per_s=100), call)
         await asyncio.gather(*(guard.score(text(""), {}) for _ in range(20)))
         assert begun[-1] - begun[0] > 0.18
+
+    asyncio.run(story())
+
+
+def test_a_retry_waits_for_as_long_as_the_server_asks_but_not_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def story() -> None:
+        waits: list[float] = []
+
+        async def sleep(seconds: float) -> None:
+            waits.append(seconds)
+
+        async def call(number: int) -> Outcome:
+            return [structs.replace(BUSY, after_s=20.0), structs.replace(BUSY, after_s=1e9), FINE][number]
+
+        monkeypatch.setattr(asyncio, "sleep", sleep)
+        assert await guarded(Limits(backoff_s=0.01), call).score(text(""), {}) == FINE
+        assert waits == [20.0, LONGEST_S]
 
     asyncio.run(story())
 
