@@ -163,7 +163,9 @@ class _Child:
             self._selector.unregister(stream)
 
     def _messages(self) -> list[RunReply]:
-        return [msgspec.json.decode(text, type=RunReply) for text in self._received.splitlines()]
+        # A long error arrives in parts, and a process that is killed may not send all of it.
+        complete = self._received.split(b"\n")[:-1]
+        return [msgspec.json.decode(text, type=RunReply) for text in complete]
 
     def _folder(self) -> Path | None:
         return next((Path(message.folder) for message in self._messages() if message.folder), None)

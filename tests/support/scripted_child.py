@@ -25,6 +25,12 @@ def main(channel: socket.socket) -> int:
         case ["raises", kind, code]:
             channel.sendall(encode(RunReply(error=kind, text="its words, in two\nlines")))
             return int(code)
+        case ["raises_at_length", kind, characters]:
+            channel.sendall(encode(RunReply(error=kind, text="x" * int(characters))))
+            return 1
+        case ["breaks_off"]:
+            channel.sendall(encode(RunReply(error="RunError", text="not sent whole"))[:-9])
+            os.kill(os.getpid(), signal.SIGKILL)
         case ["prints_at_its_end", lines]:
             print("begun", flush=True)
             while channel.recv(2**16):

@@ -86,6 +86,16 @@ def test_a_process_that_dies_without_a_word_is_an_error_with_its_signal_or_exit_
 
 
 @pytest.mark.usefixtures("_scripted")
+def test_an_error_is_read_when_all_of_it_has_arrived() -> None:
+    watched: list[Path] = []
+    with pytest.raises(RunError, match=r"^x{300000}$"):
+        parent.drive(RunRequest(config="raises_at_length RunError 300000"), watched.append)
+    assert watched
+    with pytest.raises(RunError, match=r"its process has died \(SIGKILL\)"):
+        parent.drive(RunRequest(config="breaks_off"))
+
+
+@pytest.mark.usefixtures("_scripted")
 def test_the_folder_is_watched_while_the_run_goes_on_and_after_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
     watched: list[Path] = []
     parent.drive(RunRequest(config="prints abc"), watched.append)
