@@ -19,8 +19,8 @@ from streamppo.errors import RunError
 METRICS = "metrics.jsonl"
 FINISHED = "finished"
 """The outcome of a run that made all its updates."""
-Number: TypeAlias = Annotated[float, msgspec.Meta(ge=-1e15, le=1e15)]
-"""The type of the required numbers of a line: finite, and small enough to be rounded."""
+Number: TypeAlias = Annotated[float, msgspec.Meta(ge=-1e17, le=1e17)]
+"""The type of the required numbers of a line: finite, and small enough to be rounded. A reward is at most 1e16."""
 Count: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=10**15)]
 """A number of tokens, trajectories or prompts."""
 Digits: TypeAlias = Annotated[str, msgspec.Meta(pattern=r"^-?[0-9]{1,18}$")]

@@ -16,6 +16,7 @@ from streamppo.commands import replay as rerun
 from streamppo.config.sections import Config
 from streamppo.errors import RunError
 from streamppo.process import PhaseTime
+from streamppo.tasks.rewards.outcome import LARGEST
 from streamppo.telemetry import metrics_file as lines
 from streamppo.telemetry import record as record_module
 from streamppo.telemetry.catalogue import BESIDE, LINES
@@ -300,6 +301,15 @@ DAMAGED = [
     "[1]",
     '{"wall_s": 1}',
 ]
+
+
+def test_the_largest_rewards_make_no_damaged_line(tmp_path: Path) -> None:
+    record = part(tmp_path)
+    for version, reward in enumerate((LARGEST, -LARGEST), 1):
+        one = report(version)
+        record.update(structs.replace(one, metrics={**one.metrics, "reward": reward}))
+    record.close(FINISHED, None, [])
+    assert not lines.content(tmp_path).damage
 
 
 @pytest.mark.parametrize("damage", DAMAGED)
