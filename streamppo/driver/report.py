@@ -154,7 +154,9 @@ def _run_view(folder: Path) -> View:
     if config is not None:
         view.findings = try_part(view, lambda: diagnosis.diagnose_lines(config, view.lines, view.summary)) or ()
         view.samples = try_part(view, lambda: _samples(config, folder)) or []
-        view.attempts = try_part(view, lambda: queue_attempts.table(folder, config, view.lines))
+        # Of a run that has ended, the summary has them: counting them again would read many batches.
+        counted = view.summary and view.summary.get("attempts")
+        view.attempts = counted or try_part(view, lambda: queue_attempts.table(folder, config, view.lines))
     return view
 
 

@@ -13,6 +13,7 @@ from report_case import BATCH, LENGTH, run_folder
 
 from streamppo import durable
 from streamppo.commands.look import views
+from streamppo.config import file as configfile
 from streamppo.config.sections import Config
 from streamppo.driver import report
 from streamppo.errors import RunError
@@ -220,6 +221,10 @@ def test_a_summary_adds_what_only_engines_know(run: Path) -> None:
     (run / SUMMARY).write_text(json.dumps(content))
     found = plain(text(run))
     assert "engines idle 25%" in found and "had sampled 999" in found
+    table = report.count_attempts(run, configfile.load(run / configfile.CONFIG))
+    assert table is not None and "in 5 of 24 batches" not in found
+    (run / SUMMARY).write_text(json.dumps({**content, "attempts": {**table, "read": 5}}))
+    assert "Trained attempts are counted in 5 of 24 batches" in plain(text(run)), "not counted again"
 
 
 def test_a_report_of_a_run_on_a_read_only_disk_names_the_option_that_writes_it_elsewhere(
