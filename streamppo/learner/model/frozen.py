@@ -66,7 +66,8 @@ def load_reference(
     reference = present or load_policy.load(
         config.model, model_path, temperature, mesh, offload=kl.offload, master=master, slices=leader.slices
     )
-    reference.temperature, reference.float32_head = temperature, config.model.float32_head
+    reference.temperature = temperature
+    reference.set_float32(config.model)
     return reference
 
 
@@ -108,7 +109,8 @@ def load_teacher(
         present = load_policy.load(
             config.model, teacher.model, temperature, mesh, offload=teacher.offload, master=False, slices=slices
         )
-    present.temperature, present.float32_head = temperature, config.model.float32_head
+    present.temperature = temperature
+    present.set_float32(config.model)
     return present
 
 

@@ -118,16 +118,16 @@ def shard_without_weights(
             for parameter in lm.parameters():
                 parameter.data = parameter.data.to(getattr(torch, config.dtype))
         policy = Policy(lm, 1.0, critic_start.transformer, layout=attention.layout(attends))
-        policy.float32_head, policy.slices = config.float32_head, slices
-        policy.checkpointing = kind = layers.kind(config)
+        policy.slices, policy.checkpointing = slices, layers.kind(config)
         if not config.compile:
-            policy.routers = Routers(lm.base_model, float32=config.float32_router)
+            policy.routers = Routers(lm.base_model)
+        policy.set_float32(config)
     transformers = policy.transformers
     for transformer in transformers:
         if refused := context_parallel.refusal(transformer.config, slices.ranks):
             raise ModelError(refused)
         tensor_parallel.cut_weights(transformer, slices.cut)
-        layers.checkpoint_activations(transformer, kind)
+        layers.checkpoint_activations(transformer, policy.checkpointing)
         if config.compile:
             layers.compile_layers(transformer)
         elif (config.attention, attends, mesh.device_type) == ("auto", "sdpa", "cpu") and slices.ranks == 1:

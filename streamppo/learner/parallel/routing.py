@@ -33,20 +33,24 @@ class Routers:
     """The routers of one transformer; in a model without experts there are none, and every call does nothing.
 
     The routes given to `expect` stay in effect until its next call, also for a layer that the backward pass recomputes.
-    If `counts` is False, `metrics` does not count the tokens of a pass. With `float32`, routers compute their products
-    in float32.
+    If `counts` is False, `metrics` does not count the tokens of a pass.
     """
 
-    def __init__(self, transformer: "PreTrainedModel | None", *, float32: bool = False) -> None:
+    def __init__(self, transformer: "PreTrainedModel | None") -> None:
         self.counts = True
         self._routers = [
-            Router(module, int(layer[1]), float32=float32)
+            Router(module, int(layer[1]))
             for name, module in (() if transformer is None else choosers(transformer))
             if (layer := re.search(r"\.?(\d+)\.", name))
         ]
 
     def __bool__(self) -> bool:
         return bool(self._routers)
+
+    def set_float32(self, *, chosen: bool) -> None:
+        """Let routers compute their products in float32, or in the type of their weights."""
+        for router in self._routers:
+            router.float32 = chosen
 
     def expect(self, row_layout: RowLayout, width_B: Tensor, routes: RowRoutes | None) -> None:
         """Give each router the experts in `routes` for a pass over `row_layout`, rows of `width_B` tokens.
@@ -107,7 +111,7 @@ class Pass(NamedTuple):
 class Router:
     """One router: the module that chooses the experts of layer `layer`."""
 
-    def __init__(self, module: Any, layer: int, *, float32: bool) -> None:
+    def __init__(self, module: Any, layer: int, *, float32: bool = False) -> None:
         self.experts, self.top_k, self.float32 = experts_of(module), int(module.top_k), float32
         self._layer = layer
         self._pass: Pass | None = None

@@ -10,9 +10,11 @@ import numpy as np
 import pytest
 import torch
 from msgspec.structs import replace
+from torch.distributed.device_mesh import init_device_mesh
 from transformers import AutoModelForCausalLM
 
 from streamppo.errors import ModelError
+from streamppo.learner import learner
 from streamppo.learner.batch.padded import pad
 from streamppo.learner.model import load_policy
 from streamppo.learner.parallel import routing
@@ -257,10 +259,14 @@ def _keep_scores(patch: pytest.MonkeyPatch, found: dict[object, torch.Tensor], k
     patch.setattr(torch.Tensor, "topk", seen)
 
 
-def test_a_run_can_choose_float32_scores(tmp_path: Path) -> None:
-    folder, said = folder_of(tmp_path / "model"), list[torch.Tensor]()
-    for choice in ("false", "true"):
-        with case.group(0, 1, tmp_path / f"store-{choice}"), torch.no_grad():
-            options = ("model.dtype=bfloat16", f"model.float32_router={choice}")
-            said.append(case.updater(case.config_of(*options), folder).policy(pad(case.batch()), "policy").logprobs_BT)
-    assert not torch.equal(*said)
+@pytest.mark.usefixtures("alone")
+def test_a_run_and_a_resume_can_choose_float32_scores(tmp_path: Path) -> None:
+    folder, batch = str(folder_of(tmp_path / "model")), pad(case.batch())
+    kinds = [case.config_of("model.dtype=bfloat16", f"model.float32_router={kind}") for kind in ("false", "true")]
+    with torch.no_grad():
+        plain, chosen = (case.updater(config, Path(folder)).policy(batch, "policy").logprobs_BT for config in kinds)
+        resumed = learner.build(kinds[0], folder, init_device_mesh("cpu", (1,)), lambda *_: None, None)  # pyright: ignore
+        for config, expected in zip(kinds, (plain, chosen), strict=True):
+            resumed.configure(config)
+            assert torch.equal(resumed.policy(batch, "policy").logprobs_BT, expected)
+    assert not torch.equal(plain, chosen)
