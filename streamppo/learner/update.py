@@ -200,10 +200,12 @@ class Updater:
         if len(micro_batches) > 1:
             # A router keeps only the routes of its last pass, and FSDP needs each pass followed by its backward pass.
             keeps_graphs &= not (self.policy.routers or isinstance(self.policy, FSDPModule))
+        # Frozen models come first: a pass of the reference, which may be the policy without its adapters, would replace
+        # the routes with which the backward pass of a kept graph recomputes a layer.
+        models = (self.reference, self.teacher)
+        frozen = Frozen(*(self._frozen_logprobs(model, batch, micro_batches) for model in models))
         scored, graphs = self._score_batch(objective.scored, batch, micro_batches, keeps_graphs=keeps_graphs)
         try:
-            models = (self.reference, self.teacher)
-            frozen = Frozen(*(self._frozen_logprobs(model, batch, micro_batches) for model in models))
             if self.config.algorithm.teacher.url:
                 frozen = frozen._replace(teacher_BT=teacher_logprobs_from_batch(batch))
             with phase("targets"):

@@ -27,10 +27,13 @@ class NoReferenceWeights:
 
     def __call__(self, rows: PaddedBatch, part: Part) -> PolicyOutput:
         self._scale_adapters(0.0)
+        # The load of the experts is that of the policy.
+        self._policy.routers.counts = False
         try:
             return self._policy(rows, part)
         finally:
             self._scale_adapters(1.0)
+            self._policy.routers.counts = True
 
     def _scale_adapters(self, share: float) -> None:
         from peft.tuners.lora import LoraLayer

@@ -208,6 +208,22 @@ def test_routes_are_used_where_they_are_asked_for_and_by_the_policy_alone(tmp_pa
 
 
 @pytest.mark.usefixtures("alone")
+def test_a_reference_of_the_policys_weights_leaves_its_routes_to_layers_that_are_computed_again(tmp_path: Path) -> None:
+    folder, batch, found = folder_of(tmp_path / "model"), pad(routed(case.batch())), list[Any]()
+    for kind, beta in (("off", 0.1), ("full", 0.1), ("off", 0.0)):
+        options = f"model.gradient_checkpointing={kind}", f"algorithm.kl.reward_beta={beta}", "model.lora={}"
+        updater = case.updater(case.config_of(*SGLANG, *options), folder)
+        with torch.no_grad():
+            for name, one in updater.policy.lm.named_parameters():
+                if "lora_B" in name:
+                    one.copy_(torch.randn(one.shape, generator=torch.Generator().manual_seed(len(name))))
+        metrics = case.metrics(updater, batch)
+        found.append((case.whole(updater.policy), metrics))
+    case.assert_same(found[0], found[1])
+    assert found[0][1]["expert_load"] == found[2][1]["expert_load"], "the reference's passes do not count"
+
+
+@pytest.mark.usefixtures("alone")
 def test_routes_of_another_model_and_models_without_experts_are_refused(tmp_path: Path) -> None:
     folder, batch = folder_of(tmp_path / "moe"), routed(case.batch())
     updater = case.updater(case.config_of(*SGLANG), folder)
