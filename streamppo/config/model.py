@@ -25,7 +25,7 @@ class Lora(Section, frozen=True):
     alpha: Positive = 32
     """The product B A is scaled by alpha / rank."""
     targets: tuple[str, ...] = ()
-    """Name suffixes of the linear layers with an adapter; empty: all except the head, experts and routers."""
+    """Name suffixes of the transformer's linear layers with an adapter; empty: all except experts and routers."""
 
     @property
     def scale(self) -> float:

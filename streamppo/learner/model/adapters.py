@@ -40,8 +40,16 @@ def add(lm: Any, lora: Lora, dtype: str) -> None:
             inject_adapter_in_model(_settings(lora, lora.targets or linear_layers(lm)), lm)
     except ValueError as error:
         raise ModelError(f"{name}: {error}") from error
+    inside = set(lm.base_model.modules())
     for module_name, module in lm.named_modules():
-        if hasattr(module, "lora_A") and not isinstance(module.base_layer, nn.Linear):
+        if not hasattr(module, "lora_A"):
+            continue
+        if module not in inside:
+            raise ModelError(
+                f"{name}: {module_name} is not in the transformer, and an adapter there would not be trained: name "
+                "layers of the transformer"
+            )
+        if not isinstance(module.base_layer, nn.Linear):
             kind = type(module.base_layer).__name__
             raise ModelError(
                 f"{name}: {module_name} is a {kind}, and only linear layers may have adapters: name others"

@@ -277,6 +277,13 @@ def test_a_target_that_is_no_linear_layer_is_refused(tmp_path: Path) -> None:
         loaded(case.config_of("model.lora={targets=['c_proj']}"), str(tmp_path / "model"))
 
 
+@pytest.mark.usefixtures("alone")
+def test_a_target_outside_of_the_transformer_is_refused(folder: Path) -> None:
+    """The learner reads the head's weight, and would not train an adapter on it."""
+    with pytest.raises(ModelError, match="lm_head is not in the transformer, and an adapter there would not be"):
+        loaded(case.config_of("model.lora={targets=['lm_head', 'q_proj']}"), str(folder / "model"))
+
+
 def test_a_push_names_its_frozen_tensors_in_its_digest() -> None:
     push = Push(version=0, base_version=None, tensors=(), pieces=(), bucket_bytes=())
     one: Any = SimpleNamespace(name="w", dtype="float32", shape=(1,), content=1)
