@@ -29,10 +29,9 @@ def update_metrics(updater: Updater, updated: UpdateResult) -> dict[str, float]:
         first_BT, passed_B = first_logprobs(minibatches, batch.mask_BT, updater.group)
         scored = scored._replace(logprobs_BT=first_BT)
     steps = step_metrics(minibatches, targets.trained_BT, updater.group)
-    if all(minibatch.part == "critic" for minibatch in minibatches):
+    if all(minibatch.part == "critic" for minibatch in minibatches) and targets.trained_BT.any():
         # In warm-up, only the critic makes steps. The policy makes one pass, without gradient, before them.
-        steps["entropy"] = targets.scored.entropy_BT[targets.trained_BT].double().sum().item()
-        steps["entropy"] /= max(1, int(targets.trained_BT.sum()))
+        steps["entropy"] = targets.scored.entropy_BT[targets.trained_BT].double().mean().item()
     metrics = {
         **batch_metrics(batch, scored, passed_B, targets.estimate, targets.trained_BT, updated.divergences),
         **steps,

@@ -62,7 +62,7 @@ def beta_after_update(config: Config, beta: float, metrics: Mapping[str, float],
 def bonus_after_update(config: Config, bonus: Bonus, metrics: Mapping[str, float]) -> Bonus:
     """The entropy bonus after an update with these `metrics`."""
     control = config.algorithm.entropy_control
-    if not control.target:
+    if not control.target or "entropy" not in metrics:
         return bonus
     coefficient, entropy = bonus.coefficient, metrics["entropy"]
     return next_bonus(coefficient, entropy, target=control.target, step=control.step, within=control.range)

@@ -97,7 +97,10 @@ def first_logprobs(
 
 
 def step_metrics(minibatches: Sequence[Minibatch], trained_BT: Tensor, group: dist.ProcessGroup) -> dict[str, float]:
-    """The metrics of steps; losses are means over all minibatches, with or without a step. A collective."""
+    """The metrics of steps; losses are means over all minibatches, with or without a step. A collective.
+
+    Entropy and ratios are left out if the policy passed over no trained token.
+    """
     total = Sums.zero(trained_BT.device)
     for minibatch in minibatches:
         total = total.plus(minibatch.sums)
@@ -106,29 +109,28 @@ def step_metrics(minibatches: Sequence[Minibatch], trained_BT: Tensor, group: di
     policy_loss, value_loss = total.losses_2.tolist()
     trained, clipped = total.values_2.tolist()
     statistics = update_statistics_of(total.tokens_5)
-    low, median, high = ratio_quantiles(*_last_ratios(minibatches, trained_BT, group))
+    quantiles = ratio_quantiles(*_last_ratios(minibatches, trained_BT, group))
     policy, critic = (_norms(minibatches, of_critic=of_critic) for of_critic in (False, True))
     critic_metrics = (
         {"critic_steps": float(len(critic)), "critic_grad_norm": sum(critic) / len(critic)} if critic else {}
     )
+    of_tokens = dict(zip(("ratio_p01", "ratio_p50", "ratio_p99"), quantiles, strict=True))
+    of_tokens["entropy"] = total.entropy.item() / max(1.0, statistics.tokens)
     return {
         "policy_loss": policy_loss / max(1, sum(minibatch.part != "critic" for minibatch in minibatches)),
         "value_loss": value_loss / max(1, sum(minibatch.part != "policy" for minibatch in minibatches)),
         "value_clip_fraction": clipped / max(1.0, trained),
-        "entropy": total.entropy.item() / max(1.0, statistics.tokens),
         "proximal_kl_k1": statistics.k1,
         "proximal_kl": statistics.k3,
         "clip_fraction_high": statistics.clip_fraction_high,
         "clip_fraction_low": statistics.clip_fraction_low,
-        "ratio_p01": low,
-        "ratio_p50": median,
-        "ratio_p99": high,
         "grad_norm": sum(policy) / max(1, len(policy)),
         "steps": float(len(policy)),
         "bad_steps": float(sum(_is_bad(minibatch) for minibatch in minibatches)),
         "empty_steps": float(sum(minibatch.is_empty for minibatch in minibatches)),
         "stopped_early": float(any(minibatch.stopped_early for minibatch in minibatches)),
         **critic_metrics,
+        **(of_tokens if statistics.tokens else {}),
     }
 
 

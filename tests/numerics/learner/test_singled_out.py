@@ -6,6 +6,7 @@ from pathlib import Path
 import learner_case as case
 import pytest
 import torch
+from msgspec.structs import replace
 
 from streamppo.algorithms.exploration import Bonus
 from streamppo.errors import ConfigError
@@ -182,6 +183,16 @@ def test_a_policy_that_stands_still_steers_nothing(folder: Path) -> None:
     case.metrics(updater, pad(case.batch(version=4)))
     assert updater.bonus == pytest.approx((0.15, 0.15))
     assert updater.beta < 0.1
+
+
+@ALONE
+def test_an_update_without_a_trained_token_has_no_entropy_and_steers_nothing(folder: Path) -> None:
+    config = case.config_of(*RLOO, "algorithm.zero_variance=mask", "algorithm.entropy=0.1", STEERED)
+    updater, batch = case.updater(config, folder), case.batch()
+    equal = [replace(one, reward=1.0) for one in batch.trajectories]
+    found = case.metrics(updater, pad(replace(batch, trajectories=tuple(equal))))
+    assert found["empty_steps"] and not found.keys() & {"entropy", "ratio_p01", "ratio_p50", "ratio_p99"}
+    assert updater.bonus == (0.1, 0.1)
 
 
 @ALONE
