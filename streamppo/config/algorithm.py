@@ -336,6 +336,11 @@ class Algorithm(Section, frozen=True):
                 f"advantage {kind!r} needs scores that are not negative, and a teacher's can be: "
                 'use teacher.signal = "advantage"'
             )
+        if isinstance(self.advantage, Gdpo) and self.teacher.on and self.teacher.signal == "reward":
+            yield (
+                f"advantage {kind!r} compares components of the reward, which a teacher's signal is not: "
+                'use teacher.signal = "advantage"'
+            )
 
     def _sign_mistakes(self) -> Iterator[str]:
         kind = self.advantage.__struct_config__.tag

@@ -228,6 +228,10 @@ def test_a_bad_value_is_refused_by_name(override: str, message: str) -> None:
             ["algorithm.advantage.kind=maxrl", "algorithm.teacher={model='x', signal='reward'}"],
             "scores that are not negative, and a teacher's can be",
         ),
+        (
+            ["algorithm.advantage={kind='gdpo', weights={a=1.0}}", "algorithm.teacher={model='x', signal='reward'}"],
+            "'gdpo' compares components of the reward, which a teacher's signal is not",
+        ),
         ([RLOO, "algorithm.zero_variance=mask", "algorithm.teacher.model=x"], "in which the teacher has a signal"),
         ([RLOO, "algorithm.curriculum={}", "algorithm.teacher.model=x"], "skips rows of equal scores, in which the"),
         ([*LOGLINEAR, RLOO, "algorithm.teacher.model=x"], "anyway: the teacher, whose log-probs"),
