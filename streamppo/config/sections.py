@@ -26,6 +26,8 @@ LONGEST_NAME = 200
 """Maximum bytes of a run's name. File systems allow 255, and a number may be appended."""
 LOCAL = "local"
 """The cluster.address with which the run starts Ray on this machine."""
+HORIZON = 5
+"""A batch of this many kl.horizons could change the weight of the KL by its whole size (algorithms/kl.py)."""
 Tracker: TypeAlias = Literal["tensorboard", "wandb", "trackio", "mlflow"]
 Port: TypeAlias = Annotated[int, Meta(ge=1, le=65535)]
 
@@ -196,6 +198,11 @@ class Config(Section, frozen=True):
         if algorithm.compares_samples and queue.samples_per_prompt < 2:
             few = f"queue.samples_per_prompt ({queue.samples_per_prompt}) must be at least 2"
             yield f"{algorithm.compares_samples} compares the samples of a prompt: {few}"
+        if algorithm.kl.target and queue.batch_size >= HORIZON * algorithm.kl.horizon:
+            yield (
+                f"algorithm.kl.horizon ({algorithm.kl.horizon}) must be above queue.batch_size ({queue.batch_size}) / "
+                f"{HORIZON}: a KL far below kl.target would set the weight of the KL to 0, where it stays"
+            )
         yield from _proximal_mistakes(self)
         yield from queue.segments.refuses(algorithm) if queue.segments else ()
         for choice in (*queue.attention_settings, *self.learner.mesh.attention_settings):

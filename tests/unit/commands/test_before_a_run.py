@@ -246,7 +246,7 @@ MEANT = [
     ["algorithm.policy_loss.kind=reinforce"],
     ["algorithm.critic.lr=0.01", "algorithm.whiten.shift_mean=false"],
     ["algorithm.target_kl=0.1", "learner.minibatches=2"],
-    ["algorithm.kl={reward_beta=0.1, loss_beta=0.1, allow_both=true, target=6.0, horizon=100}"],
+    ["algorithm.kl={reward_beta=0.1, loss_beta=0.1, allow_both=true, target=6.0, horizon=1000}"],
     ["algorithm.correction.kind=off", "algorithm.kl.loss_beta=0.1", "queue.max_lag=0"],
 ]
 

@@ -232,6 +232,10 @@ def test_a_bad_value_is_refused_by_name(override: str, message: str) -> None:
             ["algorithm.advantage={kind='gdpo', weights={a=1.0}}", "algorithm.teacher={model='x', signal='reward'}"],
             "'gdpo' compares components of the reward, which a teacher's signal is not",
         ),
+        (
+            ["queue.batch_size=16", "algorithm.kl={reward_beta=0.1, target=6.0, horizon=3}"],
+            r"horizon \(3\) must be above",
+        ),
         ([RLOO, "algorithm.zero_variance=mask", "algorithm.teacher.model=x"], "in which the teacher has a signal"),
         ([RLOO, "algorithm.curriculum={}", "algorithm.teacher.model=x"], "skips rows of equal scores, in which the"),
         ([*LOGLINEAR, RLOO, "algorithm.teacher.model=x"], "anyway: the teacher, whose log-probs"),
