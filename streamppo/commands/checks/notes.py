@@ -6,8 +6,9 @@ from typing import NamedTuple
 
 from streamppo.commands.checks.finding import Finding, Findings
 from streamppo.config import policy_loss as losses
-from streamppo.config.algorithm import Algorithm, DrGrpo, ReinforcePlusPlus, ReinforcePlusPlusBaseline
+from streamppo.config.algorithm import Algorithm, DrGrpo, Gae, ReinforcePlusPlus, ReinforcePlusPlusBaseline
 from streamppo.config.correction import NoCorrection, Reject, Topr, Truncate
+from streamppo.config.queue import Segments
 from streamppo.config.sections import LOCAL, Config, longest_completion
 from streamppo.tasks.task import Task
 from streamppo.telemetry import host
@@ -126,29 +127,45 @@ def _signals_of_equal_scores(algorithm: Algorithm) -> Iterator[str]:
 
 
 def _without_effect(config: Config) -> Findings:
-    algorithm = config.algorithm
+    algorithm, learner, segments = config.algorithm, config.learner, config.queue.segments or Segments()
     kl, whiten, control = algorithm.kl, algorithm.whiten, algorithm.entropy_control
-    kind = algorithm.advantage.__struct_config__.tag
+    advantage, kind = algorithm.advantage, algorithm.advantage.__struct_config__.tag
+    gae = advantage if isinstance(advantage, Gae) else Gae()
     one_step = config.learner.steps == 1 and algorithm.proximal == "recompute"
-    whitens = isinstance(algorithm.advantage, ReinforcePlusPlus | ReinforcePlusPlusBaseline)
+    whitens = isinstance(advantage, ReinforcePlusPlus | ReinforcePlusPlusBaseline)
     is_off = whiten.over == "off" or (whiten.over == "auto" and not algorithm.has_critic)
     no_critic, whitens_itself = f"advantage {kind!r} has no critic", f"advantage {kind!r} whitens over the batch itself"
     steered, of_loss = ("step", "range"), ("loss_estimator", "straight_through")
     for name, section, fields, is_idle, reason in (
-        ("critic.", algorithm.critic, ("lr", "coefficient", "clip", "huber"), not algorithm.has_critic, no_critic),
-        ("", algorithm, ("target_kl",), one_step, "an update is one step from the proximal policy"),
-        ("whiten.", whiten, ("shift_mean", "unbiased"), is_off and not whitens, "advantages are not whitened"),
-        ("whiten.", whiten, ("over", "shift_mean", "unbiased"), is_off and whitens, whitens_itself),
-        ("entropy_control.", control, steered, not control.target, "entropy_control.target is 0"),
-        ("kl.", kl, ("horizon",), not kl.target, "kl.target is 0"),
-        ("kl.", kl, ("reward_estimator",), not kl.reward_beta, "kl.reward_beta is 0"),
-        ("kl.", kl, of_loss, not kl.loss_beta, "kl.loss_beta is 0"),
-        ("kl.", kl, ("allow_both",), not (kl.reward_beta and kl.loss_beta), "one of both weights is 0"),
+        (
+            "algorithm.critic.",
+            algorithm.critic,
+            ("lr", "coefficient", "clip", "huber"),
+            not algorithm.has_critic,
+            no_critic,
+        ),
+        ("algorithm.", algorithm, ("target_kl",), one_step, "an update is one step from the proximal policy"),
+        (
+            "algorithm.whiten.",
+            whiten,
+            ("shift_mean", "unbiased"),
+            is_off and not whitens,
+            "advantages are not whitened",
+        ),
+        ("algorithm.whiten.", whiten, ("over", "shift_mean", "unbiased"), is_off and whitens, whitens_itself),
+        ("algorithm.entropy_control.", control, steered, not control.target, "entropy_control.target is 0"),
+        ("algorithm.kl.", kl, ("horizon",), not kl.target, "kl.target is 0"),
+        ("algorithm.kl.", kl, ("reward_estimator",), not kl.reward_beta, "kl.reward_beta is 0"),
+        ("algorithm.kl.", kl, of_loss, not kl.loss_beta, "kl.loss_beta is 0"),
+        ("algorithm.kl.", kl, ("allow_both",), not (kl.reward_beta and kl.loss_beta), "one of both weights is 0"),
+        ("algorithm.kl.", kl, ("offload",), not kl.on, "kl.reward_beta and kl.loss_beta are 0"),
+        ("algorithm.advantage.", gae, ("lam",), gae.adaptive_alpha > 0, "adaptive_alpha computes it"),
+        ("learner.", learner, ("final_lr_share",), learner.decay == "constant", "learner.decay is 'constant'"),
+        ("queue.segments.", segments, ("explained",), not segments.max_tokens, "queue.segments.max_tokens is 0"),
     ):
-        default = type(section)()
-        for field in fields:
-            if is_idle and (value := getattr(section, field)) != getattr(default, field):
-                yield _note(f"algorithm.{name}{field} ({value}) has no effect: {reason}")
+        for field in fields if is_idle else ():
+            if (value := getattr(section, field)) != getattr(type(section)(), field):
+                yield _note(f"{name}{field} ({value}) has no effect: {reason}")
 
 
 def _cores(config: Config) -> Findings:

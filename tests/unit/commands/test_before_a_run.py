@@ -231,6 +231,15 @@ NOTES = {
     "algorithm.kl.allow_both (True) has no effect: one of both weights is 0": [
         "algorithm.kl={reward_beta=0.1, allow_both=true}",
     ],
+    "algorithm.kl.offload (True) has no effect: kl.reward_beta and kl.loss_beta are 0": ["algorithm.kl.offload=true"],
+    "algorithm.advantage.lam (0.9) has no effect: adaptive_alpha computes it": [
+        "algorithm.advantage={kind='gae', lam=0.9, adaptive_alpha=0.05}",
+    ],
+    "learner.final_lr_share (0.1) has no effect: learner.decay is 'constant'": [
+        "learner.decay=constant",
+        "learner.final_lr_share=0.1",
+    ],
+    "queue.segments.explained (0.2) has no effect: queue.segments.max_tokens is 0": ["queue.segments={explained=0.2}"],
     "learner.warmup_updates (9) is the whole run (9 updates)": ["updates=9", "learner.warmup_updates=9"],
     "algorithm.critic.warmup_updates (9) is the whole run": ["updates=9", "algorithm.critic.warmup_updates=9"],
     "rollout.in_flight (5) is below rollout.slots (512)": ["rollout.in_flight=5"],
