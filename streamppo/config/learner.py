@@ -130,7 +130,7 @@ class Learner(Machine, frozen=True, kw_only=True):
     decay: Literal["constant", "linear", "cosine"] = "constant"
     """Decay of the learning rate from the warm-up to the last update."""
     final_lr_share: Fraction = 0.0
-    """Last learning rate, as a share of lr."""
+    """The share of lr at which the decay ends, after the last update."""
     lr_by_ess: Literal["auto", "on", "off"] = "auto"
     """Multiply lr by the root of ess_sequence; "auto" is "on" with an adaptive lag."""
     betas: tuple[Fraction, Fraction] = (0.9, 0.95)
