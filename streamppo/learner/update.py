@@ -112,9 +112,11 @@ class Updater:
 
     @property
     def state(self) -> UpdaterState:
-        """The state to restore in a later updater; its bonus is None unless it is adaptive."""
-        bonus = self.bonus if self.config.algorithm.entropy_control.target else None
-        return UpdaterState(self.beta, (self.bad_steps, self.critic_bad_steps), bonus, self.reference_moved)
+        """The state to restore in a later updater."""
+        algorithm = self.config.algorithm
+        beta = self.beta if algorithm.kl.target else 0.0
+        bonus = self.bonus if algorithm.entropy_control.target else None
+        return UpdaterState(beta, (self.bad_steps, self.critic_bad_steps), bonus, self.reference_moved)
 
     def restore(self, state: UpdaterState) -> None:
         """Continue from the `state` of an earlier updater; the caller loads a moved reference's weights."""

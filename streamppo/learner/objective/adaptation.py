@@ -21,9 +21,9 @@ from streamppo.config.sections import Config
 class UpdaterState(NamedTuple):
     """The state of an updater between two updates, except weights and moments.
 
-    `beta` weights the KL in the reward. `bad_steps` counts the consecutive skipped optimizer steps, of the policy and
-    of a critic that makes separate steps. `bonus` is None unless it is adaptive. `reference_moved` is True if the
-    reference is no longer the run's first model.
+    `beta` weights the KL in the reward; it is 0, and `bonus` None, unless they are adaptive. `bad_steps` counts the
+    consecutive skipped optimizer steps, of the policy and of a critic that makes separate steps. `reference_moved` is
+    True if the reference is no longer the run's first model.
     """
 
     beta: float

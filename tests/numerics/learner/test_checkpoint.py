@@ -161,6 +161,9 @@ def test_only_a_beta_that_adapts_itself_goes_on_from_where_it_was(folder: Path, 
     assert updater.beta == beta
     updater.restore(UpdaterState(0.0))
     assert updater.beta == beta, "a penalty that was off before begins as the configuration says"
+    fixed = case.updater(case.config_of("algorithm.kl.reward_beta=0.3"), folder)
+    updater.restore(fixed.state)
+    assert updater.beta == beta, "and so does one that did not adapt"
 
 
 @pytest.mark.sampled(2)
