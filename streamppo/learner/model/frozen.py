@@ -12,11 +12,9 @@ from torch.distributed.fsdp import FSDPModule
 from streamppo.config.sections import Config
 from streamppo.errors import ModelError, TaskError
 from streamppo.learner.batch.padded import PaddedBatch
-from streamppo.learner.model import adapters, load_policy
+from streamppo.learner.model import adapters, hf_files, load_policy
 from streamppo.learner.model.policy import Part, Policy, PolicyOutput, local
 from streamppo.learner.parallel.context_parallel import Slices
-from streamppo.tasks.tokenizer import Tokenizer
-from streamppo.weights.models.settings import settings
 
 
 class NoReferenceWeights:
@@ -120,19 +118,6 @@ def load_teacher(
 def check_teacher_tokens(teacher: str, model_path: str) -> None:
     """Raise `ModelError` unless the `teacher` gives every token of the model at `model_path` the same number."""
     try:
-        teacher_tokens, policy_tokens = Tokenizer(teacher).numbers(), Tokenizer(model_path).numbers()
+        hf_files.check_tokens("teacher", teacher, model_path)
     except TaskError as error:
         raise ModelError(f"the teacher {teacher!r} and the policy cannot be compared: {error}") from error
-    differing = sorted(token for token, number in policy_tokens.items() if teacher_tokens.get(token) != number)
-    if differing:
-        number = policy_tokens[differing[0]]
-        raise ModelError(
-            f"the teacher {teacher!r} must have the policy's tokenizer: token {number}, {differing[0]!r}, is "
-            f"{teacher_tokens.get(differing[0], 'unknown')} there ({len(differing)} of {len(policy_tokens)} tokens "
-            "differ)"
-        )
-    sizes = [settings(path).get_text_config().vocab_size for path in (teacher, model_path)]
-    if sizes[0] < sizes[1]:
-        raise ModelError(
-            f"the teacher {teacher!r} has {sizes[0]:,} tokens, and the policy may sample any of its {sizes[1]:,} tokens"
-        )

@@ -1,5 +1,6 @@
 """Reads models from Hugging Face folders or hub names in float32, and writes them as Hugging Face folders."""
 
+import logging
 import shutil
 import tempfile
 from collections.abc import Mapping
@@ -11,7 +12,8 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from streamppo import durable
-from streamppo.errors import ModelError
+from streamppo.errors import ModelError, TaskError
+from streamppo.tasks.tokenizer import Tokenizer
 from streamppo.weights.models import generation
 from streamppo.weights.models import loading as models
 from streamppo.weights.models import tokenizer as tokenizers
@@ -21,6 +23,7 @@ from streamppo.weights.models.settings import naming, settings
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+log = logging.getLogger(__name__)
 PART = "5GB"
 """The size above which weights are split into several files with an index, as in published models."""
 
@@ -142,8 +145,8 @@ def critic(choice: str, policy: str | Path, attention: str, *, weights: bool = T
 
     "head" has no transformer, "policy" copies the policy's, and "scratch" has random weights in the same architecture.
     A path leads to a causal LM, or to a sequence classification model of one label whose head becomes the value head.
-    Raises `ModelError` for a model that cannot be loaded, that has more than one label or no `score` head, or that has
-    fewer tokens than the policy.
+    Raises `ModelError` for a model that cannot be loaded, that has more than one label or no `score` head, or that
+    reads other tokens than the policy.
     """
     match choice:
         case "head":
@@ -153,11 +156,36 @@ def critic(choice: str, policy: str | Path, attention: str, *, weights: bool = T
         case "scratch":
             return CriticStart(read(policy, attention, "AutoModel", weights=False))
         case path:
-            start = _critic_at(path, attention, weights)
-    critic_tokens, policy_tokens = start.transformer.config.vocab_size, settings(policy).vocab_size
-    if critic_tokens < policy_tokens:
-        raise ModelError(f"the critic {path!r} has {critic_tokens} tokens, and the policy {policy_tokens}")
-    return start
+            if weights:
+                _check_critic_tokens(path, policy)
+            return _critic_at(path, attention, weights)
+
+
+def _check_critic_tokens(path: str, policy: str | Path) -> None:
+    try:
+        check_tokens("critic", path, policy)
+    except TaskError as error:
+        log.warning(f"it is unknown whether the critic {path!r} reads the policy's tokens: {error}")
+
+
+def check_tokens(role: str, path: str, policy: str | Path) -> None:
+    """Raise `ModelError` unless the model at `path` gives every token of the model at `policy` the same number.
+
+    `role` is the role of `path` in messages. Raises `TaskError` for a model without a tokenizer.
+    """
+    sizes = [settings(model).get_text_config().vocab_size for model in (path, policy)]
+    if sizes[0] < sizes[1]:
+        raise ModelError(
+            f"the {role} {path!r} has {sizes[0]:,} tokens, and the policy may sample any of its {sizes[1]:,} tokens"
+        )
+    tokens, policy_tokens = Tokenizer(path).numbers(), Tokenizer(policy).numbers()
+    differing = sorted(token for token, number in policy_tokens.items() if tokens.get(token) != number)
+    if differing:
+        number = policy_tokens[differing[0]]
+        raise ModelError(
+            f"the {role} {path!r} must have the policy's tokenizer: token {number}, {differing[0]!r}, is "
+            f"{tokens.get(differing[0], 'unknown')} there ({len(differing)} of {len(policy_tokens)} tokens differ)"
+        )
 
 
 def critic_kind(path: str | Path) -> Kind:

@@ -1,5 +1,6 @@
 """A critic with a transformer of its own: its first weights, and its own steps."""
 
+import shutil
 from pathlib import Path
 
 import learner_case as case
@@ -13,6 +14,7 @@ from streamppo.errors import ModelError
 from streamppo.learner.batch.padded import pad
 from streamppo.learner.model import load_policy
 from streamppo.learner.model import policy as model
+from streamppo.tasks.tokenizer import character_tokenizer
 
 pytestmark = pytest.mark.usefixtures("alone")
 
@@ -168,5 +170,22 @@ def test_a_critic_that_cannot_value_these_tokens_is_refused_by_name(folder: Path
     with pytest.raises(ModelError, match="two' has 2 labels: a value is one number"):
         critic_at(folder, tmp_path / "two")
     reward_model(tmp_path / "few", num_labels=1, vocab_size=9)
-    with pytest.raises(ModelError, match="few' has 9 tokens, and the policy 17"):
+    with pytest.raises(ModelError, match="few' has 9 tokens, and the policy may sample any of its 17 tokens"):
         critic_at(folder, tmp_path / "few")
+
+
+def test_a_critic_that_reads_other_tokens_is_refused(
+    folder: Path, tmp_path: Path, logged: pytest.LogCaptureFixture
+) -> None:
+    ours = shutil.copytree(folder, tmp_path / "ours")
+    character_tokenizer("0123+=").save_pretrained(ours)
+    reward_model(tmp_path / "rated", num_labels=1)
+    critic_at(ours, tmp_path / "rated")
+    assert "it is unknown whether the critic" in logged.text
+    character_tokenizer("0123=+").save_pretrained(tmp_path / "rated")
+    with pytest.raises(ModelError, match=r"rated' must have the policy's tokenizer: token 7, '\+', is 8 there"):
+        critic_at(ours, tmp_path / "rated")
+    character_tokenizer("0123+=").save_pretrained(tmp_path / "rated")
+    logged.clear()
+    critic_at(ours, tmp_path / "rated")
+    assert not logged.text

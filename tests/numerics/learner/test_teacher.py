@@ -152,5 +152,6 @@ def test_a_teacher_that_reads_other_tokens_is_refused_by_the_first_of_them(tmp_p
         frozen.check_teacher_tokens(folder_of(tmp_path / "fewer", "0123+", 17), ours)
     with pytest.raises(ModelError, match="has 9 tokens, and the policy may sample any of its 17 tokens"):
         frozen.check_teacher_tokens(folder_of(tmp_path / "short", "0123+=", 9), ours)
+    Qwen2Config(**case.SMALL).save_pretrained(tmp_path / "bare")
     with pytest.raises(ModelError, match="cannot be compared"):
-        frozen.check_teacher_tokens(str(tmp_path), ours)
+        frozen.check_teacher_tokens(str(tmp_path / "bare"), ours)
