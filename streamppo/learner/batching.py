@@ -144,6 +144,9 @@ class Division(NamedTuple):
         """This rank's micro-batches of `rows`. Every rank has equally many; some may be empty."""
         budget, costs = self.config.learner.micro_batch_tokens, partial(work, 1, hidden=self.hidden)
         tokens_B, prompts, lines_B = sizes
+        if prompts is not None and self.config.environment is not None and not self.is_padded:
+            # An environment may begin each sample of a prompt with other tokens, and a rank knows only its own rows'.
+            prompts = prompts._replace(shared_B=torch.zeros_like(prompts.shared_B))
         options = {"padded": self.is_padded, "lines_B": lines_B, "prompts": prompts, "overhead": self.overhead}
         return micro_batches(rows, tokens_B, budget, self.ranks, work=costs, **options)[self.rank]
 

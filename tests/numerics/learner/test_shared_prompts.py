@@ -13,10 +13,11 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-from streamppo.learner import memory
+from streamppo.learner import batching, memory
 from streamppo.learner.attention import attention, layers, prefix_kv, prefix_sharing, shared_keys, varlen
 from streamppo.learner.attention.layers import Checkpointing
-from streamppo.learner.batch.padded import PaddedBatch, pad
+from streamppo.learner.attention.tree import RowSizes
+from streamppo.learner.batch.padded import PaddedBatch, SharedPrompts, pad
 from streamppo.learner.model import hf_files, load_policy
 from streamppo.learner.model.policy import Policy
 from streamppo.types import Batch, Trajectory, ints
@@ -289,3 +290,14 @@ def test_rows_have_one_number_if_and_only_if_they_are_alike(monkeypatch: pytest.
     alike_BB = (rows_BL[:, None] == rows_BL[None]).all(-1)
     assert torch.equal(number_B[:, None] == number_B[None], alike_BB)
     assert 1 < int(number_B.max()) + 1 <= 4**3
+
+
+def test_only_prompts_that_no_environment_may_change_are_counted_once() -> None:
+    """Eight samples of 100 + 10 tokens fit into 200 if their 100 tokens are the same."""
+    sizes = RowSizes(torch.full((8,), 110), SharedPrompts(torch.zeros(8, dtype=torch.long), torch.full((8,), 100)))
+    found = []
+    for environment in ((), ("environment={kind='class', name='a:B'}",)):
+        config = case.config_of("learner.micro_batch_tokens=200", *environment)
+        division = batching.Division(config, 0, 1, 32, is_padded=False, costs=batching.ON_CPU)
+        found.append([len(piece) for piece in division.micro_batches(sizes, torch.arange(8))])
+    assert found == [[8], [1] * 8]
