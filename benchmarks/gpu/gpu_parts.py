@@ -241,9 +241,9 @@ def _transformer(implementation: str, checkpointing: Any, compiled: bool) -> Res
     sizes |= {"num_key_value_heads": 2, "vocab_size": 1000, "attn_implementation": implementation}
     body: Any = Qwen2Model(Qwen2Config(**sizes))
     body.to(DEVICE, torch.bfloat16)
-    of_model.checkpoint_activations(body, checkpointing)
     if compiled:
         of_model.compile_layers(body)
+    of_model.checkpoint_activations(body, checkpointing)
     rows, width = (16, 1024) if ON_GPU else (2, 16)
     inputs = torch.randint(1000, (rows, width))
     reading = attention.layout(implementation)(inputs, torch.full((rows,), width), torch.device(DEVICE))

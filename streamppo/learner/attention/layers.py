@@ -3,11 +3,12 @@
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias, cast
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
+from torch.utils.checkpoint import checkpoint
 
 from streamppo.config.model import Model
 from streamppo.errors import ModelError
@@ -48,17 +49,18 @@ def kind(config: Model) -> Checkpointing:
 
 
 def checkpoint_activations(transformer: "PreTrainedModel", kind: Checkpointing) -> None:
-    """Let layers recompute, in the backward pass, the activations that they do not keep.
+    """Let layers recompute, in the backward pass, the activations that they do not keep; compile layers before.
 
-    Training mode turns checkpointing on. It is not set for a layer's submodules, because they have dropout.
+    transformers itself recomputes only layers in training mode, in which OPT and Falcon drop entries at random.
     """
-    if kind == "off":
-        return
-    # Newer versions of transformers have `activation_checkpointing_enable` and warn of the older method.
-    enable: Any = getattr(transformer, "activation_checkpointing_enable", transformer.gradient_checkpointing_enable)
-    enable({"use_reentrant": False})
-    for layer in layers_of(transformer):
-        layer.training = True
+    for layer in () if kind == "off" else layers_of(transformer):
+        layer.forward = partial(_recomputed, layer.forward)
+
+
+def _recomputed(forward: Callable[..., object], *arguments: object, **named: object) -> object:
+    if not torch.is_grad_enabled():
+        return forward(*arguments, **named)
+    return checkpoint(partial(forward, **named), *arguments, use_reentrant=False, preserve_rng_state=False)
 
 
 def offloading(kind: Checkpointing, device: torch.device) -> AbstractContextManager[object]:
@@ -69,7 +71,7 @@ def offloading(kind: Checkpointing, device: torch.device) -> AbstractContextMana
 
 
 def compile_layers(transformer: "PreTrainedModel") -> None:
-    """Compile each layer's forward; hooks and checkpointing stay outside of the compiled code.
+    """Compile each layer's forward; hooks stay outside of the compiled code.
 
     For padded rows a layer is compiled once. For rows end to end it is compiled for each number of tokens: code for any
     number would depend on the first rows of a process, which differ in a resumed run. If torch is deterministic, the
@@ -81,22 +83,8 @@ def compile_layers(transformer: "PreTrainedModel") -> None:
     # The oldest supported torch has no option `deterministic`.
     exact = torch.are_deterministic_algorithms_enabled() and hasattr(compiler, "deterministic")
     options: Any = {"deterministic": True} if exact else {}
-    from transformers.modeling_layers import GradientCheckpointingLayer
-
-    # Newer versions of transformers recompute a layer inside its forward, which FSDP's subclass would skip.
-    is_inside = "__init_subclass__" in vars(GradientCheckpointingLayer)
     for layer in layers_of(transformer):
-        recomputes = is_inside and isinstance(layer, GradientCheckpointingLayer)
-        function = cast("Any", type(layer).forward)
-        forward = function.__wrapped__.__get__(layer) if recomputes else layer.forward
-        compiled = partial(_call, torch.compile(forward, dynamic=True, options=options))
-        layer.forward = partial(_checkpointed, layer, compiled) if recomputes else compiled
-
-
-def _checkpointed(layer: Any, compiled: Callable[..., object], *arguments: object, **named: object) -> object:
-    if not (layer.gradient_checkpointing and layer.training and torch.is_grad_enabled()):
-        return compiled(*arguments, **named)
-    return layer._gradient_checkpointing_func(partial(compiled, **named), *arguments)
+        layer.forward = partial(_call, torch.compile(layer.forward, dynamic=True, options=options))
 
 
 def _call(compiled: Callable[..., object], hidden_BWD: Tensor, **named: object) -> object:

@@ -127,13 +127,13 @@ def shard_without_weights(
         if refused := context_parallel.refusal(transformer.config, slices.ranks):
             raise ModelError(refused)
         tensor_parallel.cut_weights(transformer, slices.cut)
-        layers.checkpoint_activations(transformer, policy.checkpointing)
         if config.compile:
             layers.compile_layers(transformer)
         elif (config.attention, attends, mesh.device_type) == ("auto", "sdpa", "cpu") and slices.ranks == 1:
             short_rows.prepare(transformer)
         if not config.compile:
             norms.prepare(transformer)
+        layers.checkpoint_activations(transformer, policy.checkpointing)
     if not is_whole(mesh.size(), offload=offload):
         _shard(policy, config.dtype, mesh, slices, offload=offload)
     return policy

@@ -6,7 +6,7 @@ import learner_case as case
 import pytest
 import torch
 from conftest import MATH
-from transformers import Qwen2Config
+from transformers import OPTConfig, OPTForCausalLM, Qwen2Config
 
 from streamppo.commands.checks import memory as checks
 from streamppo.config import file as configfile
@@ -119,6 +119,21 @@ def test_the_choice_changes_no_bit_of_the_weights(folder: Path) -> None:
         weights[kind] = [case.full(one).clone() for one in updater.policy.parameters()]
     for kind in ("auto", "full"):
         assert all(torch.equal(one, other) for one, other in zip(weights[kind], weights["off"], strict=True)), kind
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_layer_that_is_computed_again_drops_no_entries(tmp_path: Path) -> None:
+    torch.manual_seed(5)
+    shape = {"hidden_size": 32, "word_embed_proj_dim": 32, "ffn_dim": 48, "max_position_embeddings": 64}
+    opt = OPTConfig(**{**case.SMALL, **shape}, dropout=0.5, init_std=0.3)
+    OPTForCausalLM(opt).save_pretrained(tmp_path)
+    found = []
+    for kind in ("off", "full"):
+        policy = case.updater(case.config_of(f"model.gradient_checkpointing={kind}"), tmp_path).policy
+        policy(pad(case.batch()), "policy").logprobs_BT.sum().backward()
+        found.append([one.grad for one in policy.lm.parameters()])
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=0)
 
 
 def test_check_counts_what_the_choice_would_be() -> None:
