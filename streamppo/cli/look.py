@@ -1,5 +1,6 @@
 """The commands that look at a run: bisect, verify, inspect, report, summary, watch, trace and list."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -111,6 +112,10 @@ def report(
     json: Annotated[
         bool, Parameter(help="Print the differences of runs with a common past as JSON, without a page.")
     ] = False,
+    measured: Annotated[
+        Sequence[Path],
+        Parameter(consume_multiple=1, help="Runs from whose costs the page predicts its runs, as `plan` does."),
+    ] = (),
 ) -> int:
     """Write a page that opens offline: curves, timeline, tokens, samples, diagnosis. Several runs are compared.
 
@@ -119,7 +124,7 @@ def report(
     folders = run_argument.runs_and_replays("report", paths)
     from streamppo.commands.look import views as command
 
-    return command.report(folders, to, as_json=json)
+    return command.report(folders, to, measured, as_json=json)
 
 
 @app.command

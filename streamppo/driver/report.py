@@ -51,11 +51,16 @@ def write_after(folder: Path) -> None:
         log.info("report: %s", path)
 
 
-def write(paths: Sequence[Path], target: Path, differences: "Sequence[RunDifference]" = ()) -> Path:
+def write(
+    paths: Sequence[Path],
+    target: Path,
+    differences: "Sequence[RunDifference]" = (),
+    predicted: Sequence[tuple[str, RunsTable]] = (),
+) -> Path:
     """Write a report about `paths`, folders of runs and files of replays, to `target`. Raises `RunError`."""
     views = [replay_view(path) if path.is_file() else _run_view(path) for path in paths]
     tables = [_difference_table(difference) for difference in differences]
-    text = page.render(views, tables).encode(errors="replace")
+    text = page.render(views, tables, predicted).encode(errors="replace")
     if target in [folder / REPORT for folder in paths]:
         # A run from another machine may have a link of this name, which is replaced.
         with durable.naming(target, RunError):

@@ -15,17 +15,18 @@ from streamppo.process import WHOLE
 from streamppo.telemetry import metrics_file, phase_times
 from streamppo.telemetry import trace as traces
 from streamppo.telemetry.catalogue import PHASES
-from streamppo.telemetry.report.view import make_part
+from streamppo.telemetry.report.view import RunsTable, make_part
 
 
-def report(paths: Sequence[Path], to: Path | None, *, as_json: bool) -> int:
+def report(paths: Sequence[Path], to: Path | None, measured: Sequence[Path] = (), *, as_json: bool = False) -> int:
     """Write a report to `to`; by default to the run's folder if `paths` is one run, else to the current folder.
 
-    The differences between runs with a common past are printed; with `as_json` only they are printed, and no page is
-    written.
+    The page compares each run with a prediction from the costs of `measured` runs. The differences between runs with a
+    common past are printed; with `as_json` only they are printed, and no page is written.
     """
-    if as_json and to:
-        raise ConfigError("--to names the HTML page, and --json writes none: use one of them")
+    if as_json and (measured or to):
+        option, use = ("--measured", "adds to") if measured else ("--to", "names")
+        raise ConfigError(f"{option} {use} the HTML page, and --json writes none: use one of them")
     if as_json:
         found = reports.differences(paths)
         echo(json.dumps([{**one._asdict(), "rows": msgspec.to_builtins(one.rows)} for one in found]))
@@ -36,7 +37,7 @@ def report(paths: Sequence[Path], to: Path | None, *, as_json: bool) -> int:
     differences, error = make_part(lambda: reports.differences(paths))
     file = to or (paths[0] / reports.REPORT if single else Path(reports.REPORT))
     try:
-        path = reports.write(paths, file, differences or ())
+        path = reports.write(paths, file, differences or (), _predicted(paths, measured))
     except RunError as failed:
         if to is None and not os.access(file.parent, os.W_OK):
             raise RunError(f"{failed}; --to FILE writes it elsewhere") from failed
@@ -45,6 +46,17 @@ def report(paths: Sequence[Path], to: Path | None, *, as_json: bool) -> int:
     if error:
         echo(f"no difference: {error}", result=file)
     return 0
+
+
+def _predicted(paths: Sequence[Path], measured: Sequence[Path]) -> list[tuple[str, RunsTable]]:
+    if not measured:
+        return []
+    from streamppo.commands.plan import plan
+
+    costs = f"costs of {', '.join(path.name for path in measured)}"
+    runs = [path for path in paths if path.is_dir()]
+    compared = zip(runs, plan.compare(runs, measured), strict=True)
+    return [(f"{run.name}, by the {costs}", RunsTable(plan.COLUMNS, comparison.rows())) for run, comparison in compared]
 
 
 def trace(run: Path, to: Path) -> int:

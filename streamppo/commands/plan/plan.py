@@ -42,6 +42,7 @@ SPREAD, DRAWS = 0.8, 999
 """The standard deviation of the logarithm of assumed completion lengths, and the number of these lengths."""
 COMPARED = 60
 ROOM = 0.92
+COLUMNS = ("predicted", "realised", "ratio")
 WAITS = 0.1
 GIB = 2**30
 
@@ -53,6 +54,23 @@ class Realised(NamedTuple):
     tokens_per_s: float
     lag_mean: float
     learner_waits: float
+
+
+class Comparison(NamedTuple):
+    """The prediction and the measured numbers of a run."""
+
+    predicted: Prediction
+    realised: Realised
+
+    def rows(self) -> list[tuple[str, tuple[str, str, str]]]:
+        rows: list[tuple[str, tuple[str, str, str]]] = []
+        for name, value in self.realised._asdict().items():
+            expected: float = getattr(self.predicted, name)
+            ratio = f"{expected / value:.2f}" if value else "-"
+            number = "{:.1%}" if name == "learner_waits" else "{:,.0f}" if name == "tokens_per_s" else "{:.3g}"
+            cells = (number.format(expected), number.format(value), ratio)
+            rows.append((name.replace("_", " ").replace(" per s", "/s"), cells))
+        return rows
 
 
 class Hardware(NamedTuple):
@@ -94,7 +112,7 @@ def on_this_machine(
     runs = [measured.read(folder) for folder in folders]
     known = basis(runs, assumed)
     if run is not None:
-        return _compare(run, config, known, to)
+        return _print_comparison(compare_run(run, config, known), to)
     engines = [(f"rollout.actors={count}",) for count in range(1, 1 + max(host.cores(), config.rollout.actors))]
     echo(f"{host.cores()} cores, costs of {counted(len(runs), 'measured run')}", "")
     tried = proposals.improve(config, known, engines)
@@ -239,19 +257,24 @@ def least_sure(proposal: Proposal, known: Basis) -> tuple[str, float, float]:
     return group, more[group], change(group, 1 / (1 + known.doubt))
 
 
-def _compare(run: Path, config: Config, known: Basis, to: Path | None) -> int:
-    """Print the numbers of `run` beside those predicted for `config`."""
-    predicted, did = proposals.predict(config, known, COMPARED), realised(run)
-    rows = table("", "predicted", "realised", "ratio")
-    for name, value in did._asdict().items():
-        expected: float = getattr(predicted, name)
-        number = "{:.1%}" if name == "learner_waits" else "{:,.0f}" if name == "tokens_per_s" else "{:.3g}"
-        ratio = f"{expected / value:.2f}" if value else "-"
-        title = name.replace("_", " ").replace(" per s", "/s")
-        rows.add_row(title, number.format(expected), number.format(value), ratio)
+def compare_run(run: Path, config: Config, known: Basis) -> Comparison:
+    """Compare `run` with the prediction for `config`. Raises `ConfigError`."""
+    return Comparison(proposals.predict(config, known, COMPARED), realised(run))
+
+
+def compare(runs: Sequence[Path], folders: Sequence[Path]) -> list[Comparison]:
+    """Compare each run with its prediction from costs of the runs in `folders`. Raises `StreamppoError`."""
+    known = basis([measured.read(folder) for folder in folders], Assumed())
+    return [compare_run(run, configfile.load(configfile.existing(run) / configfile.CONFIG), known) for run in runs]
+
+
+def _print_comparison(comparison: Comparison, to: Path | None) -> int:
+    rows = table("", *COLUMNS)
+    for name, cells in comparison.rows():
+        rows.add_row(name, *cells)
     console().print(rows)
     if to:
-        _write(to, {"predicted": _numbers(predicted), "realised": did._asdict()})
+        _write(to, {"predicted": _numbers(comparison.predicted), "realised": comparison.realised._asdict()})
     return 0
 
 

@@ -127,11 +127,15 @@ class Chart(NamedTuple):
     says: str = ""
 
 
-def render(views: Sequence[View], differences: Sequence[tuple[str, RunsTable]] = ()) -> str:
-    """Return the HTML page of one or more runs. `differences` are pairs: a sentence and its table."""
+def render(
+    views: Sequence[View],
+    differences: Sequence[tuple[str, RunsTable]] = (),
+    predicted: Sequence[tuple[str, RunsTable]] = (),
+) -> str:
+    """Return the HTML page of one or more runs. `differences` and `predicted` are pairs: a sentence and its table."""
     runs = [run_view for run_view in views if not run_view.is_replay]
     template = environment().get_template("page.html")
-    return template.render(views=views, runs=runs, differences=differences)
+    return template.render(views=views, runs=runs, differences=differences, predicted=predicted)
 
 
 def environment(*folders: Path) -> Environment:

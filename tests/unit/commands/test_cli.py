@@ -156,6 +156,7 @@ SEVERAL = {
     ("bundle", "--rows"): ["--update", "3"],
     ("try", "--version"): ["--prompt", "3"],
     ("plan", "--measured"): [],
+    ("report", "--measured"): [],
 }
 
 

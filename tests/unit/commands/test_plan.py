@@ -1,6 +1,7 @@
 """`streamppo plan`: predictions by hand, costs found in phases, refusals, proposals for this machine and for GPUs."""
 
 import json
+import re
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -212,6 +213,24 @@ def test_a_run_is_compared_with_its_prediction(run: Callable[..., Path], capsys:
     rows = {line.split("  ")[0]: line.split()[-3:] for line in capsys.readouterr().out.splitlines()}
     assert rows["updates/s"][1] == "1" and rows["lag mean"][1] == "2"
     assert float(rows["updates/s"][2]) == pytest.approx(float(rows["updates/s"][0]), rel=0.01)
+
+
+def test_a_report_has_what_was_predicted_of_each_run_beside_what_it_did(
+    run: Callable[..., Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    made, costs, to = run("a", seconds=20), str(run("b")), tmp_path / "page.html"
+    assert main(["plan", str(made), "--measured", costs]) == 0
+    rates = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("updates/s")).split()[-3:]
+    assert main(["report", str(made), "--to", str(to), "--measured", costs]) == 0
+    page = re.sub(r"<[^>]*>|\s+", " ", to.read_text())
+    assert "Predicted a, by the costs of b predicted realised ratio" in " ".join(page.split())
+    assert " ".join(["updates/s", *rates]) in " ".join(page.split())
+    assert main(["report", str(made), "--to", str(to)]) == 0
+    assert "predicted" not in to.read_text()
+    assert main(["report", str(made), "--json", "--measured", str(made)]) == 2
+    assert "--measured adds to the HTML page, and --json writes none: use one of them" in capsys.readouterr().err
+    assert main(["report", str(made), "--to", str(to), "--measured", str(run("short", seconds=1))]) == 1
+    assert "too short a run to measure" in capsys.readouterr().err
 
 
 # --- GPUs -------------------------------------------------------------------------------------------------------

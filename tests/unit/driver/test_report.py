@@ -240,5 +240,5 @@ def test_a_report_of_a_run_on_a_read_only_disk_names_the_option_that_writes_it_e
     monkeypatch.setattr(durable, "write", refuse)
     monkeypatch.setattr(os, "access", lambda path, mode: path != run)
     with pytest.raises(RunError, match=r"Read-only file system.*; --to FILE writes it elsewhere"):
-        views.report([run], None, as_json=False)
-    assert views.report([run], tmp_path / "elsewhere.html", as_json=False) == 0
+        views.report([run], None)
+    assert views.report([run], tmp_path / "elsewhere.html") == 0
