@@ -114,8 +114,10 @@ def step_metrics(minibatches: Sequence[Minibatch], trained_BT: Tensor, group: di
     critic_metrics = (
         {"critic_steps": float(len(critic)), "critic_grad_norm": sum(critic) / len(critic)} if critic else {}
     )
-    of_tokens = dict(zip(("ratio_p01", "ratio_p50", "ratio_p99"), quantiles, strict=True))
-    of_tokens["entropy"] = total.entropy.item() / max(1.0, statistics.tokens)
+    of_tokens: dict[str, float] = {
+        "entropy": total.entropy.item() / max(1.0, statistics.tokens),
+        **dict(zip(("ratio_p01", "ratio_p50", "ratio_p99"), quantiles, strict=True)),
+    }
     return {
         "policy_loss": policy_loss / max(1, sum(minibatch.part != "critic" for minibatch in minibatches)),
         "value_loss": value_loss / max(1, sum(minibatch.part != "policy" for minibatch in minibatches)),
