@@ -81,7 +81,10 @@ CHECKED = {
         "ok",
         "it got 3 answers in 3 branches, continued with 'user: 12+341', was cut off by max_turns or",
     ),
-    "raises_when_refused": ("note", "refused at 3.0; an agent that uses up its budget is scored if it catches"),
+    "raises_when_refused": (
+        "note",
+        "refused at 3.0; an agent whose run is over its budget ends with a reward if it catches",
+    ),
     "raises": ("note", FAILS + "the agent: agents_of_every_kind.py"),
     "gives_nothing": ("note", FAILS + "the agent gave no reward"),
     "never_calls": ("error", FAILS + "the agent made no request"),
