@@ -110,12 +110,14 @@ async def _events(response: httpx.Response) -> AsyncGenerator[Answer]:
 
 async def _lines(response: httpx.Response) -> AsyncGenerator[bytes]:
     """Yield the lines of an answer as they arrive, except a last line without a newline, which is incomplete."""
-    incomplete = b""
+    incomplete: list[bytes] = []
     # `aiter_lines` would also split at other separators, such as U+2028, which a completion's text may contain.
     async for part in response.aiter_bytes():
-        *lines, incomplete = (incomplete + part).split(b"\n")
-        for line in lines:
-            yield line
+        *ends, rest = part.split(b"\n")
+        for end in ends:
+            yield b"".join([*incomplete, end])
+            incomplete = []
+        incomplete.append(rest)
 
 
 async def connect(
