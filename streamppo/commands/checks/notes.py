@@ -131,7 +131,7 @@ def _without_effect(config: Config) -> Findings:
     kl, whiten, control = algorithm.kl, algorithm.whiten, algorithm.entropy_control
     advantage, kind = algorithm.advantage, algorithm.advantage.__struct_config__.tag
     gae = advantage if isinstance(advantage, Gae) else Gae()
-    one_step = config.learner.steps == 1 and algorithm.proximal == "recompute"
+    one_step = learner.steps == 1 and algorithm.proximal == "recompute"
     whitens = isinstance(advantage, ReinforcePlusPlus | ReinforcePlusPlusBaseline)
     is_off = whiten.over == "off" or (whiten.over == "auto" and not algorithm.has_critic)
     no_critic, whitens_itself = f"advantage {kind!r} has no critic", f"advantage {kind!r} whitens over the batch itself"
