@@ -18,7 +18,6 @@ from streamppo.commands.checks import folder, lengths, machine, notes, task
 from streamppo.commands.checks.finding import Finding, State, print_findings
 from streamppo.commands.checks.task import LoadedTask
 from streamppo.commands.console import echo
-from streamppo.config import file as configfile
 from streamppo.config.sections import LOCAL, Config
 from streamppo.errors import ConfigError
 from streamppo.tasks import plugins
@@ -31,10 +30,9 @@ log = logging.getLogger(__name__)
 
 
 def check(config: Config, name: str, gpu_gib: float | None, *, call: bool) -> int:
-    """Print settings and findings, errors last; with `call`, score a few rows. Returns 1 if there is an error."""
+    """Print findings, errors last; with `call`, score a few rows. Returns 1 if there is an error."""
     findings = check_all(config, gpu_gib, call=call)
     errors, absent = _count(findings, "error"), _count(findings, "later") + _count(findings, "not here")
-    echo(*configfile.show(config).split("\n"), "")
     print_findings(sorted(findings, key=lambda finding: finding.state == "error"))
     echo("", f"{name}: {counted(errors, 'error')}, {counted(absent, 'subject')} that cannot be checked here")
     return 1 if errors else 0
