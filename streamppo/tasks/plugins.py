@@ -68,7 +68,9 @@ def load(name: str, subject: str) -> object:
         module = _from_file(where) if where.endswith(".py") else importlib.import_module(where)
     except FileNotFoundError as error:
         raise TaskError(f"{subject} {name!r}: {error}") from error
-    except user_traceback.IMPORT_ERRORS as error:
+    except BaseException as error:
+        if not user_traceback.is_of_user(error):
+            raise
         raise TaskError(
             f"{subject} {name!r}: importing {where} failed: {user_traceback.format_user_error(error)}"
             f"{_path_hint(where, attribute, error) or remedy(error)}"

@@ -16,15 +16,11 @@ PACKAGES = ("site-packages", "dist-packages")
 """Names of folders of libraries, which may also be outside this environment."""
 
 
-IMPORT_ERRORS = (Exception, SystemExit, asyncio.CancelledError)
-"""Errors of user code that is imported or constructed."""
-
-
 def is_of_user(error: BaseException) -> bool:
     """Return False for Ctrl-C, and for an error that cancels the running task or closes the running coroutine.
 
-    Any other error of user code fails one trajectory, also one that is no `Exception`, such as `SystemExit`, the
-    cancellation of something that the code awaits, and the panic of a library in Rust.
+    Any other error is one of user code, also one that is no `Exception`, such as `SystemExit`, the cancellation of
+    something that the code awaits, and the panic of a library in Rust.
     """
     if isinstance(error, asyncio.CancelledError):
         return not _is_cancelled()

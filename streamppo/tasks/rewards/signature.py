@@ -126,12 +126,9 @@ def load(name: str, arguments: Mapping[str, object]) -> LoadedReward:
     """Load a reward: construct a class with `arguments`, or bind the arguments to a function. Raises `TaskError`."""
     function = plugins.load(name, "reward.function")
     signature = detect_signature(function, name, arguments)
-    try:
-        reward = (
-            function(**arguments) if inspect.isclass(function) else partial(_callable_of(function, name), **arguments)
-        )
-    except user_traceback.IMPORT_ERRORS as error:
-        raise TaskError(f"reward.function {name!r}: {user_traceback.format_user_error(error)}") from error
+    if not inspect.isclass(function):
+        return LoadedReward(signature, partial(_callable_of(function, name), **arguments))
+    reward = plugins.call(f"reward.function {name!r}", partial(function, **arguments))
     assert callable(reward)
     return LoadedReward(signature, reward)
 

@@ -223,7 +223,9 @@ def _sandbox(name: str) -> Sandbox:
     except TaskError:
         raise
     # A sandbox may be user code.
-    except user_traceback.IMPORT_ERRORS as error:
+    except BaseException as error:
+        if not user_traceback.is_of_user(error):
+            raise
         raise TaskError(f"sandbox {name!r}: {user_traceback.format_user_error(error)}") from error
 
 

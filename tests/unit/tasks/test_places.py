@@ -21,6 +21,10 @@ class Found:
 EXITS = IN_THE_CONSTRUCTOR.replace("raise RuntimeError('no')", "raise SystemExit(3)")
 
 
+PANICS = "class Panic(BaseException): ...\n"
+"""A library in Rust panics with an error that is no Exception."""
+
+
 def reward(name: str) -> object:
     return signature.load(name, {})
 
@@ -41,6 +45,9 @@ def imported(name: str) -> object:
         (IN_THE_CONSTRUCTOR, sandbox, r"mine\.py:4: RuntimeError: no$"),
         (EXITS, reward, r"mine\.py:4: sys\.exit\(3\)$"),
         (EXITS, sandbox, r"mine\.py:4: sys\.exit\(3\)$"),
+        (PANICS + "raise Panic('no')", imported, r"mine\.py:2: Panic: no$"),
+        (PANICS + IN_THE_CONSTRUCTOR.replace("RuntimeError", "Panic"), reward, r"mine\.py:5: Panic: no$"),
+        (PANICS + IN_THE_CONSTRUCTOR.replace("RuntimeError", "Panic"), sandbox, r"mine\.py:5: Panic: no$"),
     ],
 )
 def test_a_plug_in_that_cannot_be_made_is_told_with_its_line(
