@@ -131,7 +131,7 @@ def _print_next_steps(file: Path, choices: text.ProjectChoices) -> int:
     model, data, length = choices.policy, choices.rows, choices.sizes.completion
     guess = "" if model.is_known else ", all guessed from its name: it is not on this machine"
     prompt = f"the prompt is {data.prompt!r} (up to {data.longest_prompt} tokens)"
-    answer = f"the answer {data.answer!r} (up to {data.longest_answer} tokens)"
+    answer = f"the answer {data.columns.get('answer', data.answer)!r} (up to {data.longest_answer} tokens)"
     _print_line(f"{file}: written for")
     _print_line(f"  model    {model.path}: {model.parameters:,} parameters, context {model.context:,}{guess}")
     _print_line(f"  rows     {data.total:,}; {prompt}, {answer if data.answer else 'no column is the answer'}")

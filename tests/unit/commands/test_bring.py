@@ -22,6 +22,7 @@ from streamppo.config.reward import FunctionScorer
 from streamppo.config.sections import Config
 from streamppo.config.task import DataTask, Source
 from streamppo.errors import ConfigError
+from streamppo.tasks import data as data_sets
 
 POINTER = f"version https://git-lfs.github.com/spec/v1\noid sha256:{'0' * 64}\nsize 1000\n"
 
@@ -109,6 +110,32 @@ def test_the_last_message_of_a_conversation_is_the_answer(tmp_path: Path, capsys
     assert (source(config).prompt, source(config).answer) == ("messages", "messages")
     assert "8 rows with their own answer as the completion score 1" in said or "0 errors" in said
     assert re.search(r'answer = "messages" +# its last message', Path("mine.toml").read_text())
+
+
+@pytest.mark.parametrize("named", [{}, {"answer": "ground_truth"}], ids=["found", "named"])
+def test_an_answer_beside_a_finished_conversation_replaces_its_last_message(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], named: dict[str, str]
+) -> None:
+    """Rows with a worked solution as the last message, and its result in a column (allenai's RLVR, open-r1)."""
+    case.model(tmp_path / "chat", template=case.TEMPLATE)
+    rows = [
+        {
+            "messages": [
+                {"role": "user", "content": f"1+{number}"},
+                {"role": "assistant", "content": f"One and {number} make {1 + number}."},
+            ],
+            "ground_truth": str(1 + number),
+        }
+        for number in range(40)
+    ]
+    data = case.rows(tmp_path / "its.jsonl", rows)
+    config, said = begun(capsys, case.bring(tmp_path, data=str(data), model="chat", **named))
+    task = source(config)
+    assert (task.prompt, task.answer, task.columns) == ("messages", "messages", {"answer": "ground_truth"})
+    assert "the answer 'ground_truth' (up to 2 tokens)" in said
+    prompt = data_sets.prompt(rows[4], "row 5", "data", task)
+    assert [message.content for message in prompt.messages] == ["1+4"]
+    assert prompt.columns["answer"] == "5"
 
 
 TESTS = "streamppo.tasks.scorers.code:CodeTests"

@@ -84,7 +84,11 @@ def _task(choices: ProjectChoices) -> Iterator[Line]:
     yield Line("data", _text(choices.data), f"{rows.total:,} rows; the reward gets their other columns too")
     yield Line("prompt", _text(rows.prompt), "the column of the prompt")
     of_answer = "the column that the reward gets as `answer`" if rows.answer else "none"
-    yield Line("answer", _text(rows.answer), "its last message" if rows.answer == rows.prompt else of_answer)
+    if rows.answer == rows.prompt:
+        of_answer = (
+            "its last message, which is no part of the prompt" if "answer" in rows.columns else "its last message"
+        )
+    yield Line("answer", _text(rows.answer), of_answer)
     if rows.columns:
         pairs = ", ".join(f"{_key(name)} = {_text(column)}" for name, column in rows.columns.items())
         yield Line("columns", f"{{ {pairs} }}", "the reward's argument = the column")
