@@ -87,6 +87,7 @@ def test_a_module_that_computes_when_it_is_imported_scores(
 
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="memory is bounded on Linux alone")
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("name", ["sync", "awaiting", "batched"])
 @pytest.mark.parametrize("need", ["bytes", "numpy", "torch", "mapping", "threads"])
 def test_a_reward_without_the_memory_it_needs_names_the_limit(name: str, need: str, tmp_path: Path) -> None:

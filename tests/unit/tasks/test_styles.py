@@ -59,6 +59,7 @@ def score(name: str, completions: list[str], messages: tuple[Message, ...] = CHA
     return asyncio.run(story())
 
 
+@pytest.mark.sampled(len(STYLES))
 @pytest.mark.parametrize("messages", [CHAT, ()], ids=["chat", "text"])
 @pytest.mark.parametrize("name", STYLES)
 def test_a_reward_of_another_trainer_scores_unchanged(name: str, messages: tuple[Message, ...]) -> None:
