@@ -129,8 +129,8 @@ def draw_order(item: pytest.Item) -> bytes:
 
 
 def values(item: pytest.Item) -> set[tuple[str, int]]:
-    """A case's parameters, each as (name, index of its value)."""
-    return set(cast("pytest.Function", item).callspec.indices.items())
+    """A case's parameters, each as (name, identity of its value): cases of one `parametrize` share their objects."""
+    return {(name, id(value)) for name, value in cast("pytest.Function", item).callspec.params.items()}
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -1,9 +1,8 @@
 """Which cases and tests the marks choose, and what becomes of a test that crashes its process."""
 
-import itertools
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import cast
 
 import conftest
 import pytest
@@ -17,42 +16,41 @@ SIZES = (5, 4, 3)
 MARKERS = "[pytest]\nmarkers =\n slow: x\n quick: x\n sampled(n): x\n"
 
 
-def cases() -> list[Any]:
-    """Every combination of three parameters."""
-    return [
-        SimpleNamespace(
-            nodeid=f"test.py::test[{places}]", callspec=SimpleNamespace(indices=dict(zip("abc", places, strict=True)))
-        )
-        for places in itertools.product(*map(range, SIZES))
-    ]
+@pytest.fixture(name="cases")
+def every_combination(pytester: pytest.Pytester) -> list[pytest.Item]:
+    """The cases that pytest makes of three parameters."""
+    marks = (f"@pytest.mark.parametrize({name!r}, range({size}))" for name, size in zip("abc", SIZES, strict=True))
+    return pytester.getitems("\n".join(("import pytest", *marks, "def test_one(a, b, c): pass")))
 
 
-def test_as_few_cases_as_the_largest_parameter_has_values_show_every_value() -> None:
-    rest = without_sample(cases(), SIZES[0])
-    names = {item.nodeid for item in rest}
-    drawn = [item for item in cases() if item.nodeid not in names]
+def test_as_few_cases_as_the_largest_parameter_has_values_show_every_value(cases: list[pytest.Item]) -> None:
+    rest = without_sample(cases, SIZES[0])
+    drawn = [item for item in cases if item not in rest]
     assert len(drawn) == SIZES[0]
     assert len(set().union(*map(values, drawn))) == sum(SIZES)
 
 
-def test_the_draw_depends_on_the_names_alone() -> None:
-    assert [item.nodeid for item in without_sample(cases(), 3)] == [
-        item.nodeid for item in without_sample(cases()[::-1], 3)
-    ]
+def test_the_draw_depends_on_the_names_alone(cases: list[pytest.Item]) -> None:
+    assert without_sample(cases, 3) == without_sample(cases[::-1], 3)
 
 
-def test_the_draw_is_the_same_in_every_checkout(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_draw_is_the_same_in_every_checkout(monkeypatch: pytest.MonkeyPatch, cases: list[pytest.Item]) -> None:
     def left(repository: str) -> list[str]:
         monkeypatch.setattr(conftest, "REPOSITORY", repository)
-        items = [SimpleNamespace(**{**vars(item), "nodeid": f"{repository} {item.nodeid}"}) for item in cases()]
-        return [item.nodeid.removeprefix(repository) for item in without_sample(items, 3)]
+        spec = (cast("pytest.Function", item).callspec for item in cases)
+        items = [
+            SimpleNamespace(nodeid=f"{repository} {item.nodeid}", callspec=one)
+            for item, one in zip(cases, spec, strict=True)
+        ]
+        rest = without_sample(cast("list[pytest.Item]", items), 3)
+        return [item.nodeid.removeprefix(repository) for item in rest]
 
     assert left("/here") == left("/there")
 
 
 @pytest.mark.parametrize("number", [60, 61])
-def test_of_as_few_cases_as_are_wanted_none_is_left(number: int) -> None:
-    assert without_sample(cases(), number) == []
+def test_of_as_few_cases_as_are_wanted_none_is_left(number: int, cases: list[pytest.Item]) -> None:
+    assert without_sample(cases, number) == []
 
 
 def test_the_other_cases_are_slow_and_run_with_the_slow_ones(pytester: pytest.Pytester) -> None:
