@@ -5,7 +5,7 @@ import ipaddress
 import logging
 import socket
 import time
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack, suppress
 from urllib.parse import urlsplit
 
@@ -21,6 +21,8 @@ SILENT_S = 20.0
 """A server whose HTTP process gives no answer for this long counts as dead."""
 IDLE_S = 2.0
 """Idle connections are closed after this long. SGLang closes them after 5 s, and would lose a request sent then."""
+ALIVE_S = 60
+"""A request may last for many minutes without a byte. Probes of this interval keep routers from forgetting it."""
 GATEWAY = (httpx.codes.BAD_GATEWAY, httpx.codes.SERVICE_UNAVAILABLE, httpx.codes.GATEWAY_TIMEOUT)
 log = logging.getLogger(__name__)
 
@@ -148,8 +150,17 @@ async def connect(
 def _client(url: str, key: str, slots: int) -> httpx.AsyncClient:
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=slots, keepalive_expiry=IDLE_S)
     headers = {"Authorization": f"Bearer {key}"} if key else {}
-    direct: dict[str, httpx.AsyncBaseTransport | None] = {"http://": None, "https://": None}
-    return httpx.AsyncClient(base_url=url, headers=headers, timeout=None, limits=limits, mounts=direct)
+    # A client with a transport of its own ignores the environment's proxies.
+    transport = httpx.AsyncHTTPTransport(limits=limits, socket_options=list(_probes()))
+    return httpx.AsyncClient(base_url=url, headers=headers, timeout=None, transport=transport)
+
+
+def _probes() -> Iterator[tuple[int, int, int]]:
+    """Yield the socket options of TCP's keep-alive, as far as the operating system has them."""
+    yield socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1
+    for name, value in (("TCP_KEEPIDLE", ALIVE_S), ("TCP_KEEPINTVL", ALIVE_S), ("TCP_KEEPCNT", 3)):
+        if option := getattr(socket, name, None):
+            yield socket.IPPROTO_TCP, option, value
 
 
 async def _answer(client: httpx.AsyncClient, url: str, start_s: float) -> Mapping[str, Answer]:

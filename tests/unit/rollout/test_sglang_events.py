@@ -2,6 +2,7 @@
 
 import asyncio
 import re
+import socket
 from collections.abc import AsyncIterator
 from contextlib import aclosing
 from http.server import HTTPServer, SimpleHTTPRequestHandler
@@ -196,8 +197,13 @@ def test_a_proxy_of_the_environment_is_not_asked_for_servers_of_this_network(
     monkeypatch.setenv(name, "http://127.0.0.1:9")
 
     async def case(host: str) -> None:
-        async with server._client(f"http://{host}:{port}", "a key", 4) as client:
-            assert (await client.get("/server_info")).status_code == 404
+        async with (
+            server._client(f"http://{host}:{port}", "a key", 4) as client,
+            client.stream("GET", "/server_info") as answer,
+        ):
+            assert answer.status_code == 404
+            connection = answer.extensions["network_stream"].get_extra_info("socket")
+            assert connection.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE), "routers remember long requests"
         link = Client("", 1)
         with pytest.raises(TaskError, match=r"status 501"):
             await link.post(f"http://{host}:{port}/score", {})
