@@ -11,9 +11,11 @@ from statistics import fmean
 from typing import NamedTuple
 
 from streamppo.config.sections import Config
+from streamppo.telemetry import progress
 from streamppo.telemetry.diagnosis_rules import EARLY, RULES
 from streamppo.telemetry.evidence import WINDOW, Evidence, Numbers
 from streamppo.telemetry.metrics_file import EngineLine, EvaluationLine, Line, numbers
+from streamppo.telemetry.progress import ScoredVersion
 from streamppo.telemetry.summary import Summary
 
 
@@ -35,7 +37,8 @@ class Diagnosis:
         self._config = config
         self._recent: deque[Numbers] = deque(maxlen=WINDOW)
         self._windows: list[Numbers] = []
-        self._evaluations: list[EvaluationLine] = []
+        self._scored: list[ScoredVersion] = []
+        self._evaluation: EvaluationLine | None = None
         self._engines: dict[str, EngineLine] = {}
         self._num_updates = 0
         self._version = 0
@@ -51,7 +54,9 @@ class Diagnosis:
     def add(self, line: Line) -> list[Sign]:
         """Add a line of metrics.jsonl; check the rules if due. Returns the findings that this check begins or ends."""
         if "evaluation" in line:
-            self._evaluations = sorted([*self._evaluations, line], key=lambda evaluation: evaluation["evaluation"])
+            progress.insert(self._scored, line)
+            if self._evaluation is None or line["evaluation"] >= self._evaluation["evaluation"]:
+                self._evaluation = line
         if "part" in line:
             self._engines = {}
         if "engine" in line:
@@ -77,7 +82,9 @@ class Diagnosis:
     def _check_rules(self, summary: Summary | None, *, early: bool = False) -> list[Sign]:
         recent = list(self._recent) if self._windows or early else []
         engines = list(self._engines.values())
-        evidence = Evidence(self._config, recent, self._windows, self._evaluations, summary, engines)
+        evidence = Evidence(
+            self._config, recent, self._windows, self._scored, self._evaluation, summary=summary, engines=engines
+        )
         changed: list[Sign] = []
         for rule in (rule for rule in RULES if rule.early or not early):
             before, numbers = self._findings.get(rule.name), rule.check(evidence)

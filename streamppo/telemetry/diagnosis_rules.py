@@ -6,6 +6,7 @@ or no variance to explain in a nearly solved task; a single evaluation below the
 """
 
 from collections.abc import Callable
+from operator import attrgetter
 from statistics import fmean, median
 from typing import NamedTuple
 
@@ -127,7 +128,7 @@ def _cuts_without_critic(run: Evidence) -> str | None:
 
 
 def _worse_than_at_start(run: Evidence) -> str | None:
-    scored = progress.evaluations_with_score(run.evaluations)
+    scored = run.scored
     if len(scored) < 2 or not progress.is_below(scored[-1], scored[0]):
         return None
     best = max(scored, key=lambda evaluation: evaluation.accuracy)
@@ -138,12 +139,12 @@ def _worse_than_at_start(run: Evidence) -> str | None:
 
 
 def _held_out_falls(run: Evidence) -> str | None:
-    scored = progress.evaluations_with_score(run.evaluations)
+    scored = run.scored
     if not scored or not run.windows:
         return None
-    best = max(scored, key=lambda evaluation: (evaluation.accuracy, evaluation.version))
+    best = max(scored, key=attrgetter("accuracy", "version"))
     # A single evaluation may be of an unlucky version, so two consecutive evaluations must be below the best.
-    later = [evaluation for evaluation in scored if evaluation.version > best.version][-2:]
+    later = [evaluation for evaluation in scored[-2:] if evaluation.version > best.version]
     then = run.windows[min(max(best.version - 1, 0) // WINDOW, len(run.windows) - 1)].get("reward")
     reward = run.mean("reward")
     falls = len(later) == 2 and all(progress.is_below(evaluation, best) for evaluation in later)
@@ -207,7 +208,7 @@ def _rewards_fail(run: Evidence) -> str | None:
     stored = (run.summary and run.summary["trajectories"]) or 0
     if failed > FAILED * (failed + stored):
         return f"{failed} attempts failed, {stored} trajectories were trained on"
-    if run.evaluations and (last := run.evaluations[-1])["failed"] > FAILED * (last["failed"] + last["count"]):
+    if (last := run.evaluation) and last["failed"] > FAILED * (last["failed"] + last["count"]):
         return f"{last['failed']} of {last['failed'] + last['count']} held-out prompts have no score"
     return None
 

@@ -5,8 +5,9 @@ from statistics import fmean
 from typing import NamedTuple, TypeAlias
 
 from streamppo.config.sections import Config
-from streamppo.telemetry import attempts, progress
+from streamppo.telemetry import attempts
 from streamppo.telemetry.metrics_file import EngineLine, EvaluationLine
+from streamppo.telemetry.progress import ScoredVersion
 from streamppo.telemetry.summary import Summary
 
 WINDOW = 20
@@ -22,14 +23,16 @@ class Evidence(NamedTuple):
     """The numbers that rules check.
 
     `recent` are the metrics of the last `WINDOW` updates. `windows` are the means of each block of `WINDOW` updates
-    since the first. `evaluations` are ordered by version. `engines` are the newest lines of the rollout actors.
-    `summary` is set at the end of a run.
+    since the first. `scored` are the evaluations with a score, ordered by version, and `evaluation` is the one of the
+    newest version, with or without a score. `engines` are the newest lines of the rollout actors. `summary` is set at
+    the end of a run.
     """
 
     config: Config
     recent: Sequence[Numbers]
     windows: Sequence[Numbers]
-    evaluations: Sequence[EvaluationLine] = ()
+    scored: Sequence[ScoredVersion] = ()
+    evaluation: EvaluationLine | None = None
     summary: Summary | None = None
     engines: Sequence[EngineLine] = ()
 
@@ -63,7 +66,7 @@ class Evidence(NamedTuple):
         `RISE_WINDOWS` windows are ignored, because they are of another policy.
         """
         share = self._share(self.mean("reward"))
-        scored = progress.evaluations_with_score(self.evaluations)[-2:]
+        scored = self.scored[-2:]
         is_new = bool(scored) and scored[-1].version > WINDOW * (len(self.windows) - RISE_WINDOWS)
         return min(share, max(evaluation.accuracy for evaluation in scored)) if is_new else share
 
@@ -77,7 +80,7 @@ class Evidence(NamedTuple):
 
     @property
     def is_solved(self) -> bool:
-        accuracy = next((evaluation["accuracy"] for evaluation in reversed(self.evaluations)), None) or 0.0
+        accuracy = (self.evaluation and self.evaluation["accuracy"]) or 0.0
         reward = self.mean("reward") or 0.0
         return accuracy >= SOLVED or reward >= SOLVED * self.config.reward.correct_at
 

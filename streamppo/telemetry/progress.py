@@ -5,6 +5,7 @@
 0.398 -> 0.410: as at the start, within the noise of 256 prompts
 """
 
+from bisect import bisect_left
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -25,12 +26,22 @@ class ScoredVersion(NamedTuple):
 
 def evaluations_with_score(evaluations: Sequence[EvaluationLine]) -> list[ScoredVersion]:
     """Return the evaluations with a score, ordered by version. The last evaluation of each version counts."""
-    by_version = {
-        evaluation["evaluation"]: ScoredVersion(evaluation["evaluation"], evaluation["accuracy"], evaluation["count"])
-        for evaluation in evaluations
-        if evaluation["accuracy"] is not None
-    }
-    return [by_version[version] for version in sorted(by_version)]
+    scored: list[ScoredVersion] = []
+    for evaluation in evaluations:
+        insert(scored, evaluation)
+    return scored
+
+
+def insert(scored: list[ScoredVersion], evaluation: EvaluationLine) -> None:
+    """Insert an evaluation with a score into `scored`, ordered by version, in place of an earlier one of its version.
+
+    Evaluations end in any order, and a resumed run repeats some of them.
+    """
+    version, accuracy = evaluation["evaluation"], evaluation["accuracy"]
+    if accuracy is not None:
+        begin = bisect_left(scored, version, key=lambda present: present.version)
+        end = begin + any(present.version == version for present in scored[begin : begin + 1])
+        scored[begin:end] = [ScoredVersion(version, accuracy, evaluation["count"])]
 
 
 def is_below(candidate: ScoredVersion, baseline: ScoredVersion) -> bool:

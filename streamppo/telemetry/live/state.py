@@ -1,17 +1,54 @@
 """The state that the live view shows, computed from the lines of metrics.jsonl, also from a finished run."""
 
+import math
 from collections import Counter, deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from statistics import fmean
 
-from streamppo.telemetry import timeline
+from streamppo.telemetry import progress, timeline
 from streamppo.telemetry.diagnosis import Diagnosis
 from streamppo.telemetry.metrics_file import Line, SampleLine, UpdateLine, numbers
+from streamppo.telemetry.progress import ScoredVersion
 from streamppo.telemetry.timeline import EngineInterval
 
 WINDOW = 20
 """Speeds and shares cover this number of newest updates."""
 CURVES = ("reward", "entropy", "ess", "length", "lag_mean")
+MOST_MEANS = 2048
+"""Maximum number of means of a curve, so that a drawing takes as long after 100,000 updates as after 2,000."""
+
+
+@dataclass(slots=True)
+class CurveValues:
+    """The finite values of a curve: the newest, the smallest and largest, and means of equally many values.
+
+    When `means` has `MOST_MEANS` entries, each two are merged, and later means cover twice as many values.
+    """
+
+    means: list[float] = field(default_factory=list)
+    newest: float = math.nan
+    low: float = math.inf
+    high: float = -math.inf
+    _size: int = 1
+    _pending: list[float] = field(default_factory=list)
+
+    @classmethod
+    def of(cls, values: Sequence[float]) -> "CurveValues":
+        """Return a curve with a mean for each of the `values`."""
+        return cls(list(values), values[-1], min(values), max(values)) if values else cls()
+
+    def append(self, value: float) -> None:
+        if not math.isfinite(value):
+            return
+        self.newest, self.low, self.high = value, min(self.low, value), max(self.high, value)
+        self._pending.append(value)
+        if len(self._pending) == self._size:
+            self.means.append(fmean(self._pending))
+            self._pending = []
+        if len(self.means) == MOST_MEANS:
+            self.means = [fmean(pair) for pair in zip(self.means[::2], self.means[1::2], strict=True)]
+            self._size *= 2
 
 
 @dataclass(slots=True)
@@ -30,8 +67,8 @@ class RunState:
     batch_size: int
     version: int = 0
     wall_s: float = 0.0
-    curves: dict[str, list[float]] = field(default_factory=lambda: {name: [] for name in CURVES})
-    held_out: list[tuple[int, float]] = field(default_factory=list)
+    curves: dict[str, CurveValues] = field(default_factory=lambda: {name: CurveValues() for name in CURVES})
+    held_out: list[ScoredVersion] = field(default_factory=list)
     paces: deque[UpdateLine] = field(default_factory=lambda: deque(maxlen=WINDOW))
     lags: deque[Mapping[str, int]] = field(default_factory=lambda: deque(maxlen=WINDOW))
     newest: Mapping[str, float] = field(default_factory=dict)
@@ -54,10 +91,10 @@ class RunState:
         if "update" in line:
             self._add_update(line)
         elif "remade" in line:
-            self.curves["reward"] += [line["reward"]] if "reward" in line else []
-        elif "evaluation" in line and line["accuracy"] is not None:
-            # Evaluations end in any order, and a resumed run repeats some of them.
-            self.held_out = sorted((dict(self.held_out) | {line["evaluation"]: line["accuracy"]}).items())
+            if "reward" in line:
+                self.curves["reward"].append(line["reward"])
+        elif "evaluation" in line:
+            progress.insert(self.held_out, line)
         elif "queue" in line:
             self.ready, self.in_flight = line["queue"], line["in_flight"]
         elif "engine" in line:

@@ -14,8 +14,9 @@ from rich.text import Text
 
 from streamppo.telemetry.live.drawing import bar, curve, seconds, truncate
 from streamppo.telemetry.live.pipeline import LABEL, labelled_row, pipeline, waits
-from streamppo.telemetry.live.state import RunState
+from streamppo.telemetry.live.state import CurveValues, RunState
 from streamppo.telemetry.metrics_file import FINISHED
+from streamppo.telemetry.progress import ScoredVersion
 from streamppo.terminal import harmless
 
 LEAST_COLUMNS, LEAST_ROWS = 60, 8
@@ -161,31 +162,32 @@ def _curve(state: RunState, name: str, width: int, height: int) -> list[Text]:
 def _held_out(state: RunState, width: int, height: int = 1) -> list[Text]:
     """Show the held-out accuracy. `v20` is the version of the newest evaluation."""
     cells = width - VERSION - LABEL - VALUE - RANGE
-    rows = _drawn("held-out", _over_versions(state.held_out, cells), width - VERSION, height, "bright_cyan")
+    accuracies = CurveValues.of(_over_versions(state.held_out, cells))
+    rows = _drawn("held-out", accuracies, width - VERSION, height, "bright_cyan")
     if state.held_out:
-        rows[0].append(f"  v{state.held_out[-1][0]}", "dim")
+        rows[0].append(f"  v{state.held_out[-1].version}", "dim")
     return rows
 
 
-def _over_versions(held_out: Sequence[tuple[int, float]], cells: int) -> list[float]:
+def _over_versions(held_out: Sequence[ScoredVersion], cells: int) -> list[float]:
     """Interpolate the accuracies over versions, one value for each cell, if there are at least `TREND` accuracies."""
     if len(held_out) < TREND or cells < len(held_out):
-        return [accuracy for _, accuracy in held_out]
-    (first, _), *_, (last, newest) = held_out
+        return [scored.accuracy for scored in held_out]
+    first, last = held_out[0].version, held_out[-1].version
     values = list[float]()
-    for (begin, low), (end, high) in pairwise(held_out):
+    for (begin, low, _), (end, high, _) in pairwise(held_out):
         while (version := first + len(values) * (last - first) / (cells - 1)) < end:
             values.append(low + (high - low) * (version - begin) / (end - begin))
-    return [*values[: cells - 1], newest]
+    return [*values[: cells - 1], held_out[-1].accuracy]
 
 
-def _drawn(label: str, values: Sequence[float], width: int, height: int, style: str) -> list[Text]:
-    if not values:
+def _drawn(label: str, values: CurveValues, width: int, height: int, style: str) -> list[Text]:
+    if not values.means:
         return []
-    lines = curve(values, width - LABEL - VALUE - RANGE, height)
-    newest = Text(f"{values[-1]:<{VALUE}.3f}", "bold")
+    lines = curve(values.means, width - LABEL - VALUE - RANGE, height)
+    newest = Text(f"{values.newest:<{VALUE}.3f}", "bold")
     head = labelled_row(label).append_text(newest).append(lines[0], style)
-    low, high = min(values), max(values)
+    low, high = values.low, values.high
     decimals = 3 if 0 < high - low < 0.01 and 0 <= low < 10 else 2
     head.append(f"  {low:.{decimals}f}..{high:.{decimals}f}", "dim")
     return [head, *(Text(" " * (LABEL + VALUE)).append(line, style) for line in lines[1:])]

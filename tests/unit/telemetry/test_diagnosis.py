@@ -9,7 +9,7 @@ import pytest
 from conftest import REPOSITORY
 
 from streamppo.config.sections import Config
-from streamppo.telemetry import diagnosis, metrics_file
+from streamppo.telemetry import diagnosis, metrics_file, progress
 from streamppo.telemetry.diagnosis import Diagnosis
 from streamppo.telemetry.diagnosis_rules import EARLY, RULES
 from streamppo.telemetry.evidence import WINDOW
@@ -472,3 +472,19 @@ def test_a_sign_is_over_when_the_updates_no_longer_show_it(rule: str, grpo: Conf
     told = [finding for line in more for finding in diagnosed.add(line)]
     assert [(one.name, one.holds) for one in told] == [(rule, False)]
     assert not diagnosed.findings[rule].holds and diagnosed.findings[rule].last <= last
+
+
+def test_each_evaluation_is_examined_once_however_many_checks_follow(
+    grpo: Config, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[int] = []
+
+    class Counted(progress.ScoredVersion):
+        def __new__(cls, version: int, *fields: Any) -> "Counted":
+            made.append(version)
+            return super().__new__(cls, version, *fields)
+
+    monkeypatch.setattr(progress, "ScoredVersion", Counted)
+    lines = [line for window in range(9) for line in (evaluation(window, 0.4), *updates(WINDOW, 1 + WINDOW * window))]
+    assert diagnosis.diagnose_lines(grpo, lines, None) == []
+    assert made == list(range(9))

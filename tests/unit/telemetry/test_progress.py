@@ -35,6 +35,14 @@ def test_a_verdict_is_a_sentence_with_its_numbers(accuracies: tuple[float | None
     assert progress.is_worse(evaluations(*accuracies)) == ("worse" in said)
 
 
+@pytest.mark.parametrize("order", [(0, 1, 2, 3), (3, 1, 0, 2), (2, 0, 3, 1)])
+def test_evaluations_are_ordered_by_version_and_the_last_of_each_version_counts(order: tuple[int, ...]) -> None:
+    lines = evaluations(0.1, 0.2, 0.3, None)
+    repeated = cast("list[EvaluationLine]", [{"evaluation": 25, "accuracy": 0.5, "count": 256}])
+    scored = progress.evaluations_with_score([*(lines[place] for place in order), *repeated])
+    assert [(one.version, one.accuracy) for one in scored] == [(0, 0.1), (25, 0.5), (50, 0.3)]
+
+
 @pytest.mark.parametrize(("count", "is_below"), [(0, False), (1, False), (16, False), (1000, True)])
 def test_few_prompts_are_noise(count: int, is_below: bool) -> None:
     one, other = progress.ScoredVersion(20, 0.5, count), progress.ScoredVersion(0, 0.7, count)

@@ -10,7 +10,9 @@ from rich.text import Text
 from streamppo.config.sections import Config
 from streamppo.telemetry.diagnosis import Diagnosis, Sign
 from streamppo.telemetry.live.drawing import bar, curve, seconds, truncate
+from streamppo.telemetry.live.state import MOST_MEANS, CurveValues
 from streamppo.telemetry.live.view import final_rows, view
+from streamppo.telemetry.progress import ScoredVersion
 from streamppo.terminal import harmless
 
 SIZES = [
@@ -89,7 +91,7 @@ def test_curves_take_the_rows_and_the_columns_that_are_there(columns: int, rows:
 def test_held_out_accuracy_is_a_curve_over_versions_from_three_evaluations_on() -> None:
     def drawn(*versions: int) -> str:
         state = empty()
-        state.held_out = [(version, version / 100) for version in versions]
+        state.held_out = [ScoredVersion(version, version / 100, 256) for version in versions]
         return next(row for row in texts(final_rows(state, 80)) if row.startswith("held-out"))
 
     assert "▁█  " in drawn(0, 100) and "▁▄█  " not in drawn(0, 50, 100)
@@ -158,7 +160,7 @@ def test_the_last_state_is_at_most_five_rows_with_the_time_that_it_took() -> Non
 def test_a_resumed_run_has_the_curves_of_the_parts_before_and_the_pace_of_this_one() -> None:
     state = busy()
     state.add({"part": 2, "wall_s": 200.0, "version": 40})
-    assert len(state.curves["reward"]) == 40 and state.seconds_left is None and state.engines_idle is None
+    assert len(state.curves["reward"].means) == 40 and state.seconds_left is None and state.engines_idle is None
     state.add(update(41, 1000.0))
     state.add(update(42, 1003.0))
     assert state.seconds_left == pytest.approx(58 * 3.0)
@@ -194,6 +196,17 @@ def test_curves_and_bars_have_the_cells_that_they_were_given() -> None:
 
 def test_a_narrow_range_is_shown_with_the_digits_that_differ() -> None:
     state = busy()
-    state.curves["ess"] = [0.991, 0.994]
+    state.curves["ess"] = CurveValues.of([0.991, 0.994])
     told = {row.split(" ")[0]: row for row in texts(view(state, 80, 24))}
     assert told["ess"].endswith("0.991..0.994")
+
+
+@pytest.mark.parametrize("count", [MOST_MEANS - 1, MOST_MEANS, 10 * MOST_MEANS])
+def test_a_curve_of_any_length_is_drawn_from_a_bounded_number_of_means(count: int) -> None:
+    values = CurveValues()
+    for number in range(count):
+        values.append(float(number))
+        values.append(float("nan"))
+    assert (values.newest, values.low, values.high) == (count - 1, 0, count - 1)
+    assert MOST_MEANS / 2 <= len(values.means) < MOST_MEANS or count < MOST_MEANS
+    assert curve(values.means, 4) == curve(list(range(count)), 4)
