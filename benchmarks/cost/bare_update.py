@@ -1,12 +1,13 @@
 """An update of the learner compared with a bare loop of the same mathematics: CPU milliseconds and their ratio.
 
-    python benchmarks/cost/bare_update.py --json bare.json [--rounds 7] [--times 10] [learner.minibatches=1 ...]
+    python benchmarks/cost/bare_update.py --json bare.json [--rounds 7] [--times 10]
+        [model.tiny.hidden_size=256 ...]
 
-The bare loop is written for this configuration only: plain torch and transformers, one micro-batch, no ranks, no FSDP,
-no checks, no metrics. It packs rows as the learner does, with the samples of a prompt in one row, and steps the same
-optimizer. `plain rows` is the same loop with one sample per row. One thread; the variants alternate, and each round
-gives one number: reported are median, least and greatest. A check confirms that both make the same weights from one
-batch.
+The bare loop is written only for configs/math.toml with the rule `PLAIN`: plain torch and transformers, one
+micro-batch, no ranks, no FSDP, no checks, no metrics. It packs rows as the learner does, with the samples of a prompt
+in one row, and steps the same optimizer. `plain rows` is the same loop with one sample per row. One thread; the
+variants alternate, and each round gives one number: reported are median, least and greatest. A check confirms that both
+make the same weights from one batch.
 
 Goal, set before the first run: an update costs at most 1.10 times as much as the bare loop.
 """
@@ -30,7 +31,7 @@ from transformers import AutoModelForCausalLM
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from benchmarks.lib import world
-from benchmarks.lib.runs import Goal, machine, table, told
+from benchmarks.lib.runs import PLAIN, Goal, machine, table, told
 from streamppo.config import file as configfile
 from streamppo.config.sections import Config
 from streamppo.learner.attention import attention, prefix_sharing
@@ -45,7 +46,7 @@ GOAL = Goal("an update over the bare loop, CPU time", most=1.10)
 ALIKE = 1e-4
 """Largest difference of a weight that counts as rounding: 1/8 of AdamW's first step, whose sign may be chance."""
 CAP, CLIP, VALUE_CLIP, VALUE, ENTROPY, FLOOR = 2.0, 0.2, 0.2, 0.5, 0.01, 1e-8
-"""Values of configs/math.toml and the defaults: cap of weights, both clips, coefficients, floor of a variance."""
+"""Values of `PLAIN` and the defaults: cap of weights, both clips, coefficients, floor of a variance."""
 
 
 class Bare(nn.Module):
@@ -144,7 +145,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     parser.add_argument("overrides", nargs="*")
     options = parser.parse_args()
-    config = configfile.load(CONFIG, options.overrides)
+    config = configfile.load(CONFIG, [*PLAIN, *options.overrides])
     with tempfile.TemporaryDirectory() as folder:
         world.alone(Path(folder))
         found, apart = asyncio.run(measure(config, Path(folder), options.rounds, options.times))
