@@ -9,6 +9,7 @@ T completion tokens (padded). A function must leave its inputs unchanged, becaus
 inputs must give equal results, because a resume or a replay repeats updates. The trial is made before the first update.
 """
 
+import inspect
 from collections.abc import Callable
 from typing import NamedTuple, TypeAlias, TypeVar
 
@@ -20,6 +21,16 @@ from streamppo.algorithms.corrections import Correction, log_weights
 from streamppo.algorithms.policy_losses import TokenLoss, token_log_ratio
 
 Inputs = TypeVar("Inputs", bound=tuple[Tensor, ...])
+
+
+def check_takes(function: Callable[[Inputs], object], inputs: type[Inputs]) -> None:
+    """Raise `ValueError` if a function cannot be called with one argument, a NamedTuple of the type `inputs`."""
+    signature = inspect.signature(function)
+    try:
+        signature.bind(None)
+    except TypeError as error:
+        fields = ", ".join(inputs.__annotations__)
+        raise ValueError(f"it takes {signature}, but gets one argument: `{inputs.__name__}` with {fields}") from error
 
 
 def check_inputs_unchanged(function: Callable[[Inputs], object], name: str) -> Callable[[Inputs], object]:
@@ -104,8 +115,10 @@ def custom_advantage(
 def try_custom_advantage(function: CustomAdvantage) -> None:
     """Call an advantage function twice on a small trial batch, in which one group has equal scores.
 
-    Raises `ValueError` as `custom_advantage` does, and for advantages that differ between the two calls.
+    Raises `ValueError` as `custom_advantage` does, for a wrong signature, and for advantages that differ between the
+    two calls.
     """
+    check_takes(function, AdvantageInputs)
     scores_B = torch.tensor(TRIAL_SCORES).flatten()
     group_ids_B = torch.arange(len(TRIAL_SCORES)).repeat_interleave(len(TRIAL_SCORES[0]))
     mask_BT = torch.ones(len(scores_B), TRIAL_TOKENS, dtype=torch.bool)
@@ -185,9 +198,10 @@ def custom_correction(
 def try_custom_correction(function: CustomCorrection) -> None:
     """Call a correction function on a small trial batch, and again with more padding.
 
-    Raises `ValueError` as `custom_correction` does, for weights that are all 0, and for weights that differ between the
-    two calls.
+    Raises `ValueError` as `custom_correction` does, for a wrong signature, for weights that are all 0, and for weights
+    that differ between the two calls.
     """
+    check_takes(function, CorrectionInputs)
     generator = torch.Generator().manual_seed(0)
     behavior_BT = -torch.rand(TRIAL_BATCH, generator=generator) - 0.1
     proximal_BT = (behavior_BT + 0.3 * torch.randn(TRIAL_BATCH, generator=generator)).clamp(max=0.0)
@@ -262,9 +276,10 @@ def custom_loss(
 def try_custom_loss(function: CustomLoss) -> None:
     """Call a loss function twice on a small trial micro-batch, forward and backward.
 
-    Raises `ValueError` for a wrong shape, a loss or gradient that is not finite, no gradient, losses that differ
-    between the calls, and a function that changes its inputs.
+    Raises `ValueError` for a wrong signature or shape, a loss or gradient that is not finite, no gradient, losses that
+    differ between the calls, and a function that changes its inputs.
     """
+    check_takes(function, LossInputs)
     generator = torch.Generator().manual_seed(0)
     proximal_BT = -torch.rand(TRIAL_MICRO_BATCH, generator=generator) - 0.1
     moved_BT = torch.randn(TRIAL_MICRO_BATCH, generator=generator)

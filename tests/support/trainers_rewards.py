@@ -127,3 +127,15 @@ well_wrapped = functools.wraps(trl)(hidden(trl))
 
 class Uncallable:
     """Its instances cannot be called."""
+
+
+def by_keyword(*, trajectory, answer):
+    return 1.0
+
+
+def by_position(trajectory, answer, /):
+    return 1.0
+
+
+def trl_by_position(prompts, completions, /, **kwargs):
+    return [1.0] * len(completions)

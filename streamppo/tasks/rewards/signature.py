@@ -1,7 +1,7 @@
 """The signature of a reward (a function, a class or an object): its style (styles.py), and the columns that it gets."""
 
 import inspect
-from collections.abc import Callable, Iterable, Mapping, Set
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from functools import partial
 from typing import NamedTuple, TypeAlias
 
@@ -71,6 +71,7 @@ def detect_signature(reward: object, name: str, arguments: Mapping[str, object])
     takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters)
     style, style_names = _style(parameters, name)
     plugins.check_names(bound - preset, named.keys() - style_names, f"reward.function {name!r}", takes_all=takes_all)
+    _check_kinds(style, parameters, name)
     if conflicts := style_names & (bound - preset):
         raise TaskError(f"reward.function {name!r}: {min(conflicts)!r} is not an argument: it is the scored trajectory")
     column_parameters = {key: p for key, p in named.items() if key not in style_names and key not in bound}
@@ -90,6 +91,15 @@ def detect_signature(reward: object, name: str, arguments: Mapping[str, object])
         takes_all and style.takes_columns,
         bound,
     )
+
+
+def _check_kinds(style: Style, parameters: Sequence[inspect.Parameter], name: str) -> None:
+    """Raise `TaskError` for a parameter that `_invoke` cannot fill: it passes all but the trajectory as keywords."""
+    by_position = parameters[:1] if style is TRAJECTORY else []
+    if by_position and by_position[0].kind is inspect.Parameter.KEYWORD_ONLY:
+        raise TaskError(f"reward.function {name!r}: {by_position[0].name!r} gets no keyword: put it before the `*`")
+    if others := [p.name for p in parameters[len(by_position) :] if p.kind is p.POSITIONAL_ONLY]:
+        raise TaskError(f"reward.function {name!r}: {others[0]!r} is passed as a keyword: put the `/` before it")
 
 
 def _callable_of(reward: object, name: str) -> Callable[..., object]:

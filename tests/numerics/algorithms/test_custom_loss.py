@@ -92,6 +92,10 @@ WRONG: dict[str, tuple[Callable[[LossInputs], object], str]] = {
     "not finite": (lambda inputs: surrogate(inputs) / 0.0, "the loss is not finite"),
     "a gradient that is not finite": (lambda inputs: (inputs.log_ratio_BT * 0.0).sqrt(), "gradient is not finite"),
     "chance": (lambda inputs: surrogate(inputs) * torch.rand(()), "the losses change from call to call"),
+    "two arguments": (
+        lambda logprobs, advantages: logprobs,
+        r"takes \(logprobs, advantages\), but gets one .*`LossInputs`",
+    ),
     "in place": (in_place, "the loss changes its input mask_BT: work on a copy"),
 }
 

@@ -99,6 +99,9 @@ def test_a_trajectory_as_first_parameter_leaves_other_names_to_columns() -> None
         ("of_slime", r"takes \(args, sample, \*\*kwargs\); .*; slime gives sample: sample\.response is `trajectory"),
         ("badly_wrapped", r"takes \(\*args, \*\*kwargs\); .*write the decorator with functools\.wraps"),
         ("Uncallable", "is a class without `__call__`"),
+        ("by_keyword", r"'trajectory' gets no keyword: put it before the `\*`"),
+        ("by_position", "'answer' is passed as a keyword: put the `/` before it"),
+        ("trl_by_position", "'prompts' is passed as a keyword: put the `/` before it"),
     ],
 )
 def test_a_signature_of_none_is_refused_with_what_to_do(name: str, why: str) -> None:
