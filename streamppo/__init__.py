@@ -3,6 +3,7 @@
     import streamppo
 
     run = streamppo.run("configs/math.toml", ["learner.lr=3e-4"])       trains, and returns the run
+    run = streamppo.run({"model.path": ...}, data=rows, reward=score)   trains without a configuration file
     run = streamppo.open("runs/math")                                   opens a finished or running run
     run = streamppo.resume("runs/math", ["updates=2000"])               continues a run
     run = streamppo.fork("runs/math", 100, ["learner.lr=1e-4"])         starts a new run from the run's version 100

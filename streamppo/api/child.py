@@ -56,16 +56,19 @@ def _stop_with_script(lines: BufferedReader) -> None:
 
 def _start(request: RunRequest, channel: socket.socket) -> int:
     with tempfile.TemporaryDirectory() as aside:
-        overrides = [*request.overrides, *_reward_override(request.reward, Path(aside))]
-        config = configfile.load(Path(request.config), overrides)
+        overrides = [*request.overrides, *_file_overrides(request, Path(aside))]
+        if request.fields is None:
+            config = configfile.load(Path(request.config), overrides)
+        else:
+            config = configfile.from_fields(request.fields, overrides)
         check.refuse(config)
         interrupts = Interrupts()
-        log.info(f"streamppo {__version__}: {request.config}, {config.updates} updates; starting Ray")
+        log.info(f"streamppo {__version__}: {request.config or config.name}, {config.updates} updates; starting Ray")
         from streamppo import loop
 
         folder = loop.new_folder(config, Path(request.runs).resolve())
-    if request.reward is not None and request.reward.source:
-        config = configfile.change(config, _reward_override(request.reward, folder))
+    if request.data or (request.reward is not None and request.reward.source):
+        config = configfile.change(config, _file_overrides(request, folder))
         configfile.save(config, folder)
         consent.give(folder, config)
     return _train(request, config, folder, channel, interrupts)
@@ -93,15 +96,23 @@ def _train(request: RunRequest, config: Config, folder: Path, channel: socket.so
         return loop.run(config, folder, started=STARTED, interrupts=interrupts, accept_changes=changes)
 
 
-def _reward_override(reward: RewardSource | None, folder: Path) -> list[str]:
+def _file_overrides(request: RunRequest, folder: Path) -> list[str]:
+    """Return the overrides for the script's rows and reward. Writes their files to `folder`."""
+    overrides = [] if request.reward is None else [_reward_override(request.reward, folder)]
+    if request.data:
+        file = folder / configfile.DATA
+        durable.write(file, Path(request.data).read_bytes())
+        overrides.append(f"task.data={msgspec.json.encode(str(file)).decode()}")
+    return overrides
+
+
+def _reward_override(reward: RewardSource, folder: Path) -> str:
     """Return the override that sets `reward.function` to the script's reward. Writes the source to `folder`."""
-    if reward is None:
-        return []
     function = reward.function
     if reward.source:
         durable.write(folder / configfile.REWARD, reward.source.encode())
         function = f"{folder / configfile.REWARD}:{reward.function}"
-    return [f"reward.function={msgspec.json.encode(function).decode()}"]
+    return f"reward.function={msgspec.json.encode(function).decode()}"
 
 
 if __name__ == "__main__":

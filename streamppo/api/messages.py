@@ -6,7 +6,7 @@ run -> script    a `RunReply` with the run's folder when it exists, and a `RunRe
 
 import msgspec
 
-from streamppo.types import WireStruct
+from streamppo.types import JsonObject, WireStruct
 
 
 class RewardSource(WireStruct, frozen=True):
@@ -17,9 +17,14 @@ class RewardSource(WireStruct, frozen=True):
 
 
 class RunRequest(WireStruct, frozen=True):
-    """Asks to start a run from the file `config`, or to resume the run in `folder`."""
+    """Asks to start a run from the file `config` or the table `fields`, or to resume the run in `folder`.
+
+    `data` is a file with the rows of the run, which the process of the run copies.
+    """
 
     config: str = ""
+    fields: JsonObject | None = None
+    data: str = ""
     folder: str = ""
     overrides: tuple[str, ...] = ()
     runs: str = ""

@@ -4,16 +4,18 @@ A run trains in a separate process, so the script's signal handlers, Ray connect
 and the functions after `fork` run commands with `--json`, also in separate processes.
 """
 
-from collections.abc import Callable, Mapping, Sequence
-from os import PathLike
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from os import PathLike, fspath
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import msgspec
 import numpy as np
+from msgspec import structs
 from numpy.typing import NDArray
 
-from streamppo.api import custom_reward, notebook
+from streamppo.api import custom_reward, data_rows, notebook
 from streamppo.api.messages import RunRequest
 from streamppo.api.parent import drive, run_command
 from streamppo.config import file as configfile
@@ -119,21 +121,32 @@ class Run:
 
 
 def run(
-    config: str | PathLike[str],
+    config: str | PathLike[str] | Mapping[str, object],
     overrides: Sequence[str] = (),
     *,
     reward: Callable[..., object] | None = None,
+    data: Iterable[Mapping[str, object]] | None = None,
     runs: str | PathLike[str] = "runs",
 ) -> Run:
-    """Train with the configuration file `config` and `overrides` ("section.field=value"). Makes a new folder in `runs`.
+    """Train with the configuration `config` and `overrides` ("section.field=value"). Makes a new folder in `runs`.
 
-    A `reward` replaces the configuration's `reward.function`. The source of a reward that is defined in the script or
-    notebook is written to the run's folder. Ctrl-C ends the run with a last checkpoint, and raises `KeyboardInterrupt`.
-    Raises the `StreamppoError` that `streamppo run` would report.
+    `config` is a file, or a dict of fields such as {"learner.lr": 3e-4}. A `reward` replaces the configuration's
+    `reward.function`, and the rows `data` replace its `task.data`. The rows, and the source of a reward that is defined
+    in the script or notebook, are written to the run's folder. Ctrl-C ends the run with a last checkpoint, and raises
+    `KeyboardInterrupt`. Raises the `StreamppoError` that `streamppo run` would report.
     """
     source = None if reward is None else custom_reward.write_out(reward)
-    folder = str(Path(runs))
-    return _drive(RunRequest(config=str(Path(config)), overrides=_overrides(overrides), runs=folder, reward=source))
+    request = RunRequest(overrides=_overrides(overrides), runs=str(Path(runs)), reward=source)
+    if isinstance(config, Mapping):
+        request = structs.replace(request, fields=_fields(config))
+    else:
+        request = structs.replace(request, config=str(Path(config)))
+    if data is None:
+        return _drive(request)
+    with TemporaryDirectory() as aside:
+        file = Path(aside) / configfile.DATA
+        data_rows.write(data, file)
+        return _drive(structs.replace(request, data=str(file)))
 
 
 def resume(folder: str | PathLike[str], overrides: Sequence[str] = (), *, accept_changes: bool = False) -> Run:
@@ -286,6 +299,17 @@ def _arrays(columns: Mapping[str, Sequence[Any]]) -> dict[str, NDArray[np.generi
 
 def _option(name: str, values: Sequence[object]) -> list[str]:
     return [name, *map(str, values)] if values else []
+
+
+def _fields(fields: Mapping[str, object]) -> dict[str, Any]:
+    """Return fields of a configuration as plain values, with texts for paths. Raises `ConfigError` for other types."""
+
+    def text(value: object) -> str:
+        if isinstance(value, PathLike):
+            return fspath(cast(PathLike[str], value))
+        raise ConfigError(f"config: a field cannot be a {type(value).__name__}: {value!r}")
+
+    return cast(dict[str, Any], msgspec.to_builtins(dict(fields), enc_hook=text))
 
 
 def _overrides(overrides: Sequence[str]) -> tuple[str, ...]:

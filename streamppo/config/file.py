@@ -26,7 +26,7 @@ import tomli_w
 from streamppo import durable
 from streamppo.config import overrides as dotted
 from streamppo.config.convert import Mistake, convert
-from streamppo.config.overrides import Tree
+from streamppo.config.overrides import Override, Tree
 from streamppo.config.sections import Config
 from streamppo.config.short_forms import as_kinds, expand, with_kinds
 from streamppo.errors import CheckpointError, ConfigError, RunError
@@ -36,6 +36,10 @@ RUN_FOLDER = "run_folder"
 """The key in a run's file with the run's folder at that time. It is not a field."""
 REWARD = "reward.py"
 """The file in a run's folder with the source of a reward that a script or notebook defined."""
+DATA = "data.jsonl"
+"""The file in a run's folder with the rows that a script or notebook gave."""
+FIELDS = Path("config")
+"""Stands for the file in errors about a configuration that a script or notebook gave as a dict."""
 WEIGHTS = (".safetensors", ".bin")
 PATHS: Mapping[str, tuple[str, ...]] = {
     "model": ("path",),
@@ -77,6 +81,15 @@ def load(path: Path, overrides: Sequence[str] = ()) -> Config:
         _make_absolute(tree, folder)
     tree.setdefault("name", path.stem)
     return _resolve(tree, overrides, path, text)
+
+
+def from_fields(fields: Mapping[str, object], overrides: Sequence[str] = ()) -> Config:
+    """Return the configuration with `fields`, whose names may be dotted, and `overrides`. Raises `ConfigError`."""
+    tree: Tree = {"name": "run"}
+    named = as_kinds([Override(name, value) for name, value in fields.items()])
+    if sentences := dotted.apply(tree, named):
+        raise ConfigError("\n".join(sentences))
+    return _resolve(tree, overrides, FIELDS, "")
 
 
 def change(config: Config, overrides: Sequence[str]) -> Config:

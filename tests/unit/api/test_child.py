@@ -5,14 +5,21 @@ import socket
 import subprocess
 import sys
 from collections.abc import Callable
+from datetime import date
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 from conftest import MATH
 
 import streamppo
-from streamppo.api.messages import RunRequest, encode
-from streamppo.errors import CheckpointError, ConfigError
+from streamppo.api import child, data_rows
+from streamppo.api.messages import RewardSource, RunRequest, encode
+from streamppo.config import file as configfile
+from streamppo.config.task import DataTask
+from streamppo.errors import CheckpointError, ConfigError, TaskError
+from streamppo.tasks import dataset_files
 
 CHILD = ["-m", "streamppo.api.child"]
 REPLIES = (
@@ -37,6 +44,54 @@ def test_a_reward_that_cannot_be_called_is_refused_before_there_is_a_folder(tmp_
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"learner.lrr": 1}, "config: learner.lrr: unknown field 'lrr': did you mean 'lr'"),
+        ({"model": {"path": Path("builtin:tiny")}}, "config: a run has .* or an `.environment.`"),
+        ({"model.path": object()}, "config: a field cannot be a object"),
+    ],
+)
+def test_a_configuration_may_be_a_dict_whose_mistakes_are_named_like_those_of_a_file(
+    fields: dict[str, object], message: str, tmp_path: Path
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        streamppo.run(fields, data=[{"prompt": "1+2="}], runs=tmp_path / "runs")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_rows_and_a_reward_become_files_of_the_run(tmp_path: Path) -> None:
+    data_rows.write([{"prompt": "1+2=", "answer": np.int64(3), "half": "\ud800"}], tmp_path / "given.jsonl")
+    source = RewardSource(function="score", source="def score(trajectory): ...")
+    request = RunRequest(data=str(tmp_path / "given.jsonl"), reward=source)
+    folder = tmp_path / "run"
+    folder.mkdir()
+    overrides = child._file_overrides(request, folder)
+    (tmp_path / "given.jsonl").unlink()
+    fields = {"model.path": "builtin:tiny", "rollout": {"engine": "embedded", "max_tokens": 5}, "task.prompt": "prompt"}
+    config = configfile.from_fields(fields, overrides)
+    assert isinstance(config.task, DataTask)
+    ((_, row),) = dataset_files.rows(config.task.sources["data"].data, "train")
+    assert row == {"prompt": "1+2=", "answer": 3, "half": "\ud800"}
+    assert (folder / configfile.REWARD).read_text() == source.source
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        ("rows.jsonl", "not a str; the name of a file belongs in task.data"),
+        ({"prompt": ["1+2="]}, "not a dict"),
+        ([], "data: no rows"),
+        ([{"prompt": "1+2="}, "1+2="], "data, row 2: a row must be a mapping"),
+        ([{"prompt": object()}], "data, row 1: the column 'prompt' holds values of builtins.object: leave it out"),
+        ([{"prompt": date.min}], "data, row 1: JSON has no date: convert it to a text or a number"),
+    ],
+)
+def test_rows_that_a_file_cannot_hold_are_refused(data: Any, message: str, tmp_path: Path) -> None:
+    with pytest.raises(TaskError, match=message):
+        data_rows.write(data, tmp_path / "data.jsonl")
+
+
 @pytest.mark.parametrize("start", [streamppo.open, streamppo.resume])
 def test_a_folder_without_a_run_is_refused(tmp_path: Path, start: Callable[[Path], object]) -> None:
     with pytest.raises(CheckpointError, match="no run found"):
@@ -44,16 +99,16 @@ def test_a_folder_without_a_run_is_refused(tmp_path: Path, start: Callable[[Path
 
 
 @pytest.mark.sampled(1)
-@pytest.mark.parametrize("child", [CHILD, ["-c", REPLIES]], ids=["all replies are read", "a reply is not read"])
-def test_it_ends_when_the_script_does(child: list[str], tmp_path: Path) -> None:
+@pytest.mark.parametrize("command", [CHILD, ["-c", REPLIES]], ids=["all replies are read", "a reply is not read"])
+def test_it_ends_when_the_script_does(command: list[str], tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "never.toml")
     ours, theirs = socket.socketpair()
-    command = [sys.executable, *child, str(theirs.fileno())]
-    with theirs, subprocess.Popen(command, pass_fds=[theirs.fileno()]) as process:
+    arguments = [sys.executable, *command, str(theirs.fileno())]
+    with theirs, subprocess.Popen(arguments, pass_fds=[theirs.fileno()]) as process:
         theirs.close()
         ours.sendall(encode(RunRequest(config=str(tmp_path / "never.toml"), runs=str(tmp_path))))
         try:
-            if child is not CHILD:
+            if command is not CHILD:
                 assert ours.recv(1, socket.MSG_PEEK) == b".", "it has started"
             with pytest.raises(subprocess.TimeoutExpired):
                 process.wait(2.0)
