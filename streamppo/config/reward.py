@@ -73,6 +73,9 @@ class Remote(Limits, frozen=True, kw_only=True):
 class ServiceScorer(Remote, frozen=True, kw_only=True, tag_field="kind", tag="service"):
     """A scorer behind HTTP that gets prompt, completion and columns as JSON, and answers {"score": number}."""
 
+    form: Literal["streamppo", "openrlhf"] = "streamppo"
+    """Form of requests and answers; "openrlhf" is that of OpenRLHF's remote reward models."""
+
 
 class JudgeScorer(Remote, frozen=True, kw_only=True, tag_field="kind", tag="judge"):
     """A language model that answers a question about the completion with a number, at an OpenAI-compatible endpoint."""

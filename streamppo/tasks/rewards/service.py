@@ -3,6 +3,7 @@
 import json
 import re
 from collections.abc import Mapping
+from typing import cast
 
 from streamppo.config.reward import JudgeScorer, ServiceScorer
 from streamppo.errors import TaskError
@@ -10,6 +11,7 @@ from streamppo.tasks.dataset_files import Row
 from streamppo.tasks.rewards.client import Client
 from streamppo.tasks.rewards.outcome import QUOTED, Outcome, check, check_scored, failure_of
 from streamppo.tasks.rewards.signature import Columns, Texts
+from streamppo.tasks.rewards.styles import OPENRLHF
 from streamppo.types import Reward, ScoredText
 
 
@@ -24,6 +26,10 @@ class Service:
         """Score the single trajectory in `texts`."""
         try:
             match self._config:
+                case ServiceScorer(url=url, form="openrlhf"):
+                    lists = OPENRLHF.arguments(OPENRLHF.parameters, texts, columns)
+                    lists["query"] = lists.pop("queries")
+                    return (check_scored(_only(await self._post(url, lists)), texts[0]),)
                 case ServiceScorer(url=url):
                     names = ("prompt", "messages", "completion_messages", "completion", "finish", "source")
                     question = {name: getattr(texts[0], name) for name in names}
@@ -66,3 +72,10 @@ class Service:
             return json.loads(answer)
         except ValueError as error:
             raise TaskError(f"{url}: the answer is no JSON: {answer[:QUOTED]!r}") from error
+
+
+def _only(answer: object) -> object:
+    """Replace each list of one element by the element: a server of OpenRLHF answers with lists of all queries."""
+    if isinstance(answer, Mapping):
+        return {name: _only(value) for name, value in cast("Mapping[str, object]", answer).items()}
+    return _only(answer[0]) if isinstance(answer, list) and len(answer) == 1 else answer

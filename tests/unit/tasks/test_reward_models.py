@@ -205,6 +205,39 @@ def test_a_service_gets_the_trajectory_and_its_row_and_answers_with_a_score() ->
     asyncio.run(story())
 
 
+@pytest.mark.parametrize(
+    ("said", "found"),
+    [
+        # The two answers of OpenRLHF's examples, `serve_rm.py` and a function's dict.
+        (
+            {"rewards": [0.5], "scores": [0.25], "extra_logs": {"dummy_scores": [0.5]}},
+            {"scores": 0.25, "dummy_scores": 0.5},
+        ),
+        ({"rewards": 0.5}, {}),
+        ({"rewards": [0.5, 0.5]}, "rewards is not a finite number"),
+        ({"reward": [0.5]}, "a dict without `score`"),
+    ],
+)
+def test_a_server_of_openrlhf_gets_its_lists_and_answers_with_lists_of_one(said: Any, found: Any) -> None:
+    asked: list[Any] = []
+
+    def answer(path: str, body: Any) -> tuple[int, Any]:
+        asked.append(body)
+        return 200, said
+
+    async def story() -> None:
+        async with serving(answer) as url:
+            config = Reward(scorers={"remote": ServiceScorer(url=f"{url}/get_reward", form="openrlhf")})
+            (scored,) = await ask(config, text("3"), answer="3")
+            assert asked == [{"query": ["1+2=3"], "prompts": ["1+2="], "labels": ["3"]}]
+            if isinstance(found, str):
+                assert found in str(scored)
+            else:
+                assert (scored.total, scored.components) == (0.5, found)
+
+    asyncio.run(story())
+
+
 def test_a_busy_server_is_asked_again_and_other_errors_are_not() -> None:
     calls: list[str] = []
 
