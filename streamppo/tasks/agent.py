@@ -3,10 +3,11 @@
     async def run(prompt, base_url, api_key, **columns)     a function of yours, `def` or `async def`
     ["python", "agent.py"]                                  a program, with the endpoint in its environment
 
-A function gets only the arguments that it has parameters for. `prompt` is a text, or a list of messages. The
-environment of functions and programs has OPENAI_BASE_URL, OPENAI_API_KEY, ANTHROPIC_BASE_URL, ANTHROPIC_API_KEY and
-STREAMPPO_PROMPT. A function returns a number, a `Reward`, a `Done`, or None if a scorer gives the reward. A program may
-print {"reward": 1.0} as its last line.
+A function gets only the arguments that it has parameters for. `prompt` is a text, or a list of messages. A parameter
+`data` gets a dict of the prompt and all columns. Of a class, each process calls the method `run` of one instance, as
+AReaL does. The environment of functions and programs has OPENAI_BASE_URL, OPENAI_API_KEY, ANTHROPIC_BASE_URL,
+ANTHROPIC_API_KEY and STREAMPPO_PROMPT. A function returns a number, a `Reward`, a `Done`, or None if a scorer gives the
+reward. A program may print {"reward": 1.0} as its last line.
 
 Agents run in the processes of reward functions (tasks/rewards/processes), which return a `Reward`. The result of a run,
 an `AgentOutcome`, is sent as JSON in the explanation of this `Reward`.
@@ -53,6 +54,9 @@ TIMED_OUT = object()
 """Stands for the result of a run that exceeded its time limit."""
 RUN_PARAMETERS = ("prompt", "base_url", "api_key")
 """Parameters of an agent's function that are not columns of the row."""
+
+DATA = "data"
+"""The parameter that gets the prompt and all columns, unless a column has its name."""
 
 
 class AgentCall(WireStruct, frozen=True):
@@ -120,7 +124,9 @@ class Agent:
     def _run_function(self, trajectory: ScoredText, call: AgentCall, columns: Mapping[str, object]) -> AgentOutcome:
         assert self._function is not None and self._runner is not None
         prompt = [message.plain() for message in trajectory.messages] if trajectory.messages else trajectory.prompt
-        run_arguments = {"prompt": prompt, "base_url": f"{call.address}/v1", "api_key": call.key}
+        run_arguments: dict[str, object] = {"prompt": prompt, "base_url": f"{call.address}/v1", "api_key": call.key}
+        if DATA in inspect.signature(self._function).parameters and DATA not in columns:
+            run_arguments[DATA] = {"prompt": prompt, **columns}
         try:
             arguments = _select_arguments(self._function, {**columns, **run_arguments})
         except TaskError as error:
@@ -242,11 +248,19 @@ def check(config: AgentEnvironment) -> None:
 
 
 def load(name: str) -> Callable[..., object]:
-    """Load an agent's function. Raises `TaskError` if `name` names no function, or has positional-only parameters."""
-    function = plugins.function(name, "environment.agent")
-    kinds = plugins.parameters_of(function, f"environment.agent {name!r}").values()
+    """Load an agent's function, or the method `run` of an instance of its class. Raises `TaskError` for other agents.
+
+    A function with positional-only parameters is refused too, because an agent is called with keywords.
+    """
+    function, subject = plugins.function(name, "environment.agent"), f"environment.agent {name!r}"
+    if inspect.isclass(function):
+        plugins.check_arguments(function, {}, subject)
+        function = getattr(plugins.call(subject, function), "run", None)
+        if not callable(function):
+            raise TaskError(f"{subject} is a class without a method `run`")
+    kinds = plugins.parameters_of(function, subject).values()
     if any(parameter.kind is parameter.POSITIONAL_ONLY for parameter in kinds):
-        raise TaskError(f"environment.agent {name!r} has positional-only parameters, but is called with keywords")
+        raise TaskError(f"{subject} has positional-only parameters, but is called with keywords")
     return function
 
 

@@ -33,6 +33,24 @@ async def one_turn(prompt: str, base_url: str, api_key: str, answer: str = "") -
     return float(made["choices"][0]["message"]["content"] == answer)
 
 
+class OfAReaL:
+    """AReaL's docs/tutorial/agentic_rl, with its row and its endpoint."""
+
+    def __init__(self, **kwargs: Any) -> None:
+        self.kwargs = kwargs
+
+    async def run(self, data: dict[str, Any], **extra_kwargs: Any) -> float:
+        assert extra_kwargs.get("http_client") is None and "data" not in extra_kwargs
+        said = await ask(extra_kwargs["base_url"], extra_kwargs["api_key"], *data["messages"])
+        return float(said["choices"][0]["message"]["content"] == data["answer"])
+
+
+class OfNobody:
+    """A workflow that is no agent."""
+
+    async def arun_episode(self, engine: Any, data: Any) -> None: ...
+
+
 async def two_turns(prompt: Any, base_url: str, api_key: str) -> Done:
     text = prompt if isinstance(prompt, str) else prompt[-1]["content"]
     first = await ask(base_url, api_key, user(text))

@@ -80,6 +80,15 @@ def test_a_function_is_played_and_its_number_is_the_reward(played: Callable[...,
     assert (text.completion, [one.text for one in text.messages]) == ("hi", ["1+2"])
 
 
+def test_an_agent_of_areal_is_a_class_whose_run_gets_the_row(played: Callable[..., Any]) -> None:
+    row = Prompt(text="1+2", columns={"answer": "hi", "messages": [{"role": "user", "content": "1+2"}]})
+
+    async def play(player: Player) -> Episode:
+        return await player.play(row, Sampling(32))
+
+    assert played("OfAReaL", play).turn_rewards == (1.0,)
+
+
 def test_turns_observations_and_the_end_are_those_of_an_environment(
     played: Callable[..., Any], tokenizer: Tokenizer
 ) -> None:
@@ -323,7 +332,7 @@ def test_a_program_that_is_not_there_is_named(played: Callable[..., Any]) -> Non
     assert reason.startswith("the agent 'no-such-program' cannot be started: ")
 
 
-@pytest.mark.parametrize("name", ["nowhere:run", f"{FILE}:nobody", f"{Path(__file__)}:PROMPT"])
+@pytest.mark.parametrize("name", ["nowhere:run", f"{FILE}:nobody", f"{FILE}:OfNobody", f"{Path(__file__)}:PROMPT"])
 def test_an_agent_that_cannot_be_loaded_stops_the_run(name: str, tokenizer: Tokenizer) -> None:
     async def main() -> None:
         player = Player(Speaks(tokenizer, str), tokenizer, AgentEnvironment(agent=name))  # pyright: ignore
