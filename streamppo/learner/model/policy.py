@@ -341,5 +341,6 @@ def gather_weights(policy: Policy, dtype: str, lora: Lora | None = None) -> dict
 
 
 def _full_tensor(cast: Tensor) -> Tensor:
+    """The whole tensor in host memory on rank 0; an empty one on other ranks, whose GPUs may not have room for all."""
     whole = tensor_parallel.whole_of(cast) if isinstance(cast, DTensor) else cast
-    return whole if dist.get_rank() else whole.to("cpu", copy=True)
+    return torch.empty(0) if dist.get_rank() else whole.to("cpu", copy=True)

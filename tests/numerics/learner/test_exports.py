@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,13 +13,16 @@ import model_families
 import model_folders
 import pytest
 import torch
+import torch.distributed as dist
 from safetensors import safe_open
+from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedTokenizerFast
 
 from streamppo.errors import ModelError
 from streamppo.learner.batch.padded import pad
 from streamppo.learner.device import mesh_of
 from streamppo.learner.model import hf_files, load_policy, policy
+from streamppo.learner.parallel import tensor_parallel
 from streamppo.types import flags, ints
 from streamppo.weights.models import generation
 from streamppo.weights.models import loading as models
@@ -124,6 +128,28 @@ def test_parameters_that_transformers_freezes_are_of_every_version_and_of_the_ex
     exported = models.load(tmp_path / "final").model.state_dict()
     for name, one in models.load(path).model.state_dict().items():
         torch.testing.assert_close(exported[name], one, rtol=0, atol=0)
+
+
+@pytest.mark.usefixtures("alone")
+def test_ranks_that_export_nothing_hold_one_whole_weight_at_a_time(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mesh = mesh_of("cpu", case.config_of().learner.mesh)
+    # FSDP shards the weights of a single rank too if they are offloaded.
+    held = load_policy.load(case.config_of().model, folder, 1.0, mesh, offload=True)
+    whole_of, made, most = tensor_parallel.whole_of, list[weakref.ref[torch.Tensor]](), 0
+
+    def watched(weight: DTensor) -> torch.Tensor:
+        nonlocal most
+        whole = whole_of(weight)
+        made.append(weakref.ref(whole))
+        most = max(most, sum(one() is not None for one in made))
+        return whole
+
+    monkeypatch.setattr(tensor_parallel, "whole_of", watched)
+    monkeypatch.setattr(dist, "get_rank", lambda group=None: 1)
+    assert policy.gather_weights(held, "bfloat16") == {}
+    assert len(made) > 1 and most == 1
 
 
 def test_weights_of_another_model_are_not_exported(start: Path, tmp_path: Path) -> None:
