@@ -59,18 +59,25 @@ def ranks_per_node(config: Config, nodes: Sequence[Mapping[str, float]]) -> int:
     """Return the number of neighbouring ranks to put into one bundle, so that Ray places them on one node.
 
     The number is the first that fits the resources of `nodes`: the ranks of a replica, if the model has several; the
-    ranks that exchange tokens in every layer; 1. Ray orders equal bundles arbitrarily, and may separate neighbours.
+    ranks that exchange tokens in every layer; a divisor of these. If the ranks need more nodes, nodes like these are
+    expected to join. Ray orders equal bundles arbitrarily, and may separate neighbours.
     """
     learner, mesh = config.learner, config.learner.mesh
     if shares_gpus(config) or learner.gpus % 1:
         return 1
-    copy = mesh.shards(learner.ranks) if mesh.replicate > 1 else 1
-    for size in sorted({copy, exchanging(config)}, reverse=True):
-        bundle = _bundle(size * learner.thread_count, size * learner.gpus)
-        num_bundles = sum(min(int(node.get(name, 0) // amount) for name, amount in bundle.items()) for node in nodes)
-        if num_bundles * size >= learner.ranks:
+    copy, together = mesh.shards(learner.ranks) if mesh.replicate > 1 else 1, exchanging(config)
+    grows = sum(_rooms(config, 1, nodes)) < learner.ranks
+    for size in sorted({copy, *(part for part in range(1, together + 1) if not together % part)}, reverse=True):
+        rooms = _rooms(config, size, nodes)
+        if sum(rooms) * size >= learner.ranks or (grows and any(rooms)):
             return size
     return 1
+
+
+def _rooms(config: Config, ranks: int, nodes: Sequence[Mapping[str, float]]) -> list[int]:
+    """Return the number of bundles of `ranks` ranks that each of `nodes` has room for."""
+    bundle = _bundle(ranks * config.learner.thread_count, ranks * config.learner.gpus)
+    return [min(int(node.get(name, 0) // amount) for name, amount in bundle.items()) for node in nodes]
 
 
 def exchanging(config: Config) -> int:
@@ -115,7 +122,7 @@ def _cluster_ranks_per_node(config: Config) -> int:
     nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
     together, needed = ranks_per_node(config, nodes), exchanging(config)
     if together < needed:
-        log.info("learner.mesh: %d ranks exchange tokens in every layer, and no node has room for all of them", needed)
+        log.info("learner.mesh: %d ranks exchange tokens in every layer, and a node gets %d of them", needed, together)
     return together
 
 

@@ -45,10 +45,13 @@ TOGETHER = {
     "slices and experts": (["learner.mesh={context=2, expert=8}"], NODES, 8),
     "copies": (["learner.mesh={replicate=4}"], NODES, 8),
     "copies of which a node has no whole one": (["learner.mesh={replicate=2, tensor=4}"], NODES, 4),
-    "more than a node has": (["learner.mesh={expert=16}"], NODES, 1),
-    "a node with a GPU too few": (["learner.mesh={tensor=8}"], [*NODES[1:], {"CPU": 64.0, "GPU": 7.0}], 1),
-    "a cluster that is to grow": (["learner.mesh={tensor=8}"], NODES[:2], 1),
-    "too few cores": (["learner.mesh={tensor=4}", "learner.threads=17"], NODES, 1),
+    "more than a node has": (["learner.mesh={expert=16}"], NODES, 8),
+    "slices of a node and experts of two": (["learner.mesh={context=2, tensor=4, expert=16}"], NODES, 8),
+    "nodes with a GPU too few": (["learner.mesh={tensor=8}"], [*NODES[1:], *[{"CPU": 64.0, "GPU": 7.0}] * 2], 4),
+    "a cluster whose other nodes have not joined yet": (["learner.mesh={tensor=8}"], NODES[:1], 8),
+    "copies, of which a node that has joined has no whole one": (["learner.mesh={replicate=2}"], NODES[:1], 1),
+    "a cluster without a GPU so far": (["learner.mesh={tensor=8}"], [{"CPU": 64.0}], 1),
+    "too few cores": (["learner.mesh={tensor=4}", "learner.threads=17"], NODES * 3, 1),
 }
 
 
