@@ -154,11 +154,12 @@ class Updater:
                 shares: list[MicroBatchLoss] = []
                 counts = self._counts(batch, rows)
                 self.optimizer.zero_grad(set_to_none=True)
-                for number, micro_batch in enumerate(self._micro_batches(batch, rows, active)):
+                micro_batches = self._micro_batches(batch, rows, active)
+                for number, micro_batch in enumerate(micro_batches, 1):
                     has_graph = graphs and epoch.part != "critic"
-                    current = graphs[number] if has_graph else score(self.policy, batch, micro_batch, epoch.part)
+                    current = graphs[number - 1] if has_graph else score(self.policy, batch, micro_batch, epoch.part)
                     share = loss.share(to_device(micro_batch, self.device), epoch.part, current, counts)
-                    self.backward(share.loss)
+                    self.backward(share.loss, is_last=number == len(micro_batches))
                     shares.append(share._replace(loss=share.loss.detach()))
                 minibatches.append(self._step(epoch, rows, shares, active, frozen=frozen))
         self._warn_empty_steps(batch.version, minibatches)
@@ -267,8 +268,10 @@ class Updater:
         return micro_batches or [rows[:0]] * bool(active.idle_B[rows].any())
 
     @phase("backward")
-    def backward(self, loss: Tensor) -> None:
-        """Add the gradient of a micro-batch's share of the loss."""
+    def backward(self, loss: Tensor, *, is_last: bool) -> None:
+        """Add the gradient of a micro-batch's share of the loss; after a step's last one, replicas add theirs up."""
+        if isinstance(self.policy, FSDPModule):
+            self.policy.set_requires_all_reduce(is_last)
         # FSDP sums gradients over ranks, so the denominators count the rows of all ranks.
         loss.backward()
 

@@ -142,11 +142,11 @@ def test_passes_wait_for_nothing_on_the_gpu(
     """torch raises where the host would wait for a GPU in a pass, a loss or a backward pass."""
 
     def watched(function: Callable[..., Any]) -> Callable[..., Any]:
-        def called(*arguments: Any) -> Any:
+        def called(*arguments: Any, **named: Any) -> Any:
             before = torch.cuda.get_sync_debug_mode()
             torch.cuda.set_sync_debug_mode("error")
             try:
-                return function(*arguments)
+                return function(*arguments, **named)
             finally:
                 torch.cuda.set_sync_debug_mode(before)
 

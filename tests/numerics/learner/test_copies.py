@@ -1,7 +1,9 @@
 """Several copies of a sharded model (FSDP2's hybrid sharding): the update of one rank, one push, one checkpoint."""
 
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Iterator, Mapping
 from concurrent.futures import Future
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +13,7 @@ import torch
 import torch.distributed as dist
 from msgspec import structs
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule
 
 from streamppo.errors import ConfigError
 from streamppo.learner import device
@@ -21,6 +24,7 @@ from streamppo.learner.checkpoint.manifest import CheckpointState, DamagedFile
 from streamppo.learner.model import load_policy, optimizer
 from streamppo.learner.model import policy as model
 from streamppo.learner.model.snapshot import snapshot
+from streamppo.learner.update import Updater
 from streamppo.weights.buckets import Buckets, pack_whole
 from streamppo.weights.pusher import PushedVersion
 from streamppo.weights.shares import join
@@ -35,8 +39,10 @@ def made(ranks: int, folder: Path, out: Path) -> dict[str, Any]:
     load_policy.SHARD_LAYERS_ABOVE = 0
     overrides = [f"learner.ranks={ranks}", f"learner.mesh.replicate={COPIES if ranks > 1 else 1}", "learner.lr=0.01"]
     updater = case.updater(case.config_of(*overrides, "learner.micro_batch_tokens=40"), folder)
-    metrics = case.metrics(updater, pad(case.batch()))
-    found: dict[str, Any] = {"weights": case.whole(updater.policy), "metrics": metrics}
+    with counted() as counts:
+        metrics = case.metrics(updater, pad(case.batch()))
+    found: dict[str, Any] = {"weights": case.whole(updater.policy), "metrics": metrics, "counts": dict(counts)}
+    found["parts"] = sum(isinstance(module, FSDPModule) for module in updater.policy.modules())
     buckets = Buckets(model.shards(updater.policy, "bfloat16"), 3000)
     snapshot(updater.policy, buckets.tensors)
     pushes: list[Any] = [None] * ranks
@@ -47,6 +53,25 @@ def made(ranks: int, folder: Path, out: Path) -> dict[str, Any]:
     if ranks > 1:
         found |= checkpointed(updater, out)
     return found | {"adapters": adapters(ranks, folder, overrides)}
+
+
+@contextmanager
+def counted() -> Iterator[Counter[str]]:
+    """Count backward passes, and FSDP's sums over copies."""
+    counts, all_reduce, backward = Counter[str](), dist.all_reduce, Updater.backward
+
+    def add_up(*arguments: Any, **named: Any) -> Any:
+        counts["sums"] += "group" in named
+        return all_reduce(*arguments, **named)
+
+    def passed_back(*arguments: Any, **named: Any) -> None:
+        counts["passes"] += 1
+        backward(*arguments, **named)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dist, "all_reduce", add_up)
+        patch.setattr(Updater, "backward", passed_back)
+        yield counts
 
 
 def adapters(ranks: int, folder: Path, overrides: list[str]) -> dict[str, Any]:
@@ -99,6 +124,8 @@ def test_two_copies_of_two_shards_make_the_update_the_push_and_the_checkpoint_of
     of_one, of_four = (case.by_ranks(made, ranks, tmp_path, folder, tmp_path / "checkpoints") for ranks in (1, RANKS))
     case.assert_same((of_one["weights"], of_one["metrics"]), (of_four["weights"], of_four["metrics"]))
     assert of_four["digests"][0] == of_four["digests"][1], "what was pushed is the whole policy, once"
+    counts = of_four["counts"]
+    assert counts["passes"] > 1 and counts["sums"] == of_four["parts"], "copies add up their gradients once a step"
     # The first copy publishes and saves; what the others save is their random numbers.
     assert sum(of_four["bytes"][:COPIES]) >= sum(of_one["bytes"]) > 0 and of_four["bytes"][COPIES:] == [0, 0]
     assert of_four["same"] and min(of_four["sizes"][:COPIES]) > 3 * max(of_four["sizes"][COPIES:]) > 0

@@ -76,9 +76,9 @@ def watched(monkeypatch: pytest.MonkeyPatch) -> Iterator[Refuses]:
     mode = Refuses()
 
     def within(function: Callable[..., Any]) -> Callable[..., Any]:
-        def called(*arguments: Any) -> Any:
+        def called(*arguments: Any, **named: Any) -> Any:
             with mode:
-                return function(*arguments)
+                return function(*arguments, **named)
 
         return called
 

@@ -275,7 +275,7 @@ def test_the_debugger_stops_where_the_update_begins(
 def test_an_operation_that_is_not_exact_ends_the_update_with_the_setting(
     bundled: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Updater, "backward", lambda *_: torch.zeros(2).put_(torch.tensor([0]), torch.ones(1)))
+    monkeypatch.setattr(Updater, "backward", lambda *_, **__: torch.zeros(2).put_(torch.tensor([0]), torch.ones(1)))
     torch.use_deterministic_algorithms(True)
     try:
         assert cli.main(["replay", str(bundled)]) == 1
