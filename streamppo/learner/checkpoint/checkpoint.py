@@ -35,7 +35,7 @@ from streamppo.learner.checkpoint.distcp import METADATA
 from streamppo.learner.checkpoint.history import History
 from streamppo.learner.checkpoint.manifest import CheckpointFiles, CheckpointState, DamagedFile
 from streamppo.learner.checkpoint.remote import CheckpointStore, Copier
-from streamppo.learner.device import from_first_rank, gather
+from streamppo.learner.device import LOAD, from_first_rank, gather
 from streamppo.learner.model.policy import rank_in_copy
 from streamppo.weights.pusher import PushedVersion
 
@@ -58,7 +58,8 @@ class Saver:
     """Writes checkpoints during training, one at a time, in a separate process group. A collective."""
 
     def __init__(self, config: Checkpoint) -> None:
-        group = dist.new_group(backend="gloo")
+        # A rank on the disk's node may have to wait for a checkpoint of hundreds of GiB from the others.
+        group = dist.new_group(backend="gloo", timeout=LOAD)
         assert isinstance(group, dist.ProcessGroup)
         self._group = group
         self._config = config

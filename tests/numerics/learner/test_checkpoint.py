@@ -17,6 +17,7 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 from streamppo import durable
 from streamppo.algorithms.exploration import Bonus
 from streamppo.errors import CheckpointError
+from streamppo.learner import device
 from streamppo.learner.batch.padded import pad
 from streamppo.learner.checkpoint import checkpoint, manifest
 from streamppo.learner.checkpoint.checkpoint import Saver, TrainState
@@ -111,6 +112,12 @@ def test_a_checkpoint_brings_back_weights_optimizer_and_what_updates_hand_on(fol
     assert two.beta == one.beta
     expected = case.whole(one.policy)
     assert all(torch.equal(expected[name], tensor) for name, tensor in case.whole(two.policy).items())
+
+
+@ALONE
+def test_ranks_wait_for_a_checkpoint_as_long_as_for_a_model(folder: Path) -> None:
+    group = saver_of(case.updater(case.config_of(), folder))._group
+    assert group._get_backend(torch.device("cpu")).options._timeout == device.LOAD
 
 
 @ALONE
