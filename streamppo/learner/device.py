@@ -21,7 +21,7 @@ DETERMINISTIC = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "FLASH_ATTENTION_DETERMIN
 """Environment variables that make cuBLAS and flash-attn deterministic, set before their first use."""
 INEXACT = re.compile(r"^(\S+) does not have a deterministic implementation")
 LOAD = timedelta(hours=2)
-"""Timeout of a collective while models load: rank 0 may need over 10 minutes to read a 70B model for all ranks."""
+"""Timeout of a collective while models load (rank 0 may read a 70B model for all ranks) or a checkpoint is written."""
 LOOPBACK = ("127.0.0.1", "::1")
 GLOO, NCCL = "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"
 """Environment variables for the network interface of gloo and of NCCL; a value that the user has set is kept."""
@@ -173,5 +173,6 @@ def expect(timeout: timedelta, mesh: DeviceMesh, *groups: dist.ProcessGroup) -> 
 
 def _store(host: str, port: int, rank: int, ranks: int) -> dist.Store:
     """Rank 0 listens only at `host`; by default torch would listen at every address."""
-    listening = socket.create_server((host, port)).detach() if rank == 0 else None
+    family, *_ = socket.getaddrinfo(host, port)[0]
+    listening = socket.create_server((host, port), family=family).detach() if rank == 0 else None
     return dist.TCPStore(host, port, ranks, rank == 0, master_listen_fd=listening)

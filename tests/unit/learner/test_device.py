@@ -131,6 +131,20 @@ def test_collectives_have_long_limits_while_models_are_read_and_short_ones_after
         dist.destroy_process_group()
 
 
+@pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "::1"])
+def test_rank_0_listens_at_an_address_of_either_family(host: str) -> None:
+    try:
+        with socket.create_server((host, 0), family=socket.getaddrinfo(host, 0)[0][0]) as free:
+            port = free.getsockname()[1]
+    except OSError:
+        pytest.skip(f"this machine has no address {host}")
+    device.join(torch.device("cpu"), (host, port), 0, 1)
+    try:
+        assert device.gather("met") == ["met"]
+    finally:
+        dist.destroy_process_group()
+
+
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_sums_are_asked_for_where_there_are_other_ranks(monkeypatch: pytest.MonkeyPatch, ranks: int) -> None:
     monkeypatch.setattr(dist, "get_world_size", lambda _: ranks)
