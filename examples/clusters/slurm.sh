@@ -2,8 +2,9 @@
 # One run on a Slurm cluster:   sbatch --nodes=3 --job-name=math examples/clusters/slurm.sh configs/math.toml [name=value ...]
 #
 # Every node starts Ray, and the first one runs streamppo. The folder in which sbatch is called, and HOME, must be on a
-# disk that all nodes see under the same path; GPUs are asked for by --gpus-per-node. The job's name is that of the run: the
-# same command continues it. A job that is preempted, or runs out of time, has two minutes to save a checkpoint.
+# disk that all nodes see under the same path, and runs/ on a disk of the first node (docs/clusters.md). GPUs are asked for
+# by --gpus-per-node. The job's name is that of the run: the same command continues it. A job that is preempted, or runs out
+# of time, has two minutes to save a checkpoint.
 #SBATCH --ntasks-per-node=1
 #SBATCH --exclusive
 #SBATCH --requeue

@@ -21,6 +21,7 @@ from test_run import MARK, family, gone, summary, wait_for_updates
 from benchmarks.faults import node_deaths
 from benchmarks.lib import networks
 from streamppo.config import file as configfile
+from streamppo.driver.ray import placement
 
 CLUSTERS = REPOSITORY / "examples" / "clusters"
 SHORT = ("queue.batch_size=64", "model.tiny.max_steps=20", "evaluation.every=0", "evaluation.prompts=8")
@@ -129,6 +130,17 @@ def commands(text: str) -> list[list[str]]:
     """The words of every `streamppo run` in a text, without shell variables."""
     lines = re.findall(r"^.*?\b(streamppo run .*)$", text.replace("\\\n", " "), re.MULTILINE)
     return [[word for word in shlex.split(line, comments=True) if "$" not in word and word != "&"] for line in lines]
+
+
+JOBS = {path.stem: path for path in (REPOSITORY / "configs").glob("*.toml") if "sbatch" in path.read_text()}
+
+
+@pytest.mark.parametrize("name", JOBS)
+def test_a_job_that_a_configuration_names_has_the_gpus_that_its_run_asks_for(name: str) -> None:
+    (words,) = re.findall(r"sbatch (.*)", JOBS[name].read_text())
+    options = dict(word.removeprefix("--").split("=") for word in shlex.split(words) if word.startswith("--"))
+    asked = placement.plan(configfile.load(JOBS[name])).total("GPU")
+    assert int(options["nodes"]) * int(options.get("gpus-per-node", 0)) == asked > 0
 
 
 @pytest.mark.parametrize("name", ["rayjob.yaml", "sky.yaml"])
