@@ -31,11 +31,16 @@ def per_update(lines: Sequence[Line]) -> dict[str, dict[str, PerUpdate]]:
     made_at = [line["wall_s"] for line in lines if "update" in line]
     by_process: dict[str, dict[str, PerUpdate]] = {}
     for process, last in {line["phases"]: line for line in timed}.items():
-        first = next(line for line in timed if line["phases"] == process and abs(_began(line) - _began(last)) < 1)
+        first = next(line for line in timed if line["phases"] == process and (line is last or is_same(line, last)))
         since, before = (_began(last), {}) if first is last else (first["wall_s"], first["spent"])
         if updates := sum(since <= at <= last["wall_s"] for at in made_at):
             by_process[process] = _divided(between(before, last["spent"]), updates)
     return by_process
+
+
+def is_same(before: PhasesLine, after: PhasesLine) -> bool:
+    """Return whether the process of line `after` also wrote `before`: a process that was restarted began later."""
+    return _began(after) <= before["wall_s"]
 
 
 def _began(line: PhasesLine) -> float:

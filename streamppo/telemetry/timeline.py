@@ -1,7 +1,7 @@
 """Computes when a run's events happened, and describes instant events, for the pages' timelines and the trace."""
 
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from streamppo.telemetry.metrics_file import EngineLine, Line, UpdateLine
 
@@ -48,7 +48,9 @@ def engine_intervals(lines: Sequence[Line]) -> Iterator[EngineInterval]:
 
 def engine_interval(before: EngineLine | None, line: EngineLine) -> EngineInterval:
     """Return the interval from `before` to `line`; without a `before` of the same engine, from its start."""
-    if before is not None and before["tokens"] <= line["tokens"]:
+    counters: tuple[Literal["tokens", "busy_s", "idle_s"], ...] = ("tokens", "busy_s", "idle_s")
+    # An engine that was restarted counts from 0 again.
+    if before is not None and all(before[name] <= line[name] for name in counters):
         return EngineInterval(before, line)
     began_s = max(0.0, line["wall_s"] - line["busy_s"] - line["idle_s"])
     return EngineInterval({**line, "wall_s": began_s, "tokens": 0, "busy_s": 0.0, "idle_s": 0.0}, line)

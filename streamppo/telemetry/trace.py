@@ -82,16 +82,16 @@ def _counters(lines: Sequence[Line]) -> Iterator[Event]:
         elif "phases" in line:
             before = processes.get(line["phases"])
             processes[line["phases"]] = line
-            if before is not None:
+            if before is not None and phase_times.is_same(before, line):
                 yield from _spent(line, before)
 
 
 def _spent(line: PhasesLine, before: PhasesLine) -> Iterator[Event]:
-    """Yield each phase's seconds per second since the process's previous line; nothing if the process restarted."""
+    """Yield each phase's seconds per second since the process's previous line."""
     lasts = max(line["wall_s"] - before["wall_s"], 1e-9)
     spent = phase_times.between(before["spent"], line["spent"])
     shares = {name: wall_s / lasts for name, (_, wall_s, _) in spent.items() if name != WHOLE}
-    if shares and min(shares.values()) >= 0:
+    if shares:
         yield _counter(f"{line['phases']}: seconds a second", before["wall_s"], shares)
 
 

@@ -159,7 +159,10 @@ def _intervals(lines: Iterable[Line], first_s: float) -> dict[str, list[Interval
     for line in lines:
         if "phases" in line and line["wall_s"] >= first_s:
             phases.setdefault(line["phases"], []).append(line)
-    return {name: list(itertools.starmap(_interval, itertools.pairwise(reports))) for name, reports in phases.items()}
+    return {
+        name: [_interval(*pair) for pair in itertools.pairwise(reports) if phase_times.is_same(*pair)]
+        for name, reports in phases.items()
+    }
 
 
 def _interval(before: PhasesLine, after: PhasesLine) -> Interval:

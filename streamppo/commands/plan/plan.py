@@ -23,6 +23,7 @@ from streamppo.errors import ConfigError, RunError
 from streamppo.learner import gradient_checkpointing, memory
 from streamppo.queue.rules.state import queue_settings
 from streamppo.telemetry import host, metrics_file
+from streamppo.telemetry.metrics_file import UpdateLine
 from streamppo.terminal import counted
 from streamppo.weights.models.settings import read_settings
 
@@ -183,17 +184,31 @@ def on_gpus(config: Config, hardware: Hardware, assumed: Assumed, to: Path | Non
 
 def realised(run: Path) -> Realised:
     """Measure a run after the updates that a prediction skips. Raises `ConfigError` if there are too few updates."""
-    lines, skip = metrics_file.updates(run), skipped(queue_settings(configfile.load(run / configfile.CONFIG)))
-    if len(lines) < skip + 2:
-        raise ConfigError(f"{run}: {len(lines)} updates are too few to compare; the first {skip + 1} do not count")
-    seconds = lines[-1]["wall_s"] - lines[skip]["wall_s"]
-    rows = [metrics_file.numbers(line) for line in lines[skip + 1 :]]
+    skip = skipped(queue_settings(configfile.load(run / configfile.CONFIG)))
+    parts = _updates_by_part(run)
+    counted = [part[skip:] for part in parts if len(part) >= skip + 2]
+    if not counted:
+        most = max(map(len, parts), default=0)
+        raise ConfigError(f"{run}: {most} updates are too few to compare; the first {skip + 1} do not count")
+    seconds = sum(part[-1]["wall_s"] - part[0]["wall_s"] for part in counted)
+    rows = [metrics_file.numbers(line) for part in counted for line in part[1:]]
     return Realised(
         updates_per_s=len(rows) / seconds,
         tokens_per_s=sum(row["tokens"] for row in rows) / seconds,
         lag_mean=sum(row["lag_mean"] * row["tokens"] for row in rows) / sum(row["tokens"] for row in rows),
         learner_waits=sum(row["wait_s"] for row in rows) / seconds,
     )
+
+
+def _updates_by_part(run: Path) -> list[list[UpdateLine]]:
+    """Return the updates of each part of a run. A resumed run does not train while its next part starts."""
+    parts: list[list[UpdateLine]] = [[]]
+    for line in metrics_file.read(run):
+        if "part" in line:
+            parts.append([])
+        elif "update" in line:
+            parts[-1].append(line)
+    return parts
 
 
 def lognormal(mean: float, most: int) -> list[int]:

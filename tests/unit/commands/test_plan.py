@@ -187,6 +187,30 @@ def test_the_costs_of_a_run_are_its_phases_over_what_they_were_for(run: Callable
     assert measured.lengths(run("b"))[1] == [3] * 32
 
 
+@pytest.fixture
+def resumed(run: Callable[..., Path]) -> Path:
+    """A run of two parts of 20 updates: 40 s pass before the second part's processes start and count from 0."""
+    folder = run("resumed", seconds=20)
+    path = folder / metrics_file.METRICS
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    later = [line | {"wall_s": line["wall_s"] + 60.0} for line in lines]
+    later = [line | {"update": line["update"] + 20} if "update" in line else line for line in later]
+    parts = [{"part": 1, "wall_s": 0.0, "version": 0}, *lines, {"part": 2, "wall_s": 20.0, "version": 20}, *later]
+    path.write_text("".join(json.dumps(line) + "\n" for line in parts))
+    return folder
+
+
+def test_a_resumed_run_has_the_costs_and_the_pace_of_its_parts(resumed: Path) -> None:
+    read = measured.read(resumed)
+    spans = {interval.end_s - interval.begin_s for intervals in read.intervals.values() for interval in intervals}
+    assert spans == {1.0}, "no interval covers the pause"
+    costs = measured.costs([read])
+    assert costs.step_s * 10 + costs.row_s * 80 == pytest.approx(0.1)
+    assert costs.update_s + costs.token_s * 100 == pytest.approx(0.5)
+    realised = plan.realised(resumed)
+    assert realised.updates_per_s == 1.0 and realised.tokens_per_s == pytest.approx(80.0)
+
+
 def test_a_run_that_was_too_short_is_refused(run: Callable[..., Path], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", str(MATH), "--measured", str(run("a", seconds=1))]) == 1
     assert "too short a run to measure: after its first update, the learner wrote" in capsys.readouterr().err

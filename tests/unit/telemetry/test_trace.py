@@ -9,7 +9,7 @@ import pytest
 from streamppo.cli import main
 from streamppo.config import file as configfile
 from streamppo.config.sections import Config
-from streamppo.telemetry import trace
+from streamppo.telemetry import timeline, trace
 from streamppo.telemetry.metrics_file import METRICS
 
 UPDATE = {"reward": 0.5, "tokens_trained": 9.0, "tokens_too_old": 0.0, "lag_histogram": {"1": 9}, "lag_mean": 1.0}
@@ -29,7 +29,7 @@ LINES: list[Any] = [
     {"engine": "rollout-0", "wall_s": 9.0, "version": 3, "tokens": 500, "busy_s": 8, "idle_s": 0, "sampled": None},
     {"phases": "queue", "wall_s": 9.0, "spent": {"process": [1, 9.0, 4.0], "journal": [9, 0.9, 0.5]}},
     {"engine": "rollout-0", "wall_s": 10.0, "version": 3, "tokens": 20, "busy_s": 1, "idle_s": 0, "sampled": None},
-    {"phases": "queue", "wall_s": 10.0, "spent": {"process": [1, 1.0, 0.1], "journal": [1, 0.01, 0.01]}},
+    {"phases": "queue", "wall_s": 10.0, "spent": {"process": [1, 0.5, 0.1], "journal": [1, 0.01, 0.01]}},
     {"end": "finished", "wall_s": 11.0},
 ]
 
@@ -95,3 +95,13 @@ def test_the_command_writes_a_file_that_a_reader_of_json_reads(
     assert main(["trace", str(run), "--to", str(to)]) == 0
     assert json.loads(to.read_text())["traceEvents"] == trace.events(LINES, "run")
     assert main(["trace", str(run), "--to", str(tmp_path / "nowhere" / "trace.json")]) == 1
+
+
+def test_an_engine_that_began_anew_has_no_negative_time_even_if_it_has_sampled_more_than_before() -> None:
+    before, after = (
+        {"engine": "rollout-0", "version": 0, "sampled": None, "tokens": tokens, "busy_s": busy_s, "idle_s": 1.0}
+        for tokens, busy_s in ((100, 7.0), (150, 4.0))
+    )
+    lines: list[Any] = [{**before, "wall_s": 10.0}, {**after, "wall_s": 20.0}]
+    (_, interval) = timeline.engine_intervals(lines)
+    assert (interval.tokens, interval.lived_s, interval.idle) == (150, 5.0, 0.2)
