@@ -17,6 +17,7 @@ from starlette.applications import Starlette
 
 from streamppo import cli
 from streamppo.commands.look.watching import run_tail, server
+from streamppo.config import file as configfile
 from streamppo.config.sections import Config
 from streamppo.driver.run_folder import driver_lock
 from streamppo.errors import RunError
@@ -90,6 +91,20 @@ def test_a_run_that_dies_and_whose_folder_goes_is_shown_as_it_was(run: Path) -> 
     (gone,) = get(app, "/sections")
     assert gone.json()["sections"]["curves"] == dead.json()["sections"]["curves"]
     assert gone.json()["sections"]["data"] == dead.json()["sections"]["data"]
+
+
+def test_a_resume_with_other_overrides_changes_the_page_that_is_open(run: Path) -> None:
+    config = configfile.load(run / configfile.CONFIG, ["updates=24"])
+    configfile.save(config, run)
+    watched = run_tail.WatchedRun(run, "math")
+    before = watched.tag()
+    assert watched.tag() == before and watched.run_view().state.updates == 24
+    curve = list(watched.run_view().state.curves["reward"].means)
+    configfile.save(configfile.change(config, ["updates=99", "queue.batch_size=8"]), run)
+    assert watched.tag() != before
+    state = watched.run_view().state
+    assert (state.updates, state.batch_size, state.version) == (99, 8, 24) and state.curves["reward"].means == curve
+    assert "updates = 99" in watched.view.config and watched.view.notes == []
 
 
 def test_a_run_that_has_just_begun_has_a_page(run: Path) -> None:
@@ -271,3 +286,11 @@ def test_a_run_is_wanted(run: Path, tmp_path: Path, capsys: pytest.CaptureFixtur
     assert cli.main(["watch", str(tmp_path)]) == 1
     assert "no run found" in capsys.readouterr().err
     assert cli.main(["watch", str(run / "config.toml")]) == 2
+
+
+def test_ctrl_c_ends_the_page_with_the_exit_code_of_every_command(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(server.uvicorn.Server, "run", interrupted)
+    assert cli.main(["watch", str(run), "--port", "0"]) == 130

@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Protocol
 
@@ -46,13 +47,12 @@ class WatchedRun:
         self._num_changes = 0
         self._condition = ""
         self.view = View(name, [])
-        self.config = report.try_part(self.view, lambda: configfile.load(folder / configfile.CONFIG))
-        self._notes = list(self.view.notes)
-        self.view.config = configfile.show(self.config) if self.config else ""
-        self._begin()
+        self._config_ns = -1
+        self._load_config()
 
     def tag(self) -> str:
-        """Read the new lines, and the journal at most every `JOURNAL_S`."""
+        """Read the new lines, a changed configuration, and the journal at most every `JOURNAL_S`."""
+        self._load_config()
         self._read()
         self._condition = report.try_part(self.view, self._state_of_driver) or self.view.outcome
         is_due = time.monotonic() - self._journal_at >= JOURNAL_S and not self._is_early
@@ -65,6 +65,22 @@ class WatchedRun:
 
     def run_view(self) -> RunView:
         return RunView(self.view, self._state, self._condition)
+
+    def _load_config(self) -> None:
+        """Load the configuration if its file is new (a resume and `scale` change it), and count all lines again."""
+        path, written_ns = self._folder / configfile.CONFIG, 0
+        with suppress(OSError):
+            written_ns = path.stat().st_mtime_ns
+        # A folder that is gone is shown as it was.
+        if written_ns == self._config_ns or (self._config_ns > 0 and not written_ns):
+            return
+        self._config_ns, self.view.notes, self._journal_at = written_ns, [], -JOURNAL_S
+        self.config = report.try_part(self.view, lambda: configfile.load(path))
+        self._notes = list(self.view.notes)
+        self.view.config = configfile.show(self.config) if self.config else ""
+        self._num_changes += 1
+        self._begin()
+        report.try_part(self.view, lambda: self._count(self._lines.content.lines))
 
     def _begin(self) -> None:
         config, name = self.config, self.view.name
@@ -81,7 +97,10 @@ class WatchedRun:
             self._begin()
         self.view.lines = self._lines.content.lines
         self.view.summary = report.try_part(self.view, lambda: read_summary(self._folder))
-        for line in new:
+        self._count(new)
+
+    def _count(self, lines: Sequence[Line]) -> None:
+        for line in lines:
             self._state.add(line)
             if self._diagnosis is not None:
                 self._diagnosis.add(line)

@@ -64,8 +64,7 @@ def watch(run: Path, others: Sequence[Path], host: str, port: int | None) -> int
         echo("It goes over the network unencrypted: `ssh -L` to a page on loopback is safer.")
     app = application(run, list(others), token)
     settings = uvicorn.Config(app, log_level="warning", lifespan="off", timeout_graceful_shutdown=ENDING_S)
-    with suppress(KeyboardInterrupt):
-        uvicorn.Server(settings).run(sockets=[listener])
+    uvicorn.Server(settings).run(sockets=[listener])
     return 0
 
 
@@ -117,7 +116,7 @@ class Page:
 
     def asset(self, request: Request) -> Response:
         kind, parts = ASSETS[request.url.path]
-        return Response("\n".join(part.read_text() for part in parts), media_type=kind)
+        return Response("\n".join(part.read_text("utf-8") for part in parts), media_type=kind)
 
     def sections(self, request: Request) -> Response:
         """Return the sections if anything has changed, and the seconds until the next request."""
