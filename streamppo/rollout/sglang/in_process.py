@@ -127,7 +127,8 @@ class LaunchSettings(NamedTuple):
 async def start(settings: LaunchSettings, number: int) -> ProcessLink:
     """Start SGLang's processes, with the seed `settings.seed + number`.
 
-    Raises `ModelError` if they do not start, and `ConnectionError` if one of them is killed meanwhile.
+    Raises `ModelError` if they do not start, and `ConnectionError` if one of them is killed meanwhile, or if another
+    process has taken a port.
     """
     # SGLang's processes send SIGQUIT to their parent when they die, which by default would end the parent.
     ctypes.CDLL(None).signal(signal.SIGQUIT, ctypes.c_void_p(signal.SIG_IGN))
@@ -153,8 +154,9 @@ async def start(settings: LaunchSettings, number: int) -> ProcessLink:
             output.show()
             timeout = f"not within rollout.engine.start_s ({settings.start_s:g} s)"
             reason = timeout if isinstance(error, TimeoutError) else str(error).partition("\n")[0]
-            if killed and not output.reason():
-                raise ConnectionError(killed) from error
+            # SGLang finds a free port long before it listens there, and other engines of the machine may take it.
+            if output.reason().startswith(processes.PORT) or (killed and not output.reason()):
+                raise ConnectionError(output.reason() or killed) from error
             raise ModelError(f"SGLang cannot start: {output.reason() or reason}") from error
         undo.pop_all()
         os.unlink(log)

@@ -47,5 +47,6 @@ class Link(Protocol):
 Start: TypeAlias = Callable[[int], Awaitable[Link]]
 """Starts SGLang, or waits for a server. The argument counts starts from 0.
 
-Raises `ModelError` if SGLang cannot start, and `ConnectionError` if it is killed meanwhile.
+Raises `ModelError` if SGLang cannot start, and `ConnectionError` if another start may succeed: if it is killed
+meanwhile, or if another process has taken a port.
 """

@@ -23,9 +23,10 @@ MEMORY = (
     "the model does not fit into the memory that SGLang may use: set a larger rollout.engine.mem_fraction_static, more "
     "rollout.gpus, or choose a smaller model"
 )
+PORT = "a port that it needs is taken"
 EXPLANATIONS = (
     (r"Not enough memory|out of memory|OutOfMemoryError|mem_fraction_static|mem-fraction-static", MEMORY),
-    (r"[Aa]ddress already in use|port \d+ is (already in use|not available)", "a port that it needs is taken"),
+    (r"[Aa]ddress already in use|port \d+ is (already in use|not available)", PORT),
     (r"No CUDA GPUs are available|no NVIDIA driver|libcuda", "there is no GPU: rollout.gpus must be 0 on a CPU"),
     (r"No module named", "a package that SGLang needs is not installed"),
 )

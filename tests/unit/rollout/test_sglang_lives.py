@@ -1,6 +1,8 @@
 """Starts and deaths of SGLang as the actor sees them; this SGLang is a dozen lines."""
 
 import asyncio
+import signal
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -10,7 +12,7 @@ from fake_sglang import CONFIG, Fake, opened, pushed, run
 
 from streamppo.errors import ModelError, WeightsError
 from streamppo.rollout.engine import Sampling
-from streamppo.rollout.sglang import processes
+from streamppo.rollout.sglang import in_process, processes
 from streamppo.rollout.sglang.engine import start
 from streamppo.rollout.sglang.session import STARTS, SessionSetup
 from streamppo.rollout.weight_checks import Architecture
@@ -264,6 +266,38 @@ def test_only_a_signal_is_a_kill() -> None:
     started: Any = [Killed(None), Killed(0), Killed(1), Killed(-9)]
     assert processes.killed(started) == "one of its processes was killed by SIGKILL"
     assert not processes.killed(started[:3])
+
+
+TAKEN = (
+    "[2026-01-01 00:00:00 TP0] Scheduler hit an exception: Traceback (most recent call last):\n"
+    "torch.distributed.DistNetworkError: The server socket has failed to listen on any local network address. port: "
+    "40001, useIpv6: false, code: -98, name: EADDRINUSE, message: address already in use\n"
+)
+
+
+@pytest.mark.parametrize(
+    ("written", "error", "message"),
+    [
+        (TAKEN, ConnectionError, "a port that it needs is taken"),
+        ("ValueError: no\n", ModelError, "start: ValueError: no"),
+    ],
+)
+def test_a_start_whose_port_another_engine_took_may_be_repeated_and_one_with_a_mistake_not(
+    written: str, error: type[Exception], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def build(settings: object, seed: int, log: str) -> None:
+        Path(log).write_text(written)
+        raise RuntimeError("Initialization failed. Please see the error messages above.")
+
+    monkeypatch.setattr(in_process, "_build", build)
+    monkeypatch.setattr(processes, "_contexts", list)
+    settings = in_process.LaunchSettings({}, {}, capacity=1, ranks=1, seed=0, start_s=60.0)
+    before = signal.getsignal(signal.SIGQUIT)
+    try:
+        with pytest.raises(error, match=message):
+            run(in_process.start(settings, 0))
+    finally:
+        signal.signal(signal.SIGQUIT, before)
 
 
 def test_a_first_load_that_never_ends_is_given_up_after_the_start_time_and_named() -> None:
