@@ -54,6 +54,15 @@ def acquire(gpus: float, *, exact: bool = True) -> torch.device:
     return device
 
 
+def refuse_more_gpus() -> None:
+    """Raise `RunError` if Ray shows this process more than one GPU: all ranks and engines would use the first."""
+    if (count := torch.cuda.device_count()) > 1:
+        raise RunError(
+            f"a rank sees {count} GPUs, and all ranks and engines would use the first: unset "
+            "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES where Ray starts"
+        )
+
+
 @contextmanager
 def naming_errors() -> Generator[None]:
     """Turn torch's errors about a full GPU and an operation without a deterministic form into an `UpdateError`."""

@@ -93,6 +93,8 @@ class Rank:
         self._history = decode(past, History)
         store.bring_model(self._config, model_path)
         settings = self._history.at(manifest.version_of(resume_from)).learner
+        if settings.gpus:
+            device.refuse_more_gpus()
         rank_device = device.acquire(settings.gpus, exact=settings.exact)
         device.join(rank_device, address, self._rank, settings.ranks, offload=settings.offload)
         mesh = device.mesh_of(rank_device.type, settings.mesh)

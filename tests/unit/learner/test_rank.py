@@ -9,8 +9,10 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from streamppo.config.sections import Config
+from streamppo.errors import RunError
 from streamppo.learner import device, learner
 from streamppo.learner import rank as module
 from streamppo.learner.checkpoint.history import History
@@ -74,6 +76,22 @@ def test_a_rank_that_has_loaded_has_short_limits_and_gives_signs_of_life_under_t
     assert parts.heard_twice.wait(60)
     assert parts.beats == ["my id", "my id"]
     assert parts.paused_s == [BEAT_S, BEAT_S]
+
+
+def test_a_rank_that_sees_the_gpus_of_the_others_is_refused_before_it_uses_one(
+    math_config: Callable[..., Config], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    parts, configs = Parts(monkeypatch), [math_config(f"learner.gpus={gpus}") for gpus in (1, 0)]
+    monkeypatch.setattr(module.process, "compile_caches", dict)
+    monkeypatch.setenv("PYTORCH_ALLOC_CONF", "")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
+    on_gpu, on_cpu = (Rank(encode(config), 0, parts.queue, 0) for config in configs)
+    on_gpu._fetcher = on_cpu._fetcher = parts  # pyright: ignore[reportAttributeAccessIssue]
+    call = ("127.0.0.1", 1), "model", None
+    with pytest.raises(RunError, match=r"a rank sees 8 GPUs, .* unset RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES"):
+        on_gpu.setup(*call, encode(History({0: configs[0]})))
+    assert parts.asked == []
+    on_cpu.setup(*call, encode(History({0: configs[1]})))
 
 
 @pytest.mark.parametrize(
