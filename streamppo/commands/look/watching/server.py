@@ -57,14 +57,14 @@ def watch(run: Path, others: Sequence[Path], host: str, port: int | None) -> int
     """
     if not run.is_dir():
         raise ConfigError(f"{run}: the first RUN must be a run's folder; a replay can only be compared with it")
-    listener = listen(host, port)
-    token = None if host in LOOPBACK else secrets.token_urlsafe()
-    echo(f"{run.name}: {address(listener, host, token)}   (Ctrl-C ends only this page)")
-    if token is not None:
-        echo("It goes over the network unencrypted: `ssh -L` to a page on loopback is safer.")
-    app = application(run, list(others), token)
-    settings = uvicorn.Config(app, log_level="warning", lifespan="off", timeout_graceful_shutdown=ENDING_S)
-    uvicorn.Server(settings).run(sockets=[listener])
+    with listen(host, port) as listener:
+        token = None if host in LOOPBACK else secrets.token_urlsafe()
+        echo(f"{run.name}: {address(listener, host, token)}   (Ctrl-C ends only this page)")
+        if token is not None:
+            echo("It goes over the network unencrypted: `ssh -L` to a page on loopback is safer.")
+        app = application(run, list(others), token)
+        settings = uvicorn.Config(app, log_level="warning", lifespan="off", timeout_graceful_shutdown=ENDING_S)
+        uvicorn.Server(settings).run(sockets=[listener])
     return 0
 
 
