@@ -10,10 +10,14 @@ Tree: TypeAlias = dict[str, object]
 
 
 class Override(NamedTuple):
-    """One override: the dotted name of a field or section, and its parsed TOML value."""
+    """One override: the dotted name of a field or section, its parsed TOML value, and the value's text if it had one.
+
+    Example: a text field gets the text of `name=2024-11-30`, whose value is a date.
+    """
 
     name: str
     value: object
+    text: str | None = None
 
 
 Rewrite: TypeAlias = Callable[[Sequence[Override]], list[Override]]
@@ -31,7 +35,7 @@ def parse(texts: Sequence[str], rewrite: Rewrite = list) -> list[Override]:
             "\n".join(f"override {text!r} sets more than one field: give each by itself" for text in invalid)
         )
     # Text that is not TOML, such as a word without quotes, is a string.
-    return _kinds_first(rewrite([Override(name, _tree(value).get("value", value)) for name, value in parts]))
+    return _kinds_first(rewrite([Override(name, _tree(value).get("value", value), value) for name, value in parts]))
 
 
 def apply(tree: Tree, overrides: Sequence[Override]) -> list[str]:

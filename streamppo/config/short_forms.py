@@ -23,7 +23,7 @@ import msgspec
 from msgspec import inspect
 
 from streamppo.config.convert import Mistake
-from streamppo.config.overrides import Override, Tree
+from streamppo.config.overrides import Override, Tree, covers
 from streamppo.config.reward import Reward, Scorer
 from streamppo.config.sections import Config
 from streamppo.config.task import DataTask, Source
@@ -113,17 +113,41 @@ def with_kinds(tree: Tree) -> Tree:
 
 
 def as_kinds(overrides: Sequence[Override]) -> list[Override]:
-    """Let each override whose value is a kind set `kind`: algorithm.advantage=grpo sets algorithm.advantage.kind."""
+    """Let each override whose value is a kind set `kind`: algorithm.advantage=grpo sets algorithm.advantage.kind.
+
+    A text field gets the override's text, even if this is a number, a date or true in TOML.
+    """
     return [_as_kind(override) for override in overrides]
 
 
 def _as_kind(override: Override) -> Override:
-    nodes: tuple[inspect.Type, ...] = (_root(),)
-    for part in override.name.split("."):
-        nodes = tuple(_field_types(nodes, part))
+    nodes = _types_of(override.name)
     if isinstance(override.value, str) and _is_choice(nodes, override.value):
         return Override(f"{override.name}.kind", override.value)
+    is_other = override.text is not None and not isinstance(override.value, str | list | dict)
+    if is_other and _are_texts([*nodes, *_types_in_short_forms(override.name)]):
+        return override._replace(value=override.text)
     return override._replace(value=_with_kinds(nodes, override.value))
+
+
+def _types_of(name: str) -> tuple[inspect.Type, ...]:
+    """Return the types of the field with the dotted `name`; none if there is no such field."""
+    nodes: tuple[inspect.Type, ...] = (_root(),)
+    for part in name.split("."):
+        nodes = tuple(_field_types(nodes, part))
+    return nodes
+
+
+def _types_in_short_forms(name: str) -> Iterator[inspect.Type]:
+    for short in (SCORER, SOURCE):
+        if covers(short.table, name):
+            yield from _types_of(f"{short.path}{name.removeprefix(short.table)}")
+
+
+def _are_texts(nodes: Sequence[inspect.Type]) -> bool:
+    """Return whether the field is a text in every kind that has it."""
+    options = [option for option in _alternatives(nodes) if not isinstance(option, inspect.NoneType)]
+    return bool(options) and all(isinstance(option, inspect.StrType) for option in options)
 
 
 @cache

@@ -4,6 +4,7 @@ import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
+import msgspec
 import pytest
 import tomli_w
 from conftest import MATH
@@ -120,3 +121,15 @@ def test_a_task_with_data_is_a_data_task_and_a_file_gives_a_run_its_name(tmp_pat
     assert config.name == "mine"
     assert isinstance(config.task, DataTask) and config.task.sources["data"].data == "rows.jsonl"
     assert configfile.load(path, ["name=other"]).name == "other"
+
+
+@pytest.mark.parametrize("text", ["2024-11-30", "7", "1e3", "true", "'7'"])
+def test_a_text_field_takes_what_would_be_a_number_a_date_or_a_truth_value(text: str, tmp_path: Path) -> None:
+    rows = ["task={}", "task.kind=data", f"task.data={tmp_path}", f"task.prompt={text}", f"reward.function={text}"]
+    config = configfile.load(MATH, [f"name={text}", f"telemetry.project={text}", *rows])
+    meant = text.strip("'")
+    assert (config.name, config.telemetry.project) == (meant, meant)
+    assert isinstance(config.task, DataTask) and config.task.sources["data"].prompt == meant
+    assert msgspec.to_builtins(config)["reward"]["scorers"]["reward"]["function"] == meant
+    with pytest.raises(ConfigError, match="updates: must be a whole number of at least 1, not 2024-11-30"):
+        configfile.load(MATH, ["updates=2024-11-30"])
