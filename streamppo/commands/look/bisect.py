@@ -7,7 +7,7 @@ from pathlib import Path
 from streamppo.commands import bisection
 from streamppo.commands.bisection import Answer, ExaminedVersion, Metrics, Question, UserTest
 from streamppo.commands.console import echo, log_to_stderr
-from streamppo.errors import ConfigError
+from streamppo.errors import ConfigError, RunError
 from streamppo.queue.store import archive
 from streamppo.queue.store.archive import Archive
 from streamppo.tasks import plugins
@@ -57,6 +57,8 @@ def _load(path: Path) -> UserTest:
 
 def _examine_records(run: Path, question: Question, test: UserTest | None) -> Answer:
     lines = bisection.lines_of(run)
+    if not lines and question.metric != "accuracy":
+        raise RunError(f"{run}: no update was made yet")
     if test is None:
         values = _values(run, lines, question.metric)
         examined = [ExaminedVersion(version, question.holds(value), value) for version, value in sorted(values.items())]
@@ -75,7 +77,10 @@ def _examine_records(run: Path, question: Question, test: UserTest | None) -> An
 def _values(run: Path, lines: Mapping[int, Metrics], metric: str) -> dict[int, float]:
     if metric == "accuracy":
         evaluations = [line for line in metrics_file.read(run) if "evaluation" in line]
-        return {scored.version: scored.accuracy for scored in progress.evaluations_with_score(evaluations)}
+        scored = progress.evaluations_with_score(evaluations)
+        if not scored:
+            raise RunError(f"{run}: no evaluation has a score yet")
+        return {one.version: one.accuracy for one in scored}
     values = {version: line[metric] for version, line in lines.items() if metric in line}
     if not values:
         known = sorted({name for line in lines.values() for name in line} | {"accuracy"})

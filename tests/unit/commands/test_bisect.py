@@ -1,6 +1,7 @@
 """`bisect` finds the same version as an examination of all versions, and makes only the necessary updates again."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,8 @@ import replay_case
 import thread_run
 
 from streamppo import cli
+from streamppo.config import file as configfile
+from streamppo.config.sections import Config
 from streamppo.telemetry import metrics_file
 
 
@@ -121,6 +124,17 @@ def test_what_cannot_be_asked_is_refused_in_a_sentence(
     assert cli.main(["bisect", str(run), *options])
     said = capsys.readouterr()
     assert reason in said.err and not said.out and "Traceback" not in said.err
+
+
+@pytest.mark.parametrize(
+    ("metric", "reason"), [("accuracy", "no evaluation has a score yet"), ("reward", "no update was made yet")]
+)
+def test_a_run_that_has_just_begun_has_no_answer(
+    metric: str, reason: str, tmp_path: Path, math_config: Callable[..., Config], capsys: pytest.CaptureFixture[str]
+) -> None:
+    configfile.save(math_config(), tmp_path)
+    assert cli.main(["bisect", str(tmp_path), "--metric", metric, "--above", "0"]) == 1
+    assert reason in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
