@@ -13,6 +13,7 @@ from itertools import count
 from pathlib import Path
 from typing import TypeAlias, TypedDict, TypeVar
 
+import msgspec
 import ray
 from msgspec import structs
 from ray.exceptions import RayError
@@ -255,7 +256,8 @@ def _report(
     with durable.naming(folder, RunError):
         durable.folder(folder)
         path = _claim_name(folder)
-        durable.write(path, (json.dumps(content, indent=1) + "\n").encode())
+        # msgspec turns NaN, which is not JSON, into null.
+        durable.write(path, msgspec.json.format(msgspec.json.encode(content), indent=1) + b"\n")
     return path
 
 

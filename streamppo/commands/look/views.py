@@ -65,7 +65,8 @@ def trace(run: Path, to: Path) -> int:
     if not (lines := metrics_file.read(run)):
         raise RunError(f"{run}: {metrics_file.METRICS} has no line yet")
     timeline = {"traceEvents": traces.events(lines, run.name), "displayTimeUnit": "ms"}
-    durable.write_output(to, json.dumps(timeline).encode(), RunError)
+    # A loss that is not finite becomes null: json would write NaN, which is not JSON.
+    durable.write_output(to, msgspec.json.encode(timeline), RunError)
     echo(f"{to}: open it at https://ui.perfetto.dev, or in chrome://tracing; the browser does not upload it", result=to)
     return 0
 

@@ -14,9 +14,11 @@ from streamppo import durable
 from streamppo.commands import replay
 from streamppo.config import file as configfile
 from streamppo.config.sections import Config
+from streamppo.driver import report
 from streamppo.errors import Diverged, RunError
 from streamppo.queue.rules.records import Changes, PublishedVersion
 from streamppo.queue.store.journal import Journal
+from streamppo.telemetry import metrics_file
 from streamppo.types import UpdateReport
 
 DIGESTS = {0: "a" * 64, 1: "b" * 64}
@@ -43,6 +45,15 @@ def remade(patch: pytest.MonkeyPatch, digests: dict[int, str]) -> None:
     """The learner makes these weights."""
     reports = [UpdateReport(version=1, metrics={"entropy": 1.0}, lag_histogram={})]
     patch.setattr(replay, "remake", lambda *_: (digests, reports))
+
+
+def test_a_report_is_json_also_of_an_update_whose_loss_is_not_finite(tmp_path: Path) -> None:
+    metrics = {"policy_loss": float("nan"), "entropy": 1.0, "tokens_trained": 9.0, "tokens_too_old": 0.0}
+    path = replay._report(tmp_path, (), {}, {}, [UpdateReport(version=1, metrics=metrics, lag_histogram={})])
+    (update,) = msgspec.json.decode(path.read_bytes())["updates"]
+    assert update["replayed"] == {**metrics, "policy_loss": None}
+    (line,) = report.replay_view(path).lines
+    assert "update" in line and "policy_loss" not in metrics_file.numbers(line)
 
 
 def test_a_number_stands_for_one_report_whatever_is_deleted(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from streamppo.cli import main
@@ -94,6 +95,10 @@ def test_the_command_writes_a_file_that_a_reader_of_json_reads(
     (run / METRICS).write_text("".join(json.dumps(line) + "\n" for line in LINES))
     assert main(["trace", str(run), "--to", str(to)]) == 0
     assert json.loads(to.read_text())["traceEvents"] == trace.events(LINES, "run")
+    # The gradient of a step that was left out is not finite, and NaN is not JSON.
+    (run / METRICS).write_text("".join(json.dumps({**line, "grad_norm": float("nan")}) + "\n" for line in LINES))
+    assert main(["trace", str(run), "--to", str(to)]) == 0
+    msgspec.json.decode(to.read_bytes())
     assert main(["trace", str(run), "--to", str(tmp_path / "nowhere" / "trace.json")]) == 1
 
 
