@@ -138,7 +138,7 @@ def configurations(bundle: Bundle, folder: Path, changes: Sequence[str]) -> tupl
     """
     text = folder / configfile.CONFIG
     try:
-        text.write_text(bundle.config)
+        text.write_text(bundle.config, "utf-8")
         recorded, changed = bare(configfile.load(text)), bare(configfile.load(text, changes))
     except (ConfigError, ValueError) as error:
         if isinstance(error, ConfigError) and changes:

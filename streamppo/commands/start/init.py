@@ -57,8 +57,8 @@ def init(folder: Path) -> int:
 
 def _fill(folder: Path, name: str) -> None:
     for file in FILES:
-        template = (resources.files("streamppo.commands.start") / "project" / file).read_text()
-        (folder / file).write_text(template.replace("NAME", name))
+        template = (resources.files("streamppo.commands.start") / "project" / file).read_text("utf-8")
+        (folder / file).write_text(template.replace("NAME", name), "utf-8")
     texts = ["".join(letters) for letters in product(LETTERS, repeat=LENGTH)]
     shuffled = (texts[int(n)] for n in np.random.default_rng(0).permutation(len(texts)))
     problems = [{"prompt": f"{text}>", "answer": "".join(sorted(text))} for text in shuffled]

@@ -163,7 +163,7 @@ def environment(*folders: Path) -> Environment:
 def curves(run_view: View) -> str:
     """Return the HTML of a run's curves for a notebook, in the order of the panels."""
     drawn = [f"<figure><h3>{chart.title}</h3>{chart.drawing}</figure>" for chart in charts([run_view])]
-    style = (Path(__file__).parent / "page.css").read_text()
+    style = (Path(__file__).parent / "page.css").read_text("utf-8")
     body = "".join(drawn) or '<p class="none">No update has been made.</p>'
     return f'<style>{style} body {{ padding: 0; }}</style><div class="grid">{body}</div>'
 
