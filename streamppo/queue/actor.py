@@ -16,7 +16,7 @@ predecessor from writing and rebuilds the queue from the journal; the learner pu
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import TypeAlias
@@ -38,7 +38,7 @@ from streamppo.queue.rules.rules import QueueRules
 from streamppo.queue.rules.slot import TrajectoryRecord
 from streamppo.queue.rules.state import queue_settings
 from streamppo.queue.shards import batch_refs
-from streamppo.queue.shards.batch_refs import BatchRef, BatchRefs, Put
+from streamppo.queue.shards.batch_refs import BatchRef, BatchRefs, Put, Wanted
 from streamppo.queue.shards.shards import Shards
 from streamppo.queue.store import snapshot
 from streamppo.queue.store.archive import Archive, checksums
@@ -225,18 +225,20 @@ class QueueActor(ArchivedRuns):
     # --- the learner's side ----------------------------------------------------------------------------------
 
     @ray.method
-    async def take(self, version: int) -> "list[BatchRef] | None":
-        return await self._batch_refs(version, lambda read: self._refs.batch(version, read), self._shards.take)
-
-    @ray.method
-    async def outline(self, version: int) -> "list[BatchRef] | None":
-        return await self._batch_refs(version, lambda read: self._refs.outline(version, read), self._shards.outline)
-
-    @ray.method
-    async def tokens(self, version: int, rows: bytes) -> "list[BatchRef] | None":
-        return await self._batch_refs(
-            version, lambda read: self._refs.tokens(version, rows, read), lambda batch: self._shards.tokens(batch, rows)
-        )
+    async def take(self, version: int, wanted: Wanted = "whole") -> "list[BatchRef] | None":
+        if version < self._queue.state.version:
+            # Wait for the transaction that gives the archive's files their final names.
+            await self._commits.commit()
+            return [await self._refs.ref(version, wanted, lambda: self._archive.batch(version))]
+        future = self._batches.batch(version)
+        # Taking a batch may have reopened slots of trajectories that are too old.
+        self._tickets.serve()
+        if (batch := await asyncio.shield(future)) is None:
+            return None
+        await self._commits.commit()
+        if self._shards:
+            return await self._shards.take(batch, wanted)
+        return [await self._refs.ref(version, wanted, lambda: batch)]
 
     @ray.method
     async def publish(self, push: bytes, refs: "list[BucketRef]", record: EncodedRecord, learner: int) -> bytes:
@@ -296,25 +298,6 @@ class QueueActor(ArchivedRuns):
         """The newest version that engines can pull; None while a learner repeats updates."""
         newest = self._ledger.newest
         return newest if newest is not None and newest >= self._queue.state.version else None
-
-    async def _batch_refs(
-        self,
-        version: int,
-        from_queue: Callable[[Callable[[], Batch]], Awaitable[BatchRef]],
-        from_shards: Callable[[Batch], Awaitable[list[BatchRef]]],
-    ) -> list[BatchRef] | None:
-        """Wait for the batch of `version`; return its references, made by `from_shards` if the queue has shards."""
-        if version < self._queue.state.version:
-            # Wait for the transaction that gives the archive's files their final names.
-            await self._commits.commit()
-            return [await from_queue(lambda: self._archive.batch(version))]
-        future = self._batches.batch(version)
-        # Taking a batch may have reopened slots of trajectories that are too old.
-        self._tickets.serve()
-        if (batch := await asyncio.shield(future)) is None:
-            return None
-        await self._commits.commit()
-        return await from_shards(batch) if self._shards else [await from_queue(lambda: batch)]
 
     def _serve(self) -> None:
         """Serve the waiting callers after a change. Batches come first, because taking one may reopen slots."""

@@ -11,7 +11,7 @@ import ray
 from ray.actor import ActorProxy
 
 from streamppo.queue.shards import batch_refs
-from streamppo.queue.shards.batch_refs import BatchRef, BatchRefs, Put
+from streamppo.queue.shards.batch_refs import BatchRef, BatchRefs, Put, Wanted
 from streamppo.queue.store import archive
 from streamppo.types import Push, decode, encode
 from streamppo.weights.ledger import PublishReply
@@ -26,18 +26,8 @@ class BatchSource(Protocol):
     """The methods by which a learner gets batches from a Ray actor and gives it new versions."""
 
     @ray.method
-    async def take(self, version: int) -> "list[BatchRef] | None":
+    async def take(self, version: int, wanted: Wanted) -> "list[BatchRef] | None":
         """Wait for the batch of the update from `version`; all ranks get the same parts; None after a stop."""
-        ...
-
-    @ray.method
-    async def outline(self, version: int) -> "list[BatchRef] | None":
-        """Like `take`, but return the batch's `Outline`, for a rank that reads only some of its rows."""
-        ...
-
-    @ray.method
-    async def tokens(self, version: int, rows: bytes) -> "list[BatchRef] | None":
-        """Like `take`, but return the `Tokens` of the batch's trajectories at `rows` (int32)."""
         ...
 
     @ray.method
@@ -93,16 +83,8 @@ class ArchiveSource(ArchivedRuns):
         self._shares = ShareCollector(self._publish)
 
     @ray.method
-    async def take(self, version: int) -> "list[BatchRef] | None":
-        return [await self._refs.batch(version, lambda: self._archive.batch(version))]
-
-    @ray.method
-    async def outline(self, version: int) -> "list[BatchRef] | None":
-        return [await self._refs.outline(version, lambda: self._archive.batch(version))]
-
-    @ray.method
-    async def tokens(self, version: int, rows: bytes) -> "list[BatchRef] | None":
-        return [await self._refs.tokens(version, rows, lambda: self._archive.batch(version))]
+    async def take(self, version: int, wanted: Wanted = "whole") -> "list[BatchRef] | None":
+        return [await self._refs.ref(version, wanted, lambda: self._archive.batch(version))]
 
     @ray.method
     async def publish(self, push: bytes, refs: "list[BucketRef]", record: EncodedRecord, learner: int) -> bytes:

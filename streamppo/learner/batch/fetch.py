@@ -77,16 +77,16 @@ class Fetcher:
                 time.sleep(RETRY_S)
 
     def _fetch_whole(self, version: int) -> Batch | None:
-        refs = ray.get(self._source.take.remote(version))
+        refs = ray.get(self._source.take.remote(version, "whole"))
         return None if refs is None else batch_parts.merge([decode(part.data, Batch) for part in ray.get(refs)])
 
     def _fetch_rank_rows(self, version: int, rank_rows: RankRows) -> Batch | None:
-        if (refs := ray.get(self._source.outline.remote(version))) is None:
+        if (refs := ray.get(self._source.take.remote(version, "outline"))) is None:
             return None
         outline = batch_parts.merge_outlines([decode(piece.data, Outline) for piece in ray.get(refs)])
         rows = rank_rows(pad(batch_parts.join(outline, [])))
         row_bytes = np.array(rows, dtype="<i4").tobytes()
-        if (refs := ray.get(self._source.tokens.remote(version, row_bytes))) is None:
+        if (refs := ray.get(self._source.take.remote(version, row_bytes))) is None:
             return None
         tokens = [piece for part in ray.get(refs) for piece in decode(part.data, tuple[Tokens, ...])]
         return batch_parts.join(outline, tokens)

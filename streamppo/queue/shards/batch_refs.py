@@ -8,7 +8,7 @@ With several ranks, each requests the tokens of its own rows (batch_parts.py).
 
 import asyncio
 from collections.abc import Callable, Sequence
-from typing import Generic, TypeAlias, TypeVar
+from typing import Generic, Literal, TypeAlias, TypeVar
 
 import msgspec
 import numpy as np
@@ -18,6 +18,8 @@ from numpy.typing import NDArray
 from streamppo.queue.store import batch_parts
 from streamppo.types import Batch, Outline, Tokens, WireStruct, encode, ints
 
+Wanted: TypeAlias = 'Literal["whole", "outline"] | bytes'
+"""What of a batch is wanted: all of it, its `Outline`, or the `Tokens` of its trajectories at these rows (int32)."""
 BatchRef: TypeAlias = ray.ObjectRef[NDArray[np.uint8]]
 """An encoded `Batch`, or a part of it, in the object store."""
 Put: TypeAlias = Callable[[NDArray[np.uint8]], BatchRef]
@@ -70,20 +72,17 @@ class BatchRefs:
         self._put = put
         self._batches, self._refs = _TaskCache[Batch](), _TaskCache[BatchRef]()
 
-    async def batch(self, version: int, read: Callable[[], Batch]) -> BatchRef:
-        return await self._refs.get(version, "whole", lambda: self._put(encode_slowly(read())))
-
-    async def outline(self, version: int, read: Callable[[], Batch]) -> BatchRef:
+    async def ref(self, version: int, wanted: Wanted, read: Callable[[], Batch]) -> BatchRef:
+        if wanted == "whole":
+            return await self._refs.get(version, wanted, lambda: self._put(encode_slowly(read())))
         batch = await self._batches.get(version, "", read)
-        return await self._refs.get(
-            version, "outline", lambda: self._put(encode_slowly(batch_parts.make_outline(batch)))
-        )
+        return await self._refs.get(version, wanted, lambda: self._put(encode_slowly(_select(batch, wanted))))
 
-    async def tokens(self, version: int, rows: bytes, read: Callable[[], Batch]) -> BatchRef:
-        batch, picked = await self._batches.get(version, "", read), ints(rows).tolist()
-        return await self._refs.get(
-            version, rows, lambda: self._put(encode_slowly(batch_parts.select_tokens(batch, picked)))
-        )
+
+def _select(batch: Batch, wanted: Wanted) -> Outline | tuple[Tokens, ...]:
+    if isinstance(wanted, bytes):
+        return batch_parts.select_tokens(batch, ints(wanted).tolist())
+    return batch_parts.make_outline(batch)
 
 
 Result = TypeVar("Result")

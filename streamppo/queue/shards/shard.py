@@ -30,7 +30,7 @@ from streamppo.queue.replication import standby
 from streamppo.queue.rules.slot import make_record
 from streamppo.queue.rules.validation import TokenLimits, defects
 from streamppo.queue.shards import batch_refs
-from streamppo.queue.shards.batch_refs import BatchRef, BatchRefs, Put
+from streamppo.queue.shards.batch_refs import BatchRef, BatchRefs, Put, Wanted
 from streamppo.queue.store import archive
 from streamppo.queue.store.archive import WrittenFile
 from streamppo.queue.token_limits import read_token_limits
@@ -89,20 +89,10 @@ class QueueShard:
         return encode(records)
 
     @ray.method
-    async def take(self, part: bytes) -> BatchRef:
+    async def take(self, part: bytes, wanted: Wanted) -> BatchRef:
+        """Return what is `wanted` of a part; the rows of `wanted` are indices in the whole batch."""
         named = decode(part, BatchPart)
-        return await self._refs.batch(named.version, lambda: self._batch(named))
-
-    @ray.method
-    async def outline(self, part: bytes) -> BatchRef:
-        named = decode(part, BatchPart)
-        return await self._refs.outline(named.version, lambda: self._batch(named))
-
-    @ray.method
-    async def tokens(self, part: bytes, rows: bytes) -> BatchRef:
-        """Return the `Tokens` of the part's trajectories whose index in the whole batch is in `rows` (int32)."""
-        named = decode(part, BatchPart)
-        return await self._refs.tokens(named.version, rows, lambda: self._batch(named))
+        return await self._refs.ref(named.version, wanted, lambda: self._batch(named))
 
     @ray.method
     async def archive(self, part: bytes, record_refs: "list[RecordRef]") -> bytes:

@@ -12,7 +12,7 @@ from ray.actor import ActorProxy
 from streamppo.config.sections import Config
 from streamppo.process import PhaseTime
 from streamppo.queue.rules.slot import TrajectoryRecord
-from streamppo.queue.shards.batch_refs import BatchRef
+from streamppo.queue.shards.batch_refs import BatchRef, Wanted
 from streamppo.queue.shards.shard import BatchPart, QueueShard, RecordRef
 from streamppo.queue.store.archive import WrittenFile
 from streamppo.types import Batch, Identity, Trajectory, decode, encode
@@ -53,16 +53,10 @@ class Shards:
             records.update(zip(mine, decode(stored, tuple[TrajectoryRecord, ...]), strict=True))
         return tuple(records[row] for row in range(len(trajectories)))
 
-    async def take(self, batch: Batch) -> list[BatchRef]:
+    async def take(self, batch: Batch, wanted: Wanted) -> list[BatchRef]:
         """Return references to the parts of a batch, one from each shard that has a part; `batch` has the records."""
-        return await asyncio.gather(*(self._actors[shard].take.remote(part) for shard, part in self._parts(batch)))
-
-    async def outline(self, batch: Batch) -> list[BatchRef]:
-        return await asyncio.gather(*(self._actors[shard].outline.remote(part) for shard, part in self._parts(batch)))
-
-    async def tokens(self, batch: Batch, rows: bytes) -> list[BatchRef]:
         parts = self._parts(batch)
-        return await asyncio.gather(*(self._actors[shard].tokens.remote(part, rows) for shard, part in parts))
+        return await asyncio.gather(*(self._actors[shard].take.remote(part, wanted) for shard, part in parts))
 
     async def archive(self, batch: Batch, record_refs: "list[RecordRef]") -> list[WrittenFile]:
         """Make the shards write their parts of a batch to the archive, each under a temporary name."""

@@ -47,12 +47,12 @@ def test_all_ranks_get_one_reference_and_the_event_loop_encodes_nothing() -> Non
             return batch(3)
 
         handout = BatchRefs(store.put)
-        ranks = [asyncio.create_task(handout.batch(3, read)) for _ in range(8)]
+        ranks = [asyncio.create_task(handout.ref(3, "whole", read)) for _ in range(8)]
         await asyncio.sleep(0)
         ranks.pop().cancel()
         gate.set()
         assert set(await asyncio.gather(*ranks)) == {0}
-        assert await handout.batch(3, read) == 0, "a rank that comes late"
+        assert await handout.ref(3, "whole", read) == 0, "a rank that comes late"
         assert len(reads) == len(store.held) == 1
         assert threading.get_ident() not in {*reads, *store.threads}
         assert decode(store.held[0], Batch) == batch(3)
@@ -64,9 +64,11 @@ def test_two_batches_are_kept_and_an_older_one_is_made_again() -> None:
     async def main() -> None:
         store = Store()
         handout = BatchRefs(store.put)
-        made = [await handout.batch(version, lambda version=version: batch(version)) for version in (0, 1, 0, 2, 1)]
+        made = [
+            await handout.ref(version, "whole", lambda version=version: batch(version)) for version in (0, 1, 0, 2, 1)
+        ]
         assert made == [0, 1, 0, 2, 1]
-        assert await handout.batch(0, lambda: batch(0)) == 3
+        assert await handout.ref(0, "whole", lambda: batch(0)) == 3
         assert len(handout._refs._tasks) == 2
 
     asyncio.run(asyncio.wait_for(main(), 30))
@@ -78,10 +80,10 @@ def test_a_batch_that_could_not_be_read_is_read_again_by_the_next_call() -> None
 
     async def main() -> None:
         handout = BatchRefs(Store().put)
-        asked = await asyncio.gather(*(handout.batch(0, damaged) for _ in range(3)), return_exceptions=True)
+        asked = await asyncio.gather(*(handout.ref(0, "whole", damaged) for _ in range(3)), return_exceptions=True)
         assert [str(one) for one in asked] == ["damaged"] * 3
-        assert await handout.batch(0, lambda: batch(0)) == 0
+        assert await handout.ref(0, "whole", lambda: batch(0)) == 0
         with pytest.raises(JournalError):
-            await handout.batch(1, damaged)
+            await handout.ref(1, "whole", damaged)
 
     asyncio.run(asyncio.wait_for(main(), 30))

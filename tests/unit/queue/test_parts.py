@@ -57,8 +57,8 @@ def test_each_rank_fetches_the_outline_and_its_own_rows_and_the_batch_is_read_on
         store = Store()
         handout = BatchRefs(store.put)
         rows = [np.arange(rank, 64, RANKS, dtype=np.int32) for rank in range(RANKS)]
-        outlines = [await handout.outline(3, read) for _ in rows]
-        tokens = [await handout.tokens(3, mine.tobytes(), read) for mine in rows]
+        outlines = [await handout.ref(3, "outline", read) for _ in rows]
+        tokens = [await handout.ref(3, mine.tobytes(), read) for mine in rows]
         assert set(map(str, outlines)) == {"0"} and len(set(map(str, tokens))) == RANKS
         assert len(reads) == 1
         outline = decode(store.held[0], Outline)
