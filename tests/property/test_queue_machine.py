@@ -16,7 +16,7 @@ from streamppo.config.correction import Curriculum
 from streamppo.config.queue import Queue
 from streamppo.errors import QueueError
 from streamppo.queue import report
-from streamppo.queue.rules.records import GIVEN_UP, Changes, EndedAttempt, KnownRows, Lease, QueueSnapshot, SavedSlot
+from streamppo.queue.rules.records import GIVEN_UP, Changes, EndedAttempt, KnownRows, Lease, SavedSlot
 from streamppo.queue.rules.rules import QueueRules
 from streamppo.queue.rules.slot import TrajectoryRecord, make_record
 from streamppo.queue.rules.state import QueueSettings, QueueState
@@ -56,10 +56,10 @@ class Disk:
         for version in [version for version in self.leases if version < self.counters.version]:
             del self.leases[version]
 
-    def read(self) -> QueueSnapshot:
+    def read(self) -> Changes:
         slots = tuple(decode(self.slots[place], SavedSlot) for place in sorted(self.slots))
         leases = tuple(decode(self.leases[version], Lease) for version in sorted(self.leases))
-        return QueueSnapshot(self.counters, slots, leases, tuple(self.zero_variance.items()), self.rows)
+        return Changes(self.counters, slots, leases, zero_variance=tuple(self.zero_variance.items()), rows=self.rows)
 
 
 class QueueMachine(RuleBasedStateMachine):

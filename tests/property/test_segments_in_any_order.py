@@ -18,7 +18,7 @@ from msgspec import structs
 
 from streamppo.config.queue import Queue, Segments
 from streamppo.queue import report
-from streamppo.queue.rules.records import Lease, QueueSnapshot, SavedSlot
+from streamppo.queue.rules.records import Changes, Lease, SavedSlot
 from streamppo.queue.rules.rules import QueueRules
 from streamppo.queue.rules.slot import SlotState
 from streamppo.queue.rules.state import QueueSettings, QueueState
@@ -187,7 +187,7 @@ class World:
         self.leases = {version: row for version, row in self.leases.items() if version >= changes.counters.version}
         slots = tuple(decode(self.disk[place], SavedSlot) for place in sorted(self.disk))
         leases = tuple(decode(row, Lease) for _, row in sorted(self.leases.items()))
-        state = snapshot.rebuild_state(self.settings, QueueSnapshot(changes.counters, slots, leases), Path("journal"))
+        state = snapshot.rebuild_state(self.settings, Changes(changes.counters, slots, leases), Path("journal"))
         self.rules = QueueRules(self.settings, state)
 
     def anything(self) -> None:

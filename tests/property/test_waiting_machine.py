@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from streamppo.errors import QueueError
-from streamppo.queue.rules.records import Lease, QueueSnapshot, SavedSlot
+from streamppo.queue.rules.records import Changes, Lease, SavedSlot
 from streamppo.queue.rules.rules import QueueRules
 from streamppo.queue.rules.state import QueueSettings, QueueState
 from streamppo.queue.store import snapshot
@@ -174,7 +174,7 @@ class WaitingMachine(RuleBasedStateMachine):
         slots = tuple(msgspec.msgpack.decode(self.slots[place], type=SavedSlot) for place in sorted(self.slots))
         leases = tuple(msgspec.msgpack.decode(self.leases[version], type=Lease) for version in sorted(self.leases))
         again = self.asked
-        state = snapshot.rebuild_state(self.settings, QueueSnapshot(changes.counters, slots, leases), Path("journal"))
+        state = snapshot.rebuild_state(self.settings, Changes(changes.counters, slots, leases), Path("journal"))
         self._open(QueueRules(self.settings, state))
         for actor in again:
             self.ask(actor, 1)

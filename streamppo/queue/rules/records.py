@@ -203,7 +203,10 @@ def chain_breaks(versions: Mapping[int, PublishedVersion], configs: Mapping[int,
 
 
 class Changes(NamedTuple):
-    """The changes that one transaction writes; `PendingChanges` explains `zero_variance`, `skipped` and `rows`."""
+    """The changes that one transaction writes; a whole queue is the changes since an empty one.
+
+    `PendingChanges` explains `zero_variance`, `skipped` and `rows`.
+    """
 
     counters: Counters
     slots: tuple[SavedSlot, ...] = ()
@@ -213,14 +216,4 @@ class Changes(NamedTuple):
     ended: tuple[EndedAttempt, ...] = ()
     zero_variance: Counts = ()
     skipped: Counts = ()
-    rows: KnownRows | None = None
-
-
-class QueueSnapshot(NamedTuple):
-    """Everything that is needed to rebuild a queue."""
-
-    counters: Counters
-    slots: tuple[SavedSlot, ...]
-    leases: tuple[Lease, ...]
-    zero_variance: Counts = ()
     rows: KnownRows | None = None

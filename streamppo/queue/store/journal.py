@@ -30,7 +30,6 @@ from streamppo.queue.rules.records import (
     KnownRows,
     Lease,
     PublishedVersion,
-    QueueSnapshot,
     SavedSlot,
     with_link,
 )
@@ -163,14 +162,15 @@ class Journal(Database):
                 db.execute("insert or replace into state values ('rows', ?, ?)", with_checksum(changes.rows))
             db.execute("insert or replace into state values ('counters', ?, ?)", with_checksum(changes.counters))
 
-    def read(self) -> QueueSnapshot | None:
+    def read(self) -> Changes | None:
         """Read everything that is needed to rebuild a queue; None if nothing was ever written."""
         counters = self.counters()
         if counters is None:
             return None
         counts = self._counts("zero_variance", "select data_row, row, checksum from zero_variance order by data_row")
         zero_variance = tuple((row, count) for row, count in counts if count)
-        return QueueSnapshot(counters, tuple(self.slots()), tuple(self.leases()), zero_variance, self.known_rows())
+        slots, leases = tuple(self.slots()), tuple(self.leases())
+        return Changes(counters, slots, leases, zero_variance=zero_variance, rows=self.known_rows())
 
     def known_rows(self) -> KnownRows | None:
         rows = self._rows("state", "select value, checksum from state where name = 'rows'", KnownRows)

@@ -12,7 +12,7 @@ from pathlib import Path
 from streamppo.errors import JournalError
 from streamppo.queue.rules.ahead import NeededLag
 from streamppo.queue.rules.curriculum import resampled_prompts
-from streamppo.queue.rules.records import Changes, Counters, Lease, QueueSnapshot, SavedSlot
+from streamppo.queue.rules.records import Changes, Counters, Lease, SavedSlot
 from streamppo.queue.rules.slot import NO_CALL, OPEN, READY, Slot, TrajectoryRecord, Unit
 from streamppo.queue.rules.state import NEVER, LeasedBatch, PendingChanges, QueueSettings, QueueState, TicketRequest
 from streamppo.queue.store.journal import Journal
@@ -61,7 +61,7 @@ def read_state(settings: QueueSettings, journal: Journal) -> QueueState:
     return state
 
 
-def rebuild_state(settings: QueueSettings, saved: QueueSnapshot, path: Path) -> QueueState:
+def rebuild_state(settings: QueueSettings, saved: Changes, path: Path) -> QueueState:
     """Rebuild the state saved in the journal at `path`. Raises `JournalError` for a queue of another shape."""
     counters = saved.counters
     refuse_other_shape(settings, counters, path)

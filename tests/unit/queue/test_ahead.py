@@ -11,7 +11,7 @@ from msgspec import structs
 
 from streamppo.config import file as configfile
 from streamppo.queue.rules.ahead import NeededLag
-from streamppo.queue.rules.records import Counters, QueueSnapshot
+from streamppo.queue.rules.records import Changes, Counters
 from streamppo.queue.rules.rules import QueueRules
 from streamppo.queue.rules.state import QueueSettings, QueueState, queue_settings
 from streamppo.queue.store import snapshot
@@ -155,7 +155,7 @@ def test_a_small_bound_is_never_exceeded(max_lag: int) -> None:
 def test_a_queue_that_died_goes_on_with_what_was_needed() -> None:
     made = rose_to(7)
     changes = snapshot.take_changes(made.rules.settings, made.rules.state)
-    saved = QueueSnapshot(decode(encode(changes.counters), Counters), (), ())
+    saved = Changes(decode(encode(changes.counters), Counters), (), ())
     again = snapshot.rebuild_state(made.rules.settings, saved, Path("runs/a/journal.sqlite"))
     assert again.needed.lag == 7
 

@@ -12,7 +12,7 @@ from streamppo.config.correction import Resample
 from streamppo.config.queue import Segments
 from streamppo.errors import JournalError, QueueError, TooManyFailures
 from streamppo.queue import report
-from streamppo.queue.rules.records import Changes, Counters, QueueSnapshot
+from streamppo.queue.rules.records import Changes, Counters
 from streamppo.queue.rules.rules import QueueRules
 from streamppo.queue.rules.slot import Slot
 from streamppo.queue.rules.state import QueueSettings, QueueState
@@ -47,7 +47,7 @@ def counted(rules: QueueRules) -> QueueReport:
     return report.report(rules.state)
 
 
-def rebuilt_from(saved: QueueSnapshot, **changes: object) -> QueueRules:
+def rebuilt_from(saved: Changes, **changes: object) -> QueueRules:
     chosen = settings(**changes)
     return QueueRules(chosen, snapshot.rebuild_state(chosen, saved, Path("runs/a/journal.sqlite")))
 
@@ -399,7 +399,7 @@ def test_a_queue_that_died_admits_the_lag_that_it_was_told_of() -> None:
     rules = steered()
     take_and_publish(rules, 3)
     counters = decode(encode(drain(rules).counters), Counters)
-    again = rebuilt_from(QueueSnapshot(counters, (), ()), max_lag=4, first_lag=1)
+    again = rebuilt_from(Changes(counters, (), ()), max_lag=4, first_lag=1)
     assert len(again.issue("b", 1, 100, next(CALLS))) == 4 * 4
 
 
@@ -503,7 +503,7 @@ def test_a_rebuilt_queue_goes_on_with_what_waits_and_gives_the_same_batch() -> N
         rules.put([done(ticket)])
     batch = rules.take(0)
     changes = drain(rules)
-    rebuilt = rebuilt_from(QueueSnapshot(changes.counters, changes.slots, changes.leases))
+    rebuilt = rebuilt_from(changes)
     assert rebuilt.take(0) == batch
     rebuilt.reopen_all()
     again = rebuilt.issue("b", 0, 9, 0)
@@ -521,7 +521,7 @@ def test_a_batch_size_that_was_changed_bounds_what_is_held_from_then_on(batch_si
         publish_after_training(rules, version)
     changes = drain(rules)
     alive = tuple(slot for slot in changes.slots if (slot.number, slot.part) not in changes.removed)
-    rebuilt = rebuilt_from(QueueSnapshot(changes.counters, alive, ()), batch_size=batch_size)
+    rebuilt = rebuilt_from(Changes(changes.counters, alive, ()), batch_size=batch_size)
     assert counted(rebuilt).ready == 4
     tickets = rebuilt.issue("a", 3, 100, next(CALLS))
     assert len(tickets) == opened
@@ -534,7 +534,7 @@ def test_a_batch_size_that_was_changed_bounds_what_is_held_from_then_on(batch_si
 def test_a_journal_of_another_run_is_refused() -> None:
     changes = drain(queue())
     with pytest.raises(JournalError, match=r"^runs/a/journal.sqlite: of another run.*\('t', 2, 1\).*\('other', 2, 1\)"):
-        rebuilt_from(QueueSnapshot(changes.counters, (), ()), task="other")
+        rebuilt_from(Changes(changes.counters, (), ()), task="other")
 
 
 def test_the_watchdogs_sentence_names_where_trajectories_are() -> None:
@@ -562,9 +562,7 @@ def test_a_completion_that_goes_on_is_no_answer_to_a_request_and_its_failures_ad
     (ticket,) = rules.issue("a", 0, 1, 7)
     rules.put([segment(ticket, 0)])
     changes = drain(rules)
-    rebuilt = rebuilt_from(
-        QueueSnapshot(changes.counters, changes.slots, changes.leases), **rules.settings._asdict() | {"task": "t"}
-    )
+    rebuilt = rebuilt_from(changes, **rules.settings._asdict() | {"task": "t"})
     assert rebuilt.issue("a", 0, 0, 7) == (), "its actor samples it already"
     for attempt in range(2):
         rebuilt.put([segment(ticket, 0)]) if attempt else None
