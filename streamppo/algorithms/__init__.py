@@ -1,6 +1,6 @@
 """The mathematics of an update: pure functions of tensors, masks and numbers, without imports from streamppo.
 
-Every function raises ValueError on shapes that do not fit, unknown choices, and numbers out of their range.
+Every function raises ValueError on shapes that do not fit. The configuration refuses numbers out of their range.
 
 masked            checks, sums and ratios of masked response tokens
 scan              the backward recurrence behind every multi-step estimate

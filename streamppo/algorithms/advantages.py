@@ -24,14 +24,6 @@ class AdvantageEstimate(NamedTuple):
     returns: Tensor
 
 
-def check_fraction(**numbers: float | Tensor) -> None:
-    """Raise ValueError for a discount or a lambda that is NaN or outside [0, 1]."""
-    for name, number in numbers.items():
-        inside = (number >= 0) & (number <= 1)
-        if not bool(torch.as_tensor(inside).all()):
-            raise ValueError(f"{name} must lie in [0, 1], got {number}")
-
-
 def column(number: float | Tensor, like_BT: Tensor) -> Tensor:
     """Reshape a number, or a [B] tensor of one number per sequence, so that it broadcasts over [B, T]."""
     tensor = torch.as_tensor(number, dtype=like_BT.dtype, device=like_BT.device)
@@ -53,7 +45,6 @@ def gae(
     """
     masked.check_tokens(mask_BT, rewards_BT=rewards_BT, values_BT=values_BT)
     masked.check_sequences(mask_BT, bootstrap_B=bootstrap_B)
-    check_fraction(gamma=gamma, lam=lam)
     values_BT, rewards_BT = masked.fill(values_BT, mask_BT).detach(), masked.fill(rewards_BT, mask_BT)
     next_values_BT = next_unmasked(values_BT, mask_BT, bootstrap_B.detach())
     delta_BT = rewards_BT + gamma * next_values_BT - values_BT
@@ -90,8 +81,6 @@ def adaptive_lambda(lengths_B: Tensor, alpha: float) -> Tensor:
     VAPO, https://arxiv.org/abs/2504.05118 (alpha = 0.05). The weights lam^k sum to alpha * length, so a final reward
     reaches the same FRACTION of every response.
     """
-    if alpha <= 0:
-        raise ValueError(f"alpha must be positive, got {alpha}")
     lengths_B = masked.at_least_float32(lengths_B).clamp(min=1)
     return (1 - 1 / (alpha * lengths_B)).clamp(0.0, 1.0)
 

@@ -47,8 +47,6 @@ def denominators(mask_BT: Tensor, *, constant: float = 1.0, prompt_B: Tensor | N
     `prompt_B` is the prompt of each sequence, for "prompt-mean".
     """
     masked.check_tokens(mask_BT)
-    if constant <= 0:
-        raise ValueError(f"constant must be positive, got {constant}")
     counts_B = masked.sequence_count(mask_BT)
     prompts = None
     if prompt_B is not None:
@@ -91,11 +89,8 @@ def aggregate(
         return masked.fill(loss_BT, mask_BT).sum() / (denominators.sequences * denominators.constant)
     sums_B = masked.sequence_sum(loss_BT, mask_BT)
     if kind == "prompt-mean":
-        if denominators.prompts is None or prompt_B is None:
-            raise ValueError("prompt-mean needs the prompt of every sequence")
+        assert denominators.prompts is not None and prompt_B is not None, "the prompt of every sequence"
         num_prompts, sorted_B, tokens_B = denominators.prompts
         tokens_B = tokens_B[torch.searchsorted(sorted_B, prompt_B)]
         return (sums_B / tokens_B.clamp(min=1).to(sums_B)).sum() / num_prompts
-    if kind != "sequence-mean-token-mean":
-        raise ValueError(f"unknown aggregation {kind!r}")
     return (sums_B / masked.at_least_float32(lengths_B).clamp(min=1).to(sums_B)).sum() / denominators.sequences

@@ -356,14 +356,10 @@ def chunked_logprobs_entropy(
             f"hidden {tuple(hidden_ND.shape)}, weight {tuple(weight_VD.shape)} and targets "
             f"{tuple(targets_N.shape)} must be [N, D], [V, D] and [N]"
         )
-    if chunk < 1:
-        raise ValueError(f"chunk must be at least 1, got {chunk}")
     products = WIDE if float32_matmul and has_wide_products(hidden_ND, weight_VD) else PLAIN
     if float32_matmul and products is PLAIN and weight_VD.dtype != torch.float64:
         hidden_ND, weight_VD = hidden_ND.float(), weight_VD.float()
     wide = torch.float64 if weight_VD.dtype == torch.float64 else torch.float32
-    if bool((temperature <= 0).any()) if isinstance(temperature, Tensor) else temperature <= 0:
-        raise ValueError("temperature must be positive (greedy sampling has no log-probs to learn from)")
     inverse_temperature_N = None
     if isinstance(temperature, Tensor) or temperature != 1:
         # `torch.full` on the device: torch.tensor(number) would copy from the host and synchronise with the GPU.

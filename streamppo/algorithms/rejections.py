@@ -74,8 +74,6 @@ def mean_k3(proximal_logprobs_BT: Tensor, behavior_logprobs_BT: Tensor, mask_BT:
     The mean is the k3 estimate of KL(behavior || proximal), http://joschu.net/blog/kl-approx.html, whose terms are
     never negative and so do not cancel. Trust region masking by the mean, https://arxiv.org/abs/2512.23075.
     """
-    if not at_most > 0:
-        raise ValueError(f"at_most must be positive, got {at_most}")
     log_w_BT = log_weights(proximal_logprobs_BT, behavior_logprobs_BT, mask_BT, level="token")
     k3_B = sequence_mean(bounded_exp(log_w_BT) - 1 - log_w_BT, mask_BT)
     return ~(spread(k3_B, mask_BT) > at_most)
@@ -102,8 +100,6 @@ def off_policy_negative(
     lag, numerical error and the steps of this update. In the paper a response has one advantage. Both means are over
     unmasked tokens.
     """
-    if not delta > 0:
-        raise ValueError(f"delta must be positive, got {delta}")
     check_tokens(mask_BT, advantages_BT=advantages_BT)
     drift_B = -sequence_mean(log_weights(logprobs_BT, behavior_logprobs_BT, mask_BT, level="token"), mask_BT)
     left_out_B = (sequence_mean(advantages_BT, mask_BT) < 0) & (drift_B > delta)

@@ -88,8 +88,6 @@ def gmpo(
     The paper, https://arxiv.org/abs/2507.20673, has the bounds e^-0.4 and e^0.4. This is its token form: under
     "sequence-mean-token-mean", value and gradient equal the paper's. Without bounds this is GSPO without bounds.
     """
-    if log_low < 0 or log_high < 0:
-        raise ValueError(f"bounds of the log-ratio must not be negative, got {log_low} and {log_high}")
     log_ratio_BT, advantages_BT = token_log_ratio(logprobs_BT, proximal_logprobs_BT, advantages_BT, mask_BT)
     above_BT = (advantages_BT > 0) & (log_ratio_BT > log_high)
     below_BT = (advantages_BT < 0) & (log_ratio_BT < -log_low)
@@ -118,8 +116,6 @@ def vespo(
     In the paper, https://arxiv.org/abs/2602.10693, W is current / behavior. phi is 1 at W = 1, where the gradient is
     REINFORCE's, and falls on both sides of W = k / lambda. `clipped` is True where phi < FADED.
     """
-    if min(*positive, *negative) < 0:
-        raise ValueError(f"k and lambda must not be negative, got {positive} and {negative}")
     log_ratio_BT, advantages_BT = token_log_ratio(logprobs_BT, proximal_logprobs_BT, advantages_BT, mask_BT)
     log_W_B = sequence_sum(log_ratio_BT.detach(), mask_BT).clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
     W_B = log_W_B.exp()

@@ -9,7 +9,7 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from streamppo.algorithms.advantages import AdvantageEstimate, check_fraction, column
+from streamppo.algorithms.advantages import AdvantageEstimate, column
 from streamppo.algorithms.corrections import log_weights
 from streamppo.algorithms.masked import bounded_exp, check_sequences, check_tokens, fill
 from streamppo.algorithms.scan import next_unmasked, reverse_scan, running_sum
@@ -70,7 +70,6 @@ def vtrace(
     """
     check_tokens(mask_BT, rewards_BT=rewards_BT, values_BT=values_BT, log_rho_BT=log_rho_BT)
     check_sequences(mask_BT, bootstrap_B=bootstrap_B)
-    check_fraction(gamma=gamma, lam=lam)
     log_rho_BT, values_BT = fill(log_rho_BT.detach(), mask_BT), fill(values_BT.detach(), mask_BT)
     rewards_BT = fill(rewards_BT, mask_BT)
     gamma_ = fill(gamma, mask_BT) if isinstance(gamma, Tensor) else gamma
@@ -81,10 +80,8 @@ def vtrace(
     delta_BT = rho_BT.clamp(max=clip.rho_bar) * (rewards_BT + gamma_ * next_values_BT - values_BT)
     if clip.kind == "step":
         error_BT = reverse_scan(delta_BT, decay_BT * rho_BT.clamp(max=clip.c_bar), mask_BT)
-    elif clip.kind == "cumulative":
-        error_BT = cumulative_scan(delta_BT, decay_BT, log_rho_BT, mask_BT, clip.c_bar)
     else:
-        raise ValueError(f"unknown clip.kind {clip.kind!r}: step or cumulative")
+        error_BT = cumulative_scan(delta_BT, decay_BT, log_rho_BT, mask_BT, clip.c_bar)
     returns_BT = values_BT + error_BT
     next_returns_BT = next_unmasked(returns_BT, mask_BT, bootstrap_B.detach())
     q_BT = rewards_BT + gamma_ * (lam_ * next_returns_BT + (1 - lam_) * next_values_BT)
@@ -97,9 +94,8 @@ def cumulative_scan(delta_BT: Tensor, decay_BT: Tensor, log_rho_BT: Tensor, mask
         sum_{t>=s} prod_{s<=i<t}(decay_i) * min(c_bar, prod_{s<=i<t}(rho_i)) * delta_t
 
     The clipped product is not a recurrence, so the sum is computed in [C, T] triangles from prefix sums in float64.
+    `c_bar` must be at least 1, because an empty product is 1.
     """
-    if c_bar < 1:
-        raise ValueError(f"cumulative clipping needs c_bar >= 1, got {c_bar}: an empty product is 1")
     B, T = delta_BT.shape
     log_decay_BT = torch.where(decay_BT > 0, decay_BT.double().log(), LOG_OF_ZERO).masked_fill(~mask_BT, 0.0)
     decay_before_BT = torch.nn.functional.pad(running_sum(log_decay_BT)[:, :-1], (1, 0))

@@ -134,20 +134,9 @@ def test_no_gradient_flows_from_advantages_into_the_critic() -> None:
     assert not got.returns.requires_grad
 
 
-@pytest.mark.parametrize("bad", [-0.1, 1.1, float("nan")])
-def test_gamma_and_lambda_outside_the_unit_interval_are_refused(bad: float) -> None:
-    one = torch.ones(1, 2)
-    with pytest.raises(ValueError, match="gamma must lie in"):
-        gae(one, one, one.bool(), torch.zeros(1), gamma=bad, lam=1.0)
-    with pytest.raises(ValueError, match="lam must lie in"):
-        gae(one, one, one.bool(), torch.zeros(1), gamma=1.0, lam=torch.tensor([bad]))
-
-
 def test_adaptive_lambda_grows_with_the_length_and_never_leaves_the_unit_interval() -> None:
     got = adaptive_lambda(torch.tensor([1, 20, 100, 4000, 0]), 0.05)
     assert got.tolist() == pytest.approx([0.0, 0.0, 0.8, 0.995, 0.0], abs=1e-6)
-    with pytest.raises(ValueError, match="alpha must be positive"):
-        adaptive_lambda(torch.tensor([3]), 0.0)
 
 
 def test_the_sequence_level_form_gives_every_token_score_minus_baseline() -> None:

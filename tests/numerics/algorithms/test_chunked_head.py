@@ -301,11 +301,7 @@ def test_gradcheck_agrees(candidates: Candidates | None) -> None:
     )
 
 
-def test_shapes_and_temperatures_that_make_no_sense_are_refused() -> None:
+def test_shapes_that_make_no_sense_are_refused() -> None:
     hidden, weight, targets = tensors()
     with pytest.raises(ValueError, match=r"must be \[N, D\], \[V, D\] and \[N\]"):
         chunked_logprobs_entropy(hidden, weight.T, targets)
-    with pytest.raises(ValueError, match="chunk must be at least 1"):
-        chunked_logprobs_entropy(hidden, weight, targets, chunk=0)
-    with pytest.raises(ValueError, match="temperature must be positive"):
-        chunked_logprobs_entropy(hidden, weight, targets, temperature=0.0)

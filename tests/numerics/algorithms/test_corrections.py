@@ -11,7 +11,6 @@ from streamppo.algorithms.corrections import (
     Level,
     Mode,
     importance_weights,
-    log_weights,
     second_moment_mask,
 )
 
@@ -97,21 +96,9 @@ def test_extreme_ratios_overflow_nowhere() -> None:
     assert dropped.keep.tolist() == [[False, False]]
 
 
-def test_bad_knobs_are_refused() -> None:
+def test_other_shapes_are_refused_and_no_token_is_no_error() -> None:
     mask = torch.ones(1, 2, dtype=torch.bool)
     one = torch.zeros(1, 2)
-    for knobs in ({"lo": 2.0, "hi": 1.0}, {"lo": -1.0}, {"lo": float("nan")}):
-        with pytest.raises(ValueError, match="the band needs"):
-            importance_weights(one, one, mask, level="token", mode="mask", **knobs)
-    for knobs in ({"cap": 0.0}, {"floor": -0.1}, {"cap": 1.0, "floor": 1.0}, {"cap": float("nan")}):
-        with pytest.raises(ValueError, match="weights need 0 <= floor < cap"):
-            importance_weights(one, one, mask, level="token", mode="truncate", **knobs)
-    with pytest.raises(ValueError, match="unknown mode"):
-        importance_weights(one, one, mask, level="token", mode="clip")  # pyright: ignore[reportArgumentType]
-    with pytest.raises(ValueError, match="unknown level"):
-        log_weights(one, one, mask, level="word")  # pyright: ignore[reportArgumentType]
-    with pytest.raises(ValueError, match="threshold"):
-        second_moment_mask(one, one, mask, threshold=-1.0)
     with pytest.raises(ValueError, match="behavior_logprobs_BT has shape"):
         importance_weights(one, one[:, :1], mask, level="token", mode="off")
     assert isinstance(second_moment_mask(one, one, ~mask), Correction)

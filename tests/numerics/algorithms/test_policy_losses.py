@@ -354,23 +354,7 @@ def test_ratios_of_e_to_the_900_stay_finite_in_loss_and_gradient(name: str) -> N
     assert logprobs.grad.isfinite().all()
 
 
-def test_bad_knobs_are_refused() -> None:
+def test_other_shapes_are_refused() -> None:
     one = torch.zeros(1, 1)
-    args = (one, one, one, one == 0)
-    with pytest.raises(ValueError, match="dual_clip must be greater than 1"):
-        policy_losses.clipped(*args, dual_clip=1.0)
-    with pytest.raises(ValueError, match="clip bounds"):
-        policy_losses.clipped(*args, clip_low=-0.1)
-    with pytest.raises(ValueError, match="temperatures"):
-        policy_losses.sapo(*args, tau_positive=0.0)
-    for dppo in (policy_losses.dppo_tv, policy_losses.dppo_kl):
-        with pytest.raises(ValueError, match="delta"):
-            dppo(*args, delta=-0.1)
-    with pytest.raises(ValueError, match="eps"):
-        policy_losses.ipo(*args, eps=-0.1)
-    with pytest.raises(ValueError, match="bounds of the log-ratio"):
-        sequence_losses.gmpo(*args, log_low=-0.1)
-    with pytest.raises(ValueError, match="k and lambda"):
-        sequence_losses.vespo(*args, negative=(1.0, -1.0))
     with pytest.raises(ValueError, match="advantages_BT has shape"):
         policy_losses.reinforce(one, one, one[0], one == 0)

@@ -148,10 +148,3 @@ def test_a_log_prob_that_is_no_number_is_kept_to_make_a_bad_step() -> None:
         assert reject(off, *columns, [rule]).keep.all()
     masked = importance_weights(*columns, level="token", mode="mask")
     assert masked.keep.all() and masked.weights[0, 0].isnan()
-
-
-def test_bounds_that_keep_nothing_are_refused() -> None:
-    with pytest.raises(ValueError, match="at_most must be positive"):
-        rejections.mean_k3(*COLUMNS, at_most=0.0)
-    with pytest.raises(ValueError, match="the band needs"):
-        rejections.outlier_free(*COLUMNS, lo=2.0, hi=1.0)

@@ -109,14 +109,11 @@ def test_the_weight_of_negatives_multiplies_their_losses_and_gradients_and_no_ot
     assert tokens.clipped.any() and not loss_BT[~padded.mask].any()
 
 
-def test_the_scaled_loss_is_the_very_same_tensor_with_a_weight_of_one_and_refuses_others() -> None:
+def test_the_scaled_loss_is_the_very_same_tensor_with_a_weight_of_one() -> None:
     padded, (proximal, _, advantages) = Padded(MASK), rows_of(MASK)
     proximal_BT, advantages_BT = columns(padded, proximal, advantages)
     loss_BT = reinforce(proximal_BT, proximal_BT, advantages_BT, padded.mask).loss
     assert scale_negatives(loss_BT, advantages_BT, negative=1.0) is loss_BT
-    for wrong in (-0.1, 1.5, float("nan")):
-        with pytest.raises(ValueError, match="must lie between 0 and 1"):
-            scale_negatives(loss_BT, advantages_BT, negative=wrong)
 
 
 def test_a_shifted_baseline_is_subtracted_from_every_score_and_equal_scores_teach() -> None:

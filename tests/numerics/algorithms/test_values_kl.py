@@ -125,8 +125,6 @@ def test_the_adaptive_coefficient_moves_towards_the_target_and_by_a_bounded_amou
     assert next_beta(0.1, 60.0, 1000, target=6.0, horizon=10_000) == pytest.approx(0.1 * (1 + 0.2 * 0.1))
     assert next_beta(0.1, 0.0, 1000, target=6.0, horizon=10_000) == pytest.approx(0.1 * (1 - 0.2 * 0.1))
     assert next_beta(0.1, 0.0, 10**9, target=6.0, horizon=10) == 0.0
-    with pytest.raises(ValueError, match="target and horizon"):
-        next_beta(0.1, 1.0, 1, target=0.0, horizon=10)
 
 
 def test_an_update_stops_early_when_its_kl_passes_the_target_or_is_not_a_number() -> None:
@@ -188,18 +186,6 @@ def test_nan_infinite_and_positive_logprobs_are_refused_where_they_would_be_used
         check_any(mask & False)
     with pytest.raises(ValueError, match="rewards has shape"):
         check_finite(mask, rewards=torch.zeros(1, 2))
-
-
-def test_unknown_kinds_and_bad_knobs_are_refused() -> None:
-    one = torch.ones(1, 1)
-    with pytest.raises(ValueError, match="unknown value loss"):
-        value_loss(one, one, one, one == 1, clip=None, kind="mae")  # pyright: ignore[reportArgumentType]
-    with pytest.raises(ValueError, match="huber_delta"):
-        value_loss(one, one, one, one == 1, clip=None, kind="huber", huber_delta=0.0)
-    with pytest.raises(ValueError, match="clip must be positive"):
-        value_loss(one, one, one, one == 1, clip=0.0)
-    with pytest.raises(ValueError, match="unknown KL estimator"):
-        kl(one, one, one == 1, kind="k4")  # pyright: ignore[reportArgumentType]
 
 
 def test_rounding_never_counts_as_clipping() -> None:
