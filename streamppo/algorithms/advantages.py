@@ -116,26 +116,6 @@ def sequence_level(scores_B: Tensor, baseline_B: Tensor, mask_BT: Tensor) -> Adv
     return AdvantageEstimate(masked.spread(scores_B - baseline_B, mask_BT), masked.spread(scores_B, mask_BT))
 
 
-class Moments(NamedTuple):
-    """Token count, sum, sum of squares, float64: scalars over a batch; over groups, [B] for each sequence's group."""
-
-    tokens: Tensor
-    total: Tensor
-    squares: Tensor
-
-
-def moments(x_BT: Tensor, mask_BT: Tensor, group_ids_B: Tensor | None) -> Moments:
-    """The `Moments` of x over the batch or, with group_ids_B, over each sequence's group."""
-    masked.check_tokens(mask_BT, x_BT=x_BT)
-    values_BT = masked.fill(x_BT, mask_BT).double()
-    sums_B = (masked.sequence_sum(values_BT, mask_BT), masked.sequence_sum(values_BT.square(), mask_BT))
-    sums_3B = torch.stack([masked.sequence_count(mask_BT).double(), *sums_B])
-    if group_ids_B is None:
-        return Moments(*sums_3B.sum(-1).unbind())
-    masked.check_sequences(mask_BT, group_ids_B=group_ids_B)
-    return Moments(*group_sums(sums_3B, group_ids_B).unbind())
-
-
 def whiten(
     x_BT: Tensor, mask_BT: Tensor, *, shift_mean: bool = True, unbiased: bool = False, group_ids_B: Tensor | None = None
 ) -> Tensor:
@@ -148,14 +128,23 @@ def whiten(
     variance divides by the number of tokens n, or by n - 1 if `unbiased`. Detail 7 of
     https://iclr-blog-track.github.io/2022/03/25/ppo-implementation-details/.
     """
-    sums = moments(x_BT, mask_BT, group_ids_B)
-    mean = sums.total / sums.tokens.clamp(min=1)
-    variance = (sums.squares / sums.tokens.clamp(min=1) - mean.square()).clamp(min=0)
+    masked.check_tokens(mask_BT, x_BT=x_BT)
+    values_BT = masked.fill(x_BT, mask_BT)
+    wide_BT = values_BT.double()
+    sums_B = masked.sequence_sum(wide_BT, mask_BT), masked.sequence_sum(wide_BT.square(), mask_BT)
+    sums_3B = torch.stack([masked.sequence_count(mask_BT).double(), *sums_B])
+    if group_ids_B is not None:
+        masked.check_sequences(mask_BT, group_ids_B=group_ids_B)
+        sums = group_sums(sums_3B, group_ids_B)
+    else:
+        sums = sums_3B.sum(-1)
+    tokens, total, squares = sums.unbind()
+    mean = total / tokens.clamp(min=1)
+    variance = (squares / tokens.clamp(min=1) - mean.square()).clamp(min=0)
     if unbiased:
-        variance = variance * sums.tokens / (sums.tokens - 1).clamp(min=1)
+        variance = variance * tokens / (tokens - 1).clamp(min=1)
     scale = (variance + VARIANCE_FLOOR).rsqrt()
     if group_ids_B is not None:
         mean, scale = masked.spread(mean, mask_BT), masked.spread(scale, mask_BT)
-    values_BT = masked.fill(x_BT, mask_BT)
-    whitened_BT = (values_BT.double() - mean) * scale + (0.0 if shift_mean else mean)
+    whitened_BT = (wide_BT - mean) * scale + (0.0 if shift_mean else mean)
     return whitened_BT.to(values_BT.dtype).masked_fill(~mask_BT, 0.0)

@@ -70,16 +70,6 @@ def kl_cov(covariance_BT: Tensor, mask_BT: Tensor, *, share: float) -> Tensor:
     return _mask_of(places_N2[highest], mask_BT)
 
 
-def keep_tokens(loss_BT: Tensor, chosen_BT: Tensor) -> Tensor:
-    """[B, T], the loss, set to 0 at all tokens that are not chosen; the denominator still counts them."""
-    return loss_BT.masked_fill(~chosen_BT, 0.0)
-
-
-def drop_tokens(loss_BT: Tensor, chosen_BT: Tensor) -> Tensor:
-    """[B, T], the loss, set to 0 at the chosen tokens; the denominator still counts them."""
-    return loss_BT.masked_fill(chosen_BT, 0.0)
-
-
 def penalise_tokens(loss_BT: Tensor, log_ratio_BT: Tensor, chosen_BT: Tensor, *, coefficient: float) -> Tensor:
     """[B, T], the loss, plus a KL penalty of at most K3_BOUND * coefficient at the chosen tokens.
 

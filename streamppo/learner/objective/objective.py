@@ -64,12 +64,15 @@ class Exploration(NamedTuple):
         return exploration.clip_cov(covariance_BT, trained_BT, share=choice.share, band=choice.band, order=order)
 
     def treat(self, loss_BT: Tensor, log_ratio_BT: Tensor, chosen_BT: Tensor) -> Tensor:
-        """Return the policy losses [B, T] with a change at the chosen tokens, by log(current / proximal)."""
+        """Return the policy losses [B, T] with a change at the chosen tokens, by log(current / proximal).
+
+        The denominator of the loss still counts tokens whose loss becomes 0.
+        """
         match self.choice:
             case regularisation.TopEntropy():
-                return exploration.keep_tokens(loss_BT, chosen_BT)
+                return loss_BT.masked_fill(~chosen_BT, 0.0)
             case regularisation.ClipCov():
-                return exploration.drop_tokens(loss_BT, chosen_BT)
+                return loss_BT.masked_fill(chosen_BT, 0.0)
             case regularisation.KlCov(coefficient=coefficient):
                 return exploration.penalise_tokens(loss_BT, log_ratio_BT, chosen_BT, coefficient=coefficient)
 

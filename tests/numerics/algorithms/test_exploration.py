@@ -84,12 +84,10 @@ def test_clip_cov_draws_from_the_band_alone_and_in_the_given_order() -> None:
     assert drawn(0.3, [], band=(10.0, 11.0)) == []
 
 
-def test_the_chosen_tokens_are_left_out_or_pay_and_the_others_keep_their_loss() -> None:
+def test_the_chosen_tokens_pay_and_the_others_keep_their_loss() -> None:
     loss_BT = torch.tensor([[1.0, 2.0, 3.0]], dtype=torch.float64)
     log_ratio_BT = torch.tensor([[-0.5, 0.25, torch.nan]], dtype=torch.float64, requires_grad=True)
     chosen_BT = torch.tensor([[True, True, False]])
-    assert exploration.drop_tokens(loss_BT, chosen_BT).tolist() == [[0.0, 0.0, 3.0]]
-    assert exploration.keep_tokens(loss_BT, chosen_BT).tolist() == [[1.0, 2.0, 0.0]]
     paid_BT = exploration.penalise_tokens(loss_BT, log_ratio_BT, chosen_BT, coefficient=2.0)
     k3 = [math.exp(d) - 1 - d for d in (-0.5, 0.25)]
     assert paid_BT[0].tolist() == pytest.approx([1 + 2 * k3[0], 2 + 2 * k3[1], 3.0], rel=1e-12)
@@ -97,11 +95,7 @@ def test_the_chosen_tokens_are_left_out_or_pay_and_the_others_keep_their_loss() 
     slope = [2 * (math.exp(d) - 1) for d in (-0.5, 0.25)]
     assert gradient_BT[0].tolist() == pytest.approx([*slope, 0.0], rel=1e-12)
     none_BT = torch.zeros_like(chosen_BT)
-    for found_BT in (
-        exploration.drop_tokens(loss_BT, none_BT),
-        exploration.penalise_tokens(loss_BT, log_ratio_BT, none_BT, coefficient=2.0),
-    ):
-        assert torch.equal(found_BT, loss_BT)
+    assert torch.equal(exploration.penalise_tokens(loss_BT, log_ratio_BT, none_BT, coefficient=2.0), loss_BT)
 
 
 def test_the_penalty_is_the_kl_from_the_proximal_policy_in_value_and_gradient() -> None:
