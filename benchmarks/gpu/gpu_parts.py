@@ -344,7 +344,7 @@ def sglang_run() -> Result:
     SGLang computes in plain torch: its Triton kernels take no heads as narrow as those of builtin:tiny.
     """
     need("ray", "sglang", gpu=True)
-    plain = ("rollout.engine.attention_backend=torch_native", 'rollout.engine.args={sampling_backend="pytorch"}')
+    plain = ('rollout.engine.args={attention_backend="torch_native", sampling_backend="pytorch"}',)
     sizes = ("updates=10", "evaluation.every=0", "model.dtype=bfloat16", "rollout.engine.mem_fraction_static=0.3")
     return _run("configs/math-sglang.toml", *sizes, *plain)
 

@@ -5,8 +5,7 @@
 
 A random Qwen3 MoE model samples with SGLang, in bfloat16 and in float32; the learner has the same weights. Predicted
 before any run: in bfloat16, replayed routes reduce the mean |learner - behavior| by at least half; in float32 they
-change it by less than 1e-4. Predicted before the runs with float32 routers in the learner (`model.float32_router`) and
-bfloat16 routers in the engine: they change the mean, with either routes, by less than a tenth.
+change it by less than 1e-4.
 """
 
 import argparse
@@ -14,7 +13,6 @@ import asyncio
 import json
 import statistics
 import tempfile
-from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -64,21 +62,16 @@ def main() -> None:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     rows = [one for seed in range(options.seeds) for one in of_seed(seed, options.prompts)]
     for dtype in ("bfloat16", "float32"):
-        for router, routes in product(_routers(dtype), ("own", "replayed")):
-            some = [row for row in rows if (row["dtype"], row["router"], row["routes"]) == (dtype, router, routes)]
+        for routes in ("own", "replayed"):
+            some = [row for row in rows if (row["dtype"], row["routes"]) == (dtype, routes)]
             means = {name: statistics.mean(row[name] for row in some) for name in some[0] if name not in KEYS}
             shown = "  ".join(f"{name} {value:.3g}" for name, value in means.items())
-            print(f"{dtype:9} router {router:9} {routes:9} {shown}")
+            print(f"{dtype:9} {routes:9} {shown}")
     if options.json:
         options.json.write_text(json.dumps({"machine": machine(), "shape": SHAPE, "rows": rows}, indent=1) + "\n")
 
 
-KEYS = {"seed", "dtype", "router", "routes"}
-
-
-def _routers(dtype: str) -> tuple[str, ...]:
-    """The dtypes of the learner's routers."""
-    return tuple(dict.fromkeys((dtype, "float32")))
+KEYS = {"seed", "dtype", "routes"}
 
 
 def of_seed(seed: int, prompts: int) -> list[dict[str, Any]]:
@@ -93,10 +86,7 @@ def of_seed(seed: int, prompts: int) -> list[dict[str, Any]]:
             config = configfile.load(MATH, [*given, f"model.dtype={dtype}", f"seed={seed}"])
             weights = {name: one.detach().to(getattr(torch, dtype)) for name, one in made.named_parameters()}
             batch = asyncio.run(sampled(config, folder, weights, prompts))
-            for router in _routers(dtype):
-                precise = configfile.change(config, [f"model.float32_router={str(router != dtype).lower()}"])
-                common = {"seed": seed, "dtype": dtype, "router": router}
-                rows += [{**common, **one} for one in measured(precise, folder, batch)]
+            rows += [{"seed": seed, "dtype": dtype, **one} for one in measured(config, folder, batch)]
     return rows
 
 

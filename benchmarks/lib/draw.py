@@ -78,7 +78,6 @@ FIELDS: dict[str, tuple[object, ...]] = {
     "queue.segments": (
         "{max_tokens=2, explained=0}",
         "{max_tokens=2, explained=0, prefix='detached'}",
-        "{max_tokens=2, explained=0, just_in_time=false}",
     ),
     "queue.shards": (1, 1, 1, 3),
     "queue.too_old": ("mask", "drop", "wait", "windowed"),

@@ -16,7 +16,6 @@ FIXED = ("model", "algorithm.critic.model", "learner.ranks", "learner.mesh", "qu
 CHANGEABLE = (
     "model.clock",
     "model.float32_head",
-    "model.float32_router",
     "model.gradient_checkpointing",
     "model.compile",
 )

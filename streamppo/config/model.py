@@ -75,8 +75,6 @@ class Model(Section, frozen=True):
     """The learner's attention; "auto" is flash-attn or "varlen" for bfloat16 on a GPU, otherwise "sdpa"."""
     share_prompts: bool = True
     """Compute a prompt once for all its samples in a micro-batch; not with "eager" attention."""
-    float32_router: bool = False
-    """Compute the routers' scores in float32 in the learner."""
     gradient_checkpointing: Literal["auto", "off", "full", "offloaded"] = "auto"
     """Recompute activations from layers' inputs ("offloaded": kept on the CPU); "auto" is "full" if memory is short."""
     compile: bool = False
@@ -93,8 +91,6 @@ class Model(Section, frozen=True):
             yield f"clock ({self.clock!r}) is a date, or a date and a time: 2026-01-31 or 2026-01-31T12:00"
         if self.attention in JOINED and self.dtype != "bfloat16":
             yield f'attention = "{self.attention}" computes in 16 bits: it needs dtype = "bfloat16"'
-        if self.compile and self.float32_router:
-            yield "float32_router = true needs single operations, and compile = true fuses them"
 
     def refuses(self, setting: str) -> Iterator[str]:
         """Yield a sentence for every setting that excludes `setting`, which needs streamppo's attention."""

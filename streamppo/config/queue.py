@@ -10,20 +10,14 @@ from streamppo.config.base import Count, Fraction, Kind, Positive, Processes, Se
 
 
 class Segments(Section, frozen=True):
-    """Settings for training on segments of a completion while the rest is being sampled."""
+    """Settings for training on segments of a completion; each is cut before its oldest token exceeds max_lag."""
 
     max_tokens: Count = 0
     """Maximum tokens of a segment; 0 is no bound."""
     explained: Fraction = 0.1
     """With max_tokens, the policy is trained only while the critic explains this share of known outcomes."""
-    just_in_time: bool = True
-    """Cut a segment before its oldest token exceeds max_lag."""
     prefix: Literal["attached", "detached"] = "attached"
     """Gradients flow through the prompt and earlier segments ("attached"), or do not ("detached", faster)."""
-
-    def contradictions(self) -> Iterator[str]:
-        if not self.max_tokens and not self.just_in_time:
-            yield "max_tokens must be above 0 without just_in_time: nothing would ever be cut"
 
     def refuses(self, algorithm: Algorithm) -> Iterator[str]:
         """Yield a sentence for every setting of `algorithm` that needs whole completions."""
@@ -110,12 +104,12 @@ class Queue(Section, frozen=True):
     def flow_lag(self) -> int:
         """The lag that admission and cuts aim at, and the largest value of an adaptive lag.
 
-        `bound` minus this lag is slack. Just-in-time segments get one version of slack if `bound` is above 1. With
+        `bound` minus this lag is slack. Segments get one version of slack if `bound` is above 1. With
         too_old = "windowed" the slack is the window, three tenths of the held units (queue/rules/take.py).
         """
         if self.too_old == "windowed":
             return max(min(1, self.bound), (10 * self.bound - 3) // 13)
-        return max(1, self.bound - 1) if self.segments and self.segments.just_in_time else self.bound
+        return max(1, self.bound - 1) if self.segments else self.bound
 
     @property
     def cut_age(self) -> int:

@@ -70,10 +70,8 @@ DECIDED = {
     "dp_size": "by rollout.actors, each with one copy of the model",
     "pp_size": "by rollout.gpus, which share every layer",
     "max_running_requests": "by rollout.slots",
-    "attention_backend": "by rollout.engine.attention_backend",
     "mem_fraction_static": "by rollout.engine.mem_fraction_static",
     "max_total_tokens": "by rollout.engine.max_total_tokens",
-    "disable_radix_cache": "by rollout.engine.prefix_cache",
     "random_seed": "by seed",
     "skip_tokenizer_init": "requests and answers are token ids; only a string of rollout.stop needs the tokenizer",
     "sampling_defaults": "log-probs are of the distribution that [rollout] says",
@@ -92,18 +90,12 @@ class SGLangEngine(EngineKind, frozen=True, tag="sglang"):
     """Addresses of running servers, one for each actor; empty: each actor starts an engine."""
     api_key_env: str = "SGLANG_API_KEY"
     """Environment variable with the servers' API key."""
-    transport: Literal["tensor", "group", "disk"] = "tensor"
-    """How weights reach SGLang: in shared memory ("tensor"), in a folder, or by a process group's broadcast."""
-    folder: str = ""
-    """For transport = "disk", a folder that both actor and SGLang see."""
-    attention_backend: str = ""
-    """SGLang's attention backend; empty lets SGLang choose."""
+    transport: Literal["tensor", "group"] = "tensor"
+    """How weights reach SGLang: in shared memory ("tensor"), or by a process group's broadcast ("group")."""
     mem_fraction_static: Annotated[float, Meta(gt=0, lt=1)] = 0.8
     """Share of the free GPU memory for weights and cache."""
     max_total_tokens: Count = 0
     """Maximum tokens of the cache; 0 is as many as fit into mem_fraction_static."""
-    prefix_cache: bool = True
-    """Prompts with a common prefix share its keys and values."""
     args: dict[str, Argument] = field(default_factory=dict[str, Argument])
     """Further arguments of SGLang, such as { schedule_policy = "lpm" }."""
     routes: bool = False
@@ -122,8 +114,6 @@ class SGLangEngine(EngineKind, frozen=True, tag="sglang"):
         return self.transport == "tensor" and not self.urls and not adapted
 
     def contradictions(self) -> Iterator[str]:
-        if (self.transport == "disk") != bool(self.folder):
-            yield 'folder is for transport = "disk", which needs it'
         if self.args and self.urls:
             yield "args are for engines that actors start: the servers at urls have their own arguments"
         for name in self.args:
@@ -134,7 +124,7 @@ class SGLangEngine(EngineKind, frozen=True, tag="sglang"):
             if self.urls.count(url) > 1:
                 yield f"urls must differ: two actors would update the server at {url!r}"
             if self.transport == "tensor" and not re.match(r"https?://(localhost|127\.|\[::1\])", url):
-                yield f"transport = 'tensor' is memory of one machine: with urls ({url!r}) it must be 'group' or 'disk'"
+                yield f"transport = 'tensor' is memory of one machine: with urls ({url!r}) it must be 'group'"
 
     def refuses_sampling(self, top_p: float, top_k: int) -> str:
         """Why the engine cannot sample with this `top_p` and `top_k`; empty if it can."""

@@ -59,7 +59,7 @@ class Learner:
         torch.set_num_threads(config.learner.thread_count)
         optimizer.configure(self.optimizer, config)
         self.policy.temperature = config.rollout.temperature
-        self.policy.set_float32(config.model)
+        self.policy.float32_head = config.model.float32_head
         self.policy.set_context(config.queue.prefix)
         self.policy.set_routes(replayed=config.rollout.engine.routes)
         reference = frozen.load_reference(

@@ -118,7 +118,7 @@ async def engine(
             untied = is_tied(file_config) and not is_tied(hf_config)
             launch = _start(config, settings, model_path, model, seed, untied=untied)
             return await sglang.start(
-                _setup(config, settings, launch, _connect(config, settings, actor), model, architecture.encoders),
+                _setup(config, settings, launch, _connect(config, settings), model, architecture.encoders),
                 architecture,
                 version=version,
                 tensors=tensors,
@@ -212,16 +212,12 @@ def _start(
     return partial(in_process.start, launch_settings)
 
 
-def _connect(config: Config, settings: SGLangEngine, actor: str) -> push.Connect:
+def _connect(config: Config, settings: SGLangEngine) -> push.Connect:
     bucket_bytes = config.learner.bucket_bytes
-    match settings.transport:
-        case "tensor":
-            if settings.urls:
-                # By default torch passes file descriptors, which only children of this process can receive.
-                torch.multiprocessing.set_sharing_strategy("file_system")
-            return partial(push.by_shared_memory, bucket_bytes, bool(settings.urls))
-        case "group":
-            has_own_gpu = bool(settings.urls and config.rollout.gpus)
-            return partial(push.by_group, bucket_bytes, settings.urls[0] if settings.urls else "", has_own_gpu)
-        case "disk":
-            return partial(push.by_disk, Path(settings.folder) / actor)
+    if settings.transport == "group":
+        has_own_gpu = bool(settings.urls and config.rollout.gpus)
+        return partial(push.by_group, bucket_bytes, settings.urls[0] if settings.urls else "", has_own_gpu)
+    if settings.urls:
+        # By default torch passes file descriptors, which only children of this process can receive.
+        torch.multiprocessing.set_sharing_strategy("file_system")
+    return partial(push.by_shared_memory, bucket_bytes, bool(settings.urls))

@@ -41,7 +41,7 @@ class SegmentWriter:
         return Cuts(
             take=lambda sampled: self._write_cut(so_far(sampled)),
             max_tokens=queue.segments.max_tokens,
-            max_age=queue.cut_age if queue.segments.just_in_time else 0,
+            max_age=queue.cut_age,
             share=self._share,
             aim=self._aim,
             oldest=int(waiting.min()) if len(waiting) else None,
@@ -53,7 +53,7 @@ class SegmentWriter:
     def cut_waiting(self, version: int) -> int | None:
         """Cut the waiting episode if due at `version`; return its rest's oldest version, or None without an episode."""
         queue, episode = self._config.queue, self._waiting
-        if episode is None or queue.segments is None or not queue.segments.just_in_time:
+        if episode is None or queue.segments is None:
             return None
         keep = kept_from(episode.versions)
         if keep > self.prefix and version - episode.versions[self.prefix] >= queue.cut_age:

@@ -192,7 +192,7 @@ class Worker:
     @property
     def _num_requestable(self) -> int:
         queue, in_flight = self._config.queue, self._config.rollout.in_flight
-        if queue.segments and queue.segments.just_in_time:
+        if queue.segments:
             under_way = in_flight - self._free_places
             return max(0, min(self._free_places, most_under_way(queue.cut_age, self._share) - under_way))
         return self._free_places

@@ -54,7 +54,7 @@ def allocate(totals: Sequence[int]) -> list[Tensor]:
     if SHARED.is_dir() and sum(totals) > (free := shutil.disk_usage(SHARED).free):
         raise NoRoom(
             f"{SHARED} has {free / 2**30:.1f} GiB left, and a version takes {sum(totals) / 2**30:.1f} GiB: make it "
-            "larger (docker run --shm-size), or choose rollout.engine.transport = 'disk'"
+            "larger (docker run --shm-size), or choose rollout.engine.transport = 'group'"
         )
     return [_block(torch.UntypedStorage._new_shared(total)) for total in totals]
 

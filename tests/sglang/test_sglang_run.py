@@ -88,7 +88,7 @@ def test_a_mixture_of_experts_learns_and_is_resumed_and_replayed(
     [
         ("rollout.engine.mem_fraction_static=0.0001", "does not fit into the memory"),
         ("rollout.engine.start_s=0.5", r"not within rollout.engine.start_s \(0.5 s\)"),
-        ("rollout.engine.attention_backend=none_such", "Invalid attention backend: none_such"),
+        ("rollout.engine.args={attention_backend='none_such'}", "Invalid attention backend: none_such"),
         ("rollout.gpus=1", "rollout.gpus is 1, and torch finds no GPU"),
     ],
 )

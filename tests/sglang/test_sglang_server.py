@@ -218,23 +218,18 @@ def test_a_server_refuses_a_wrong_key_in_one_sentence(
         setting.run(opened(setting, f"rollout.engine.urls=['{url}']"))
 
 
-@pytest.mark.parametrize("transport", ["group", "disk"])
-def test_weights_also_come_by_a_process_group_and_by_files(
-    setting: case.Setting, transport: str, tmp_path: Path
-) -> None:
-    more = [f"rollout.engine.folder={tmp_path / 'weights'}"] if transport == "disk" else []
+def test_weights_also_come_by_a_process_group(setting: case.Setting) -> None:
     # Several parts, so that a version holds only when the last has come.
     parts = "learner.bucket_bytes=50000"
 
     async def use() -> None:
-        engine = await opened(setting, f"rollout.engine.transport={transport}", parts, *more)
+        engine = await opened(setting, "rollout.engine.transport=group", parts)
         try:
             assert await exact_swap(engine, setting.model, case.model(seed=15), kept=True) > 0
         finally:
             await engine.stop()
 
     setting.run(use())
-    assert not any((tmp_path / "weights").rglob("*.safetensors"))
 
 
 def test_a_recomputed_cache_is_exactly_that_of_the_new_weights(setting: case.Setting, tmp_path: Path) -> None:

@@ -107,7 +107,7 @@ def _shared(config: Config, model: ranks.ModelSizes) -> Findings:
     else:
         advice = "make it larger (mount -o remount,size=, docker run --shm-size)"
         state = _lack_state(config)
-        yield Finding("/dev/shm", state, f"{text}: {advice}, or choose rollout.engine.transport = 'disk'")
+        yield Finding("/dev/shm", state, f"{text}: {advice}, or choose rollout.engine.transport = 'group'")
 
 
 def _lack_state(config: Config) -> State:

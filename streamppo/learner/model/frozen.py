@@ -68,7 +68,7 @@ def load_reference(
         config.model, model_path, temperature, mesh, offload=kl.offload, master=master, slices=leader.slices
     )
     reference.temperature = temperature
-    reference.set_float32(config.model)
+    reference.float32_head = config.model.float32_head
     return reference
 
 
@@ -111,7 +111,7 @@ def load_teacher(
             config.model, teacher.model, temperature, mesh, offload=teacher.offload, master=False, slices=slices
         )
     present.temperature = temperature
-    present.set_float32(config.model)
+    present.float32_head = config.model.float32_head
     return present
 
 

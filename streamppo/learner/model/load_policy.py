@@ -121,7 +121,7 @@ def shard_without_weights(
         policy.slices, policy.checkpointing = slices, layers.kind(config)
         if not config.compile:
             policy.routers = Routers(lm.base_model)
-        policy.set_float32(config)
+        policy.float32_head = config.float32_head
     transformers = policy.transformers
     for transformer in transformers:
         if refused := context_parallel.refusal(transformer.config, slices.ranks):

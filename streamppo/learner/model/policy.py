@@ -15,7 +15,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from streamppo.algorithms.chunked_head import chunked_logprobs_entropy
-from streamppo.config.model import JOINED, Lora, Model
+from streamppo.config.model import JOINED, Lora
 from streamppo.errors import ModelError
 from streamppo.learner.attention import attention, layers, prefix_kv, prefix_sharing, shared_keys, tree
 from streamppo.learner.attention.attention import Layout, RowLayout
@@ -166,11 +166,6 @@ class Policy(nn.Module):
         if replayed and not self.routers:
             raise ModelError("rollout.engine.routes needs a mixture of experts, which the model is not")
         self.replays_routes = replayed
-
-    def set_float32(self, config: Model) -> None:
-        """Set whether the head and the routers compute in float32."""
-        self.float32_head = config.float32_head
-        self.routers.set_float32(chosen=config.float32_router)
 
     @property
     def transformers(self) -> "list[PreTrainedModel]":

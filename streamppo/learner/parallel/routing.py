@@ -47,11 +47,6 @@ class Routers:
     def __bool__(self) -> bool:
         return bool(self._routers)
 
-    def set_float32(self, *, chosen: bool) -> None:
-        """Let routers compute their products in float32, or in the type of their weights."""
-        for router in self._routers:
-            router.float32 = chosen
-
     def expect(self, row_layout: RowLayout, width_B: Tensor, routes: RowRoutes | None) -> None:
         """Give each router the experts in `routes` for a pass over `row_layout`, rows of `width_B` tokens.
 
@@ -111,8 +106,8 @@ class Pass(NamedTuple):
 class Router:
     """One router: the module that chooses the experts of layer `layer`."""
 
-    def __init__(self, module: Any, layer: int, *, float32: bool = False) -> None:
-        self.experts, self.top_k, self.float32 = experts_of(module), int(module.top_k), float32
+    def __init__(self, module: Any, layer: int) -> None:
+        self.experts, self.top_k = experts_of(module), int(module.top_k)
         self._layer = layer
         self._pass: Pass | None = None
         self._counts: Tensor | None = None
@@ -182,8 +177,6 @@ class _ReplayMode(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if func is nn.functional.linear and self._router.float32:
-            args = tuple(argument.float() if isinstance(argument, Tensor) else argument for argument in args)
         result = func(*args, **(kwargs or {}))
         return self._router.replace_choice(args[0], result) if func in CHOICES else result
 

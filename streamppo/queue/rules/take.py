@@ -24,7 +24,7 @@ is MiniMax's share. L = 1 leaves room for either a flow lag or a window; the flo
     S       1        2         5         12
     W - 1   P        2 P       3 P       4 P
 
-With `queue.segments`, S = max(1, L - 1) if segments are cut just in time, else S = L. Update u starts from version u.
+With `queue.segments`, S = max(1, L - 1). Update u starts from version u.
 
     a cut       an engine that swaps to version v delivers every segment whose oldest token is of v - S or before, and
                 some segments earlier, so that not too many are due together (rollout/segment_cuts.py)
@@ -60,9 +60,8 @@ def choose(settings: QueueSettings, state: QueueState, min_version: int) -> Chos
     """Choose a batch that trains on tokens of `min_version` or later."""
     if settings.segments is None:
         return _choose_completions(settings, state, min_version)
-    last_cut = state.last_cut if settings.segments.just_in_time else None
     # Future segments have tokens of version last_cut - S + 1 or later, which may be too old for the next batch.
-    if last_cut is not None and max(0, last_cut - settings.flow_lag + 1) <= min_version:
+    if (last_cut := state.last_cut) is not None and max(0, last_cut - settings.flow_lag + 1) <= min_version:
         return NONE
     return _choose_segments(settings, state, min_version)
 

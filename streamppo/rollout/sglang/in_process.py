@@ -27,7 +27,6 @@ REQUESTS = {
     "begin_weight_update": "BeginWeightUpdateReqInput",
     "end_weight_update": "EndWeightUpdateReqInput",
     "update_weights_from_tensor": "UpdateWeightsFromTensorReqInput",
-    "update_weights_from_disk": "UpdateWeightFromDiskReqInput",
     "update_weights_from_distributed": "UpdateWeightsFromDistributedReqInput",
     "init_weights_update_group": "InitWeightsUpdateGroupReqInput",
     "weights_checker": "CheckWeightsReqInput",

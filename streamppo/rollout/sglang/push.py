@@ -5,10 +5,8 @@
 
 import asyncio
 import itertools
-import shutil
 import socket
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Protocol, TypeAlias
 from urllib.parse import urlsplit
 from uuid import uuid4
@@ -153,34 +151,6 @@ async def by_group(bucket_bytes: int, url: str, gpu: bool, link: Link) -> ByGrou
     )
     _, group = await asyncio.gather(sglang_call, ours)
     return ByGroup(link, bucket_bytes, name, group, "cuda" if gpu else "cpu")
-
-
-class ByDisk:
-    """Files in a folder that both this actor and SGLang can reach."""
-
-    def __init__(self, link: Link, folder: Path) -> None:
-        self._link, self._folder = link, folder
-
-    async def stage(self, tensors: Mapping[str, Tensor]) -> None:
-        from safetensors.torch import save_file
-
-        self._folder.mkdir(parents=True, exist_ok=True)
-        await asyncio.to_thread(save_file, dict(tensors), self._folder / "model.safetensors")
-
-    async def carry(self, version: int, *, flush: bool) -> None:
-        try:
-            fields = _request_fields(version, last=True, flush=flush)
-            # Without `load_format`, SGLang would use the format of its start, "dummy", and not read the files.
-            await self._link.call(
-                "update_weights_from_disk", model_path=str(self._folder), load_format="auto", **fields
-            )
-        finally:
-            shutil.rmtree(self._folder, ignore_errors=True)
-
-
-async def by_disk(folder: Path, link: Link) -> ByDisk:
-    """Connect by files. With `folder` bound, this function is a `Connect`."""
-    return ByDisk(link, folder)
 
 
 def _parts(tensors: Mapping[str, Tensor], bucket_bytes: int) -> Iterator[tuple[Named, bool]]:

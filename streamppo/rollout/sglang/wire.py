@@ -84,7 +84,6 @@ def arguments(
         "tp_size": ranks(config),
         "max_running_requests": rollout.slots,
         "mem_fraction_static": engine.mem_fraction_static,
-        "disable_radix_cache": not engine.prefix_cache,
         # The first push writes every tensor and checks that SGLang has it, so the model's files need not be read.
         "load_format": "dummy",
         "grammar_backend": "none",
@@ -100,18 +99,20 @@ def arguments(
         **({"enable_return_routed_experts": True} if engine.routes else {}),
     }
     if rollout.gpus:
-        gpu_arguments = {"attention_backend": engine.attention_backend, "max_total_tokens": engine.max_total_tokens}
+        gpu_arguments: dict[str, object] = {}
+        if engine.max_total_tokens:
+            gpu_arguments["max_total_tokens"] = engine.max_total_tokens
         # SGLang's default backend returns no experts on a B200, and before 0.5.23 its layout takes no new weights.
         if engine.routes or version < RESTORES_EXPERTS:
             gpu_arguments["moe_runner_backend"] = "triton"
         # A decode step with more completions than the largest CUDA graph would launch each kernel separately.
-        graphs = {"cuda_graph_max_bs_decode": rollout.slots}
-        return common | graphs | {name: value for name, value in gpu_arguments.items() if value} | dict(engine.args)
+        gpu_arguments["cuda_graph_max_bs_decode"] = rollout.slots
+        return {**common, **gpu_arguments, **engine.args}
     return common | {
         "device": "cpu",
         "sampling_backend": "pytorch",
         "disable_cuda_graph": True,
-        "attention_backend": engine.attention_backend or "torch_native",
+        "attention_backend": "torch_native",
         "max_total_tokens": engine.max_total_tokens or tokens,
         **engine.args,
     }

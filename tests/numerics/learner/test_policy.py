@@ -211,8 +211,6 @@ def test_layers_over_rows_end_to_end_are_compiled_for_few_numbers_of_tokens(
 def test_what_a_compiler_cannot_do_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"model.compile .* needs learner.exact = false"):
         case.config_of("model.compile=true")
-    with pytest.raises(ConfigError, match="float32_router = true needs single operations"):
-        case.config_of("model.compile=true", "learner.exact=false", "model.float32_router=true")
 
 
 def test_an_offloaded_reference_stays_on_the_cpu_and_says_the_same(folder: Path) -> None:

@@ -1,6 +1,5 @@
 """Routing replay: a token goes to the experts that the engine chose, in every family and division of a batch."""
 
-from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -10,15 +9,11 @@ import numpy as np
 import pytest
 import torch
 from msgspec.structs import replace
-from torch.distributed.device_mesh import init_device_mesh
 from transformers import AutoModelForCausalLM
 
 from streamppo.errors import ModelError
-from streamppo.learner import learner
 from streamppo.learner.batch.padded import pad
 from streamppo.learner.model import load_policy
-from streamppo.learner.parallel import routing
-from streamppo.learner.parallel.routing import Router
 from streamppo.queue.store import batch_parts
 from streamppo.types import Batch, Trajectory, ints, routes
 
@@ -244,45 +239,3 @@ def test_routes_of_another_model_and_models_without_experts_are_refused(tmp_path
 def shaped(routes: bytes) -> Any:
     """[tokens, layers, k]"""
     return np.frombuffer(routes, "<i2").reshape(-1, LAYERS, TOP_K)
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_scores_of_experts_are_a_float32_product_where_that_is_chosen(tmp_path: Path, family: str) -> None:
-    lm: Any = AutoModelForCausalLM.from_pretrained(folder_of(tmp_path / "model", family), dtype=torch.bfloat16)
-    torch.manual_seed(0)
-    hidden_1ND, found = torch.randn(1, 64, 32, dtype=torch.bfloat16), dict[object, torch.Tensor]()
-    for name, module in routing.choosers(lm.base_model):
-        for kind in (torch.bfloat16, torch.float32, "chosen"):
-            one = deepcopy(module).to(torch.float32 if kind == torch.float32 else torch.bfloat16)
-            if kind == "chosen":
-                Router(one, 0, float32=True)
-            with pytest.MonkeyPatch.context() as patch, torch.no_grad():
-                _keep_scores(patch, found, kind)
-                one((hidden_1ND if family == "Qwen3Next" else hidden_1ND[0]).to(next(one.parameters()).dtype))
-        gap = {kind: (found[kind] - found[torch.float32]).abs().max() for kind in (torch.bfloat16, "chosen")}
-        assert gap["chosen"] < 1e-5 and gap[torch.bfloat16] > 1e-4, name
-
-
-def _keep_scores(patch: pytest.MonkeyPatch, found: dict[object, torch.Tensor], kind: object) -> None:
-    original = torch.topk
-
-    def seen(scores: torch.Tensor, k: int, *others: Any, **named: Any) -> Any:
-        if scores.shape[-1] == EXPERTS:
-            found[kind] = scores.float()
-        return original(scores, k, *others, **named)
-
-    patch.setattr(torch, "topk", seen)
-    patch.setattr(torch.Tensor, "topk", seen)
-
-
-@pytest.mark.usefixtures("alone")
-def test_a_run_and_a_resume_can_choose_float32_scores(tmp_path: Path) -> None:
-    folder, batch = str(folder_of(tmp_path / "model")), pad(case.batch())
-    kinds = [case.config_of("model.dtype=bfloat16", f"model.float32_router={kind}") for kind in ("false", "true")]
-    with torch.no_grad():
-        plain, chosen = (case.updater(config, Path(folder)).policy(batch, "policy").logprobs_BT for config in kinds)
-        resumed = learner.build(kinds[0], folder, init_device_mesh("cpu", (1,)), lambda *_: None, None)  # pyright: ignore
-        for config, expected in zip(kinds, (plain, chosen), strict=True):
-            resumed.configure(config)
-            assert torch.equal(resumed.policy(batch, "policy").logprobs_BT, expected)
-    assert not torch.equal(plain, chosen)

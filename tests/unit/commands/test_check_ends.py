@@ -218,7 +218,7 @@ def test_the_memory_of_a_run_is_compared_with_that_of_this_machine(
         (("rollout.engine.kind=sglang", "cluster.address=auto"), 64, "ok"),
         (("rollout.engine.kind=sglang", "model.lora.rank=2"), 4096, "error"),
         (("rollout.engine.kind=sglang", "model.lora.rank=2"), 6144, "ok"),
-        (("rollout.engine={kind='sglang', transport='disk', folder='x'}",), 64, None),
+        (("rollout.engine={kind='sglang', transport='group'}",), 64, None),
     ],
 )
 def test_versions_in_shared_memory_are_compared_with_its_size(

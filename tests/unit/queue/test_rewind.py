@@ -33,11 +33,11 @@ KINDS = {
     "lag 2": ("queue.max_lag=2",),
     "groups": ("queue.max_lag=2", "algorithm.advantage={kind='grpo'}"),
     "groups that teach": ("queue.max_lag=1", "algorithm={advantage={kind='grpo'}, zero_variance='resample'}"),
-    "segments": ("queue.max_lag=4", "queue.too_old=mask", "queue.segments={max_tokens=2, just_in_time=false}"),
+    "segments": ("queue.max_lag=4", "queue.too_old=mask", "queue.segments={max_tokens=2}"),
     "segments of few long completions": (
         "queue.max_lag=1",
         "queue.too_old=mask",
-        "queue.segments={max_tokens=2, just_in_time=false}",
+        "queue.segments={max_tokens=2}",
     ),
     "lag 4": ("queue.max_lag=4",),
     "windowed": ("queue.max_lag=4", "queue.too_old=windowed"),
