@@ -8,19 +8,11 @@ actors of a machine share (rollout/machine_weights.py) are not copied here.
 """
 
 from collections.abc import Mapping
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from streamppo.weights import content, shared_memory
-
-
-class VersionCopy(NamedTuple):
-    """Copies of tensors, and the flat memory that contains them."""
-
-    tensors: dict[str, Tensor]
-    memory: list[Tensor]
 
 
 class VersionCopies:
@@ -31,7 +23,7 @@ class VersionCopies:
         self._served: list[Tensor] = []
         self._spare: list[Tensor] = []
 
-    def copy(self, tensors: Mapping[str, Tensor], contents: Mapping[str, int] | None = None) -> VersionCopy:
+    def copy(self, tensors: Mapping[str, Tensor], contents: Mapping[str, int] | None = None) -> dict[str, Tensor]:
         """Copy `tensors` to memory that is not served. Raises `WeightsError` if `contents` differ, or without room."""
         places, totals = shared_memory.plan((tensor.nbytes for tensor in tensors.values()), self._bucket_bytes)
         if [len(flat) for flat in self._spare] != totals:
@@ -52,7 +44,7 @@ class VersionCopies:
                 hashes[name] = content.write(copied[name], tensor)
         if contents is not None:
             content.compare(contents, hashes.items())
-        return VersionCopy(copied, self._spare)
+        return copied
 
     def serve(self) -> None:
         """Mark the last copy as served. The next version reuses the memory of the previously served one."""

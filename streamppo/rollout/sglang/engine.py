@@ -314,4 +314,4 @@ def _copy_as_files(
     """
     if shared_memory.is_shared(tensors.values()):
         return architecture.as_saved(tensors)
-    return architecture.as_saved(copies.copy(tensors, contents).tensors)
+    return architecture.as_saved(copies.copy(tensors, contents))

@@ -4,7 +4,6 @@
 # pyright: reportMissingImports=false
 
 import asyncio
-import itertools
 import socket
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from typing import Protocol, TypeAlias
@@ -15,8 +14,8 @@ import torch
 from torch import Tensor
 
 from streamppo.rollout.sglang import wire
+from streamppo.rollout.sglang.copies import VersionCopies
 from streamppo.rollout.sglang.link import Link
-from streamppo.weights.buckets import ALIGNMENT
 
 Named: TypeAlias = Sequence[tuple[str, Tensor]]
 
@@ -43,8 +42,8 @@ class BySharedMemory:
     """Flat buckets in shared memory; tensors in shared memory are not copied. `server`: not a child process."""
 
     def __init__(self, link: Link, bucket_bytes: int, *, server: bool) -> None:
-        self._link, self._bucket_bytes, self._server = link, bucket_bytes, server
-        self._memory: list[Tensor] = []
+        self._link, self._server = link, server
+        self._copies = VersionCopies(bucket_bytes, shared=True)
         self._staged: list[tuple[Tensor, object]] = []
 
     async def stage(self, tensors: Mapping[str, Tensor]) -> None:
@@ -64,29 +63,16 @@ class BySharedMemory:
     def _stage(self, tensors: Mapping[str, Tensor]) -> None:
         from sglang.srt.weight_sync.tensor_bucket import FlattenedTensorMetadata
 
+        others = {name: tensor for name, tensor in tensors.items() if not _is_readable(tensor)}
+        copied = self._copies.copy(others) if others else {}
         buckets: dict[int, tuple[Tensor, list[object]]] = {}
-        copied: dict[str, Tensor] = {}
-        for name, tensor in tensors.items():
+        for name, tensor in {**tensors, **copied}.items():
             storage = tensor.untyped_storage()
-            if not (storage.is_shared() and tensor.is_contiguous()):
-                copied[name] = tensor
-                continue
             begin = storage.data_ptr()
-            flat, places = buckets.setdefault(begin, (torch.empty(0, dtype=torch.uint8).set_(storage), []))
+            _, places = buckets.setdefault(begin, (torch.empty(0, dtype=torch.uint8).set_(storage), []))
             start, end = tensor.data_ptr() - begin, tensor.data_ptr() - begin + tensor.nbytes
             places.append(FlattenedTensorMetadata(name, tensor.shape, tensor.dtype, start, end, tensor.nbytes))
         self._staged = [*buckets.values()]
-        for number, (part, _) in enumerate(_parts(copied, self._bucket_bytes) if copied else ()):
-            starts = [0, *itertools.accumulate(-(-tensor.nbytes // ALIGNMENT) * ALIGNMENT for _, tensor in part)]
-            if number == len(self._memory) or len(self._memory[number]) != starts[-1]:
-                del self._memory[number:]
-                self._memory.append(torch.empty(starts[-1], dtype=torch.uint8).share_memory_())
-            flat, places = self._memory[number], []
-            for (name, tensor), start in zip(part, starts, strict=False):
-                end = start + tensor.nbytes
-                flat[start:end].view(tensor.dtype).view(tensor.shape).copy_(tensor)
-                places.append(FlattenedTensorMetadata(name, tensor.shape, tensor.dtype, start, end, tensor.nbytes))
-            self._staged.append((flat, places))
 
 
 async def by_shared_memory(bucket_bytes: int, server: bool, link: Link) -> BySharedMemory:
@@ -151,6 +137,11 @@ async def by_group(bucket_bytes: int, url: str, gpu: bool, link: Link) -> ByGrou
     )
     _, group = await asyncio.gather(sglang_call, ours)
     return ByGroup(link, bucket_bytes, name, group, "cuda" if gpu else "cpu")
+
+
+def _is_readable(tensor: Tensor) -> bool:
+    """Return whether SGLang can read a tensor where it is."""
+    return tensor.untyped_storage().is_shared() and tensor.is_contiguous()
 
 
 def _parts(tensors: Mapping[str, Tensor], bucket_bytes: int) -> Iterator[tuple[Named, bool]]:

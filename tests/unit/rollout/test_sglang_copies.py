@@ -3,7 +3,7 @@
 import asyncio
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from types import ModuleType
 from typing import Any, NamedTuple, cast
 
@@ -61,8 +61,9 @@ def tensors(number: int) -> dict[str, Tensor]:
     return {"a": torch.randn(3, 7), "b": torch.randn(5).bfloat16(), "c": torch.randn(900), "d": torch.tensor(2.0)}
 
 
-def addresses(memory: list[Tensor]) -> list[int]:
-    return [flat.data_ptr() for flat in memory]
+def addresses(tensors: Iterable[Tensor]) -> list[int]:
+    """Where the memory of these tensors begins."""
+    return list(dict.fromkeys(tensor.untyped_storage().data_ptr() for tensor in tensors))
 
 
 def test_two_sets_of_memory_alternate_and_the_served_version_stays() -> None:
@@ -71,9 +72,9 @@ def test_two_sets_of_memory_alternate_and_the_served_version_stays() -> None:
     made.serve()
     for number in range(1, 5):
         copied = made.copy(tensors(number))
-        assert all(served.tensors[name].equal(one) for name, one in tensors(number - 1).items())
-        assert all(copied.tensors[name].equal(one) for name, one in tensors(number).items())
-        found.append(addresses(copied.memory))
+        assert all(served[name].equal(one) for name, one in tensors(number - 1).items())
+        assert all(copied[name].equal(one) for name, one in tensors(number).items())
+        found.append(addresses(copied.values()))
         made.serve()
         served = copied
     assert found[0] == found[2] and found[1] == found[3] and not {*found[0]} & {*found[1]}
@@ -85,8 +86,8 @@ def test_a_version_that_was_not_served_leaves_the_served_one_and_its_memory_to_t
     made.serve()
     refused = made.copy(tensors(1))
     later = made.copy(tensors(2))
-    assert addresses(refused.memory) == addresses(later.memory) != addresses(served.memory)
-    assert all(served.tensors[name].equal(one) for name, one in tensors(0).items())
+    assert addresses(refused.values()) == addresses(later.values()) != addresses(served.values())
+    assert all(served[name].equal(one) for name, one in tensors(0).items())
 
 
 def test_a_copy_that_is_not_as_pushed_is_an_error_by_name() -> None:
@@ -100,8 +101,8 @@ def test_a_copy_that_is_not_as_pushed_is_an_error_by_name() -> None:
 def test_sglang_reads_a_version_where_it_was_copied_once() -> None:
     carrier = BySharedMemory(cast("Any", None), 3000, server=False)
     made = VersionCopies(3000, shared=True).copy(tensors(0))
-    asyncio.run(carrier.stage(made.tensors))
-    assert carrier._memory == [] and addresses([flat for flat, _ in carrier._staged]) == addresses(made.memory)
+    asyncio.run(carrier.stage(made))
+    assert addresses(flat for flat, _ in carrier._staged) == addresses(made.values())
     found = {
         place.name: flat[place.start : place.end].view(place.dtype).view(place.shape)
         for flat, places in carrier._staged
@@ -115,13 +116,13 @@ def test_experts_of_a_mixture_are_read_there_too_under_the_names_of_files() -> N
     architecture = Architecture(MIXTURE)
     whole = {name: torch.randn(shape).bfloat16() for name, shape in architecture.shapes.items()}
     made = VersionCopies(1 << 20, shared=True).copy(whole)
-    carrier, saved = BySharedMemory(cast("Any", None), 1 << 20, server=False), architecture.as_saved(made.tensors)
+    carrier, saved = BySharedMemory(cast("Any", None), 1 << 20, server=False), architecture.as_saved(made)
     asyncio.run(carrier.stage(saved))
     assert sum(".experts." in name for name in saved) == 2 * 4 * 3
-    shared = {tensor.untyped_storage().data_ptr() for tensor in made.tensors.values()}
+    shared = set(addresses(made.values()))
     # Newer versions of transformers copy what they split.
-    has_copies = any(tensor.untyped_storage().data_ptr() not in shared for tensor in saved.values())
-    assert len(carrier._memory) == has_copies and len(carrier._staged) == len(made.memory) + has_copies
+    has_copies = not shared.issuperset(addresses(saved.values()))
+    assert len(carrier._staged) == len(shared) + has_copies
 
 
 def test_a_part_has_tensors_of_one_type_and_not_more_bytes_than_a_bucket() -> None:
