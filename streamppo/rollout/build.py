@@ -116,39 +116,23 @@ async def engine(
             architecture = Architecture(model.hf_config)
             await asyncio.to_thread(architecture.check_names, model_path)
             untied = is_tied(file_config) and not is_tied(hf_config)
-            launch = _start(config, settings, model_path, model, seed, untied=untied)
-            return await sglang.start(
-                _setup(config, settings, launch, _connect(config, settings), model, architecture.encoders),
-                architecture,
-                version=version,
-                tensors=tensors,
+            setup = SessionSetup(
+                _start(config, settings, model_path, model, seed, untied=untied),
+                _connect(config, settings),
+                settings.kv,
+                model.vocabulary,
+                settings.start_s,
+                room=model.room,
+                routes=settings.routes,
+                strings=model.stop.strings,
+                unknown=model.unknown,
+                encoders=architecture.encoders,
+                bucket_bytes=config.learner.bucket_bytes,
+                shared=settings.transport == "tensor",
                 eos_ids=model.stop.ids,
-                max_total_tokens=model.context,
+                context=model.context,
             )
-
-
-def _setup(
-    config: Config,
-    settings: SGLangEngine,
-    launch: Start,
-    connect: push.Connect,
-    model: "EngineModel",
-    encoders: Sequence[str],
-) -> SessionSetup:
-    return SessionSetup(
-        launch,
-        connect,
-        settings.kv,
-        model.vocabulary,
-        settings.start_s,
-        room=model.room,
-        routes=settings.routes,
-        strings=model.stop.strings,
-        unknown=model.unknown,
-        encoders=encoders,
-        bucket_bytes=config.learner.bucket_bytes,
-        shared=settings.transport == "tensor",
-    )
+            return await sglang.start(setup, architecture, version, tensors)
 
 
 class EngineModel(NamedTuple):

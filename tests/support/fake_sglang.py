@@ -280,11 +280,10 @@ def pushed(norm: float) -> dict[str, torch.Tensor]:
 
 async def opened(fake: Fake, tensors: dict[str, torch.Tensor] | None = None, **setup: Any) -> SGLangEngine:
     """An engine on `fake`, at version 5."""
+    context = 32 if not isinstance(fake, Streaming) else 4096
+    setup = {"eos_ids": {1}, "context": context, **setup}
     given = SessionSetup(fake.start, fake.connect, "keep", CONFIG.vocab_size, start_s=20)._replace(**setup)
-    longest = 32 if not isinstance(fake, Streaming) else 4096
-    return await start(
-        given, Architecture(CONFIG), version=5, tensors=tensors or pushed(1.0), eos_ids={1}, max_total_tokens=longest
-    )
+    return await start(given, Architecture(CONFIG), 5, tensors or pushed(1.0))
 
 
 def run(work: Coroutine[Any, Any, None]) -> None:

@@ -17,7 +17,7 @@ import asyncio
 import logging
 import time
 import uuid
-from collections.abc import Awaitable, Callable, Collection, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
@@ -49,22 +49,15 @@ class SGLangDied(Exception):
 
 
 async def start(
-    setup: SessionSetup,
-    architecture: Architecture,
-    *,
-    version: int,
-    tensors: Mapping[str, Tensor],
-    eos_ids: Collection[int],
-    max_total_tokens: int,
+    setup: SessionSetup, architecture: Architecture, version: int, tensors: Mapping[str, Tensor]
 ) -> "SGLangEngine":
-    """Start SGLang with `tensors` as `version`, for rows of `max_total_tokens`. Raises `ModelError`, `WeightsError`."""
+    """Start SGLang with `tensors` as `version`. Raises `ModelError` or `WeightsError`."""
     copies = VersionCopies(setup.bucket_bytes, shared=setup.shared)
     check_fit(architecture.shapes, tensors)
     saved = await asyncio.to_thread(_copy_as_files, architecture, copies, tensors)
     session = await sessions.start(setup, 0, version, saved)
     copies.serve()
-    served = (architecture, copies, saved)
-    return SGLangEngine(setup, session, served, version, eos_ids=eos_ids, max_total_tokens=max_total_tokens)
+    return SGLangEngine(setup, session, (architecture, copies, saved), version)
 
 
 class SGLangEngine:
@@ -76,14 +69,11 @@ class SGLangEngine:
         session: EngineSession,
         served: tuple[Architecture, VersionCopies, Mapping[str, Tensor]],
         version: int,
-        *,
-        eos_ids: Collection[int],
-        max_total_tokens: int,
     ) -> None:
         self._setup, self._session = setup, session
         self._architecture, self._copies, self._tensors = served
         self._version = self._loaded_version = version
-        self._eos_ids, self._longest = sorted(eos_ids), max_total_tokens - 1
+        self._eos_ids, self._longest = sorted(setup.eos_ids), setup.context - 1
         self._biases = wire.biases(setup.unknown)
         self._capacity = asyncio.Semaphore(session.link.capacity)
         self._run = uuid.uuid4().hex[:8]

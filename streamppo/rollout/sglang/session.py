@@ -6,7 +6,7 @@ swap     stage -> pause -> load -> continue -> verify every tensor
 
 import asyncio
 import logging
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
 from contextlib import AsyncExitStack
 from typing import Literal, NamedTuple
 
@@ -26,8 +26,9 @@ log = logging.getLogger(__name__)
 class SessionSetup(NamedTuple):
     """Settings of all sessions of an engine. `start` starts SGLang; `connect` connects the transport of weights.
 
-    A row has up to `room` tokens. Tokens `unknown` are never sampled. The `encoders` of a multimodal model are not
-    loaded. Versions are copied to buckets of `bucket_bytes`, in `shared` memory if SGLang reads them there.
+    A row has up to `context` tokens, in this configuration up to `room`. Tokens `eos_ids` end a completion, and tokens
+    `unknown` are never sampled. The `encoders` of a multimodal model are not loaded. Versions are copied to buckets of
+    `bucket_bytes`, in `shared` memory if SGLang reads them there.
     """
 
     start: Start
@@ -42,6 +43,8 @@ class SessionSetup(NamedTuple):
     encoders: Sequence[str] = ()
     bucket_bytes: int = 1 << 28
     shared: bool = False
+    eos_ids: Collection[int] = ()
+    context: int = 0
 
 
 class EngineSession:

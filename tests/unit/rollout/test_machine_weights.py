@@ -484,11 +484,10 @@ def test_an_engine_uses_shared_tensors_where_they_are() -> None:
 
     async def story() -> None:
         fake = Fake()
-        setup = SessionSetup(fake.start, fake.connect, "keep", 16, 5.0, shared=True)  # pyright: ignore[reportArgumentType]
+        shared: Any = {"shared": True, "eos_ids": [1], "context": 16}
+        setup = SessionSetup(fake.start, fake.connect, "keep", 16, 5.0, **shared)  # pyright: ignore[reportArgumentType]
         first, second = version(1.0), version(2.0)
-        engine = await sglang.start(
-            setup, Architecture(CONFIG), version=0, tensors=first, eos_ids=[1], max_total_tokens=16
-        )
+        engine = await sglang.start(setup, Architecture(CONFIG), 0, first)
         await engine.update_weights(1, second, {name: hash_tensor(one) for name, one in second.items()})
         assert not engine._copies._served and not engine._copies._spare
         assert {one.data_ptr() for one in engine._tensors.values()} == {one.data_ptr() for one in second.values()}

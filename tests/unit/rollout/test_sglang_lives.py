@@ -309,7 +309,7 @@ def test_a_first_load_that_never_ends_is_given_up_after_the_start_time_and_named
         fake = Hangs()
         setup = SessionSetup(fake.start, fake.connect, "keep", CONFIG.vocab_size, start_s=0.1)
         with pytest.raises(ModelError, match=r"has not loaded version 5 within rollout.engine.start_s \(0.1 s\)"):
-            await start(setup, Architecture(CONFIG), version=5, tensors=pushed(1.0), eos_ids={1}, max_total_tokens=32)
+            await start(setup, Architecture(CONFIG), 5, pushed(1.0))
         assert fake.stopped == 1
 
     run(case())
