@@ -83,10 +83,6 @@ class Mesh(Section, frozen=True):
 class ObjectStore(Kind, frozen=True, tag="object_store"):
     """Ray's object store."""
 
-    def refuses_disks(self, *, own_disks: bool) -> Iterator[str]:
-        """Refuse nothing, because the transport needs no common disk."""
-        return iter(())
-
 
 class Folder(Kind, frozen=True, tag="folder"):
     """Files in a folder that all nodes share."""
@@ -94,21 +90,9 @@ class Folder(Kind, frozen=True, tag="folder"):
     path: str = ""
     """A folder that all nodes share, with room for three versions; empty: in the run's folder."""
 
-    def refuses_disks(self, *, own_disks: bool) -> Iterator[str]:
-        """Yield a sentence if nodes have `own_disks`, but the transport needs a folder that all nodes share."""
-        if own_disks and not self.path:
-            yield (
-                "learner.transport = { kind = 'folder' } needs a path with cluster.own_disks: nodes do not see the "
-                "run's folder"
-            )
-
 
 class Nixl(Kind, frozen=True, tag="nixl"):
     """NIXL (extra `nixl`)."""
-
-    def refuses_disks(self, *, own_disks: bool) -> Iterator[str]:
-        """Refuse nothing, because the transport needs no common disk."""
-        return iter(())
 
 
 Transport: TypeAlias = ObjectStore | Folder | Nixl

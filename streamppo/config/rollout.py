@@ -45,14 +45,6 @@ class EmbeddedEngine(EngineKind, frozen=True, tag="embedded"):
         """Return the configuration of actor number `place`: all actors have the same."""
         return self
 
-    def refuses_learner(self, *, compiled: bool, segments: bool) -> Iterator[str]:
-        """Refuse no learner."""
-        return iter(())
-
-    def refuses_sampling(self, top_p: float, top_k: int) -> str:
-        """Refuse no sampling."""
-        return ""
-
     def refuses_places(self, actors: int, evaluators: int, gpus: float) -> str:
         """Why `actors` and `evaluators` with this engine cannot run on `gpus` GPUs each; empty if they can."""
         return f"rollout.gpus ({gpus:g}) must be 1 with the embedded engine" if gpus > 1 else ""
@@ -126,22 +118,6 @@ class SGLangEngine(EngineKind, frozen=True, tag="sglang"):
             if self.transport == "tensor" and not re.match(r"https?://(localhost|127\.|\[::1\])", url):
                 yield f"transport = 'tensor' is memory of one machine: with urls ({url!r}) it must be 'group'"
 
-    def refuses_sampling(self, top_p: float, top_k: int) -> str:
-        """Why the engine cannot sample with this `top_p` and `top_k`; empty if it can."""
-        if top_k <= MOST_CANDIDATES and (top_k or top_p == 1):
-            return ""
-        return (
-            f"top_k ({top_k}) must be 2 to {MOST_CANDIDATES} with top_p ({top_p:g}) and SGLang: it returns a "
-            "token's candidates, which the learner needs, only if top_k bounds their number"
-        )
-
-    def refuses_learner(self, *, compiled: bool, segments: bool) -> Iterator[str]:
-        """Yield the reasons against a learner that is `compiled` or that trains on `segments`."""
-        if self.routes and compiled:
-            yield "rollout.engine.routes replaces each router's choice, and model.compile fuses a layer's operations"
-        if self.routes and segments:
-            yield "rollout.engine.routes arrive at the end of a completion, and queue.segments are trained on earlier"
-
     def refuses_places(self, actors: int, evaluators: int, gpus: float) -> str:
         """Why `actors` and `evaluators` with this engine cannot run on `gpus` GPUs each; empty if they can."""
         if gpus > 1 and gpus % 1:
@@ -203,8 +179,12 @@ class Rollout(Machine, frozen=True):
             yield 'stop has "", which would end a completion at its first token'
         if self.top_k == 1:
             yield "top_k (1) leaves every token without an alternative: all log-probs are 0, and nothing is learned"
-        if reason := self.engine.refuses_sampling(self.top_p, self.top_k):
-            yield reason
+        is_bounded = self.top_k <= MOST_CANDIDATES and (self.top_k or self.top_p == 1)
+        if isinstance(self.engine, SGLangEngine) and not is_bounded:
+            yield (
+                f"top_k ({self.top_k}) must be 2 to {MOST_CANDIDATES} with top_p ({self.top_p:g}) and SGLang: it "
+                "returns a token's candidates, which the learner needs, only if top_k bounds their number"
+            )
 
 
 def excludes_tokens(top_p: float, top_k: int) -> bool:

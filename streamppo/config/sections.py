@@ -13,7 +13,7 @@ from msgspec import Meta
 
 from streamppo.config.algorithm import Algorithm
 from streamppo.config.base import MOST_PROCESSES, Count, Kind, Positive, Seconds, Section
-from streamppo.config.learner import Learner
+from streamppo.config.learner import Folder, Learner
 from streamppo.config.model import BUILTIN, JOINED, Model
 from streamppo.config.queue import Queue
 from streamppo.config.regularisation import KlCov
@@ -216,11 +216,7 @@ class Config(Section, frozen=True):
         if isinstance(self.environment, AgentEnvironment):
             yield from self.environment.refuses(self.linear)
         yield from _file_mistakes(self)
-        places = self.rollout.actors, self.evaluation.actors, self.rollout.gpus
-        if reason := self.rollout.engine.refuses_places(*places):
-            yield reason
-        segments = queue.segments is not None
-        yield from self.rollout.engine.refuses_learner(compiled=self.model.compile, segments=segments)
+        yield from _engine_mistakes(self)
         yield from _gpu_mistakes(self)
         yield from self.model.lora.refuses(algorithm.kl) if self.model.lora else ()
         if self.model.compile and learner.exact:
@@ -243,7 +239,22 @@ def _file_mistakes(config: Config) -> Iterator[str]:
         yield "cluster.own_disks needs checkpoint.remote: a new node lacks the files of earlier ones"
     if config.queue.standby and not config.cluster.own_disks:
         yield "queue.standby needs cluster.own_disks: without it the model's files are only on the queue's disk"
-    yield from config.learner.transport.refuses_disks(own_disks=config.cluster.own_disks)
+    if config.cluster.own_disks and config.learner.transport == Folder():
+        yield (
+            "learner.transport = { kind = 'folder' } needs a path with cluster.own_disks: nodes do not see the run's "
+            "folder"
+        )
+
+
+def _engine_mistakes(config: Config) -> Iterator[str]:
+    """Yield a sentence for every setting that the engine excludes."""
+    engine = config.rollout.engine
+    if reason := engine.refuses_places(config.rollout.actors, config.evaluation.actors, config.rollout.gpus):
+        yield reason
+    if engine.routes and config.model.compile:
+        yield "rollout.engine.routes replaces each router's choice, and model.compile fuses a layer's operations"
+    if engine.routes and config.queue.segments:
+        yield "rollout.engine.routes arrive at the end of a completion, and queue.segments are trained on earlier"
 
 
 def _proximal_mistakes(config: Config) -> Iterator[str]:
