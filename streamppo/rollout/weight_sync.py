@@ -11,10 +11,10 @@ import logging
 import time
 
 from streamppo.errors import RunError, WeightsError
-from streamppo.rollout.adapters import EngineTensors
 from streamppo.rollout.engine import Engine
 from streamppo.rollout.puller import Puller
 from streamppo.types import Push
+from streamppo.weights.adapters import EngineTensors
 
 PULLS = 3
 """`WeightSync` fails after this number of successive pulls or swaps that raise `WeightsError`."""

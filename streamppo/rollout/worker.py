@@ -23,7 +23,7 @@ from streamppo.errors import EnvironmentFailed, RewardFailed, TaskError, Teacher
 from streamppo.process import phase
 from streamppo.queue.batch_source import BEAT_S
 from streamppo.queue.shards.shards import Shards
-from streamppo.rollout import adapters, build, random_numbers, teacher
+from streamppo.rollout import build, random_numbers, teacher
 from streamppo.rollout.engine import Sampling
 from streamppo.rollout.episode import Episode
 from streamppo.rollout.player import FAILURES, Player
@@ -51,7 +51,7 @@ from streamppo.types import (
     encode,
     utf8_safe,
 )
-from streamppo.weights import factory
+from streamppo.weights import adapters, factory
 from streamppo.weights.content import check
 
 if TYPE_CHECKING:

@@ -13,7 +13,6 @@ import torch
 from push_case import Rank, Remote, Tensors
 from transformers import Qwen2Config
 
-from streamppo.rollout.adapters import WholeModel
 from streamppo.rollout.embedded.engine import EmbeddedEngine
 from streamppo.rollout.embedded.fused_decoder import FusedDecoder
 from streamppo.rollout.embedded.requests import EndTokens
@@ -21,6 +20,7 @@ from streamppo.rollout.puller import Puller
 from streamppo.rollout.weight_sync import WeightSync
 from streamppo.types import encode
 from streamppo.weights import buckets, content, folder
+from streamppo.weights.adapters import WholeModel
 from streamppo.weights.replica import Replica
 
 SETTINGS = Qwen2Config(

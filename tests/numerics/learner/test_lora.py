@@ -27,9 +27,8 @@ from streamppo.learner.model import policy as model
 from streamppo.learner.model.frozen import NoReferenceWeights
 from streamppo.learner.model.policy import Policy
 from streamppo.learner.model.snapshot import snapshot
-from streamppo.rollout.adapters import MergedAdapters, source
 from streamppo.types import Push
-from streamppo.weights.adapters import merge_adapters
+from streamppo.weights.adapters import MergedAdapters, merge_adapters, source
 from streamppo.weights.buckets import Buckets
 from streamppo.weights.content import check
 from streamppo.weights.models import loading as models

@@ -21,7 +21,6 @@ from deaths_case import ACTOR_DIES, RANK_DIES, SETTINGS, Chain, carried
 from push_case import Rank, Remote, Tensors
 from transformers import Qwen2ForCausalLM
 
-from streamppo.rollout.adapters import WholeModel
 from streamppo.rollout.embedded import fused_decoder, parameters
 from streamppo.rollout.embedded.engine import EmbeddedEngine
 from streamppo.rollout.embedded.requests import EndTokens
@@ -29,6 +28,7 @@ from streamppo.rollout.puller import Puller
 from streamppo.rollout.weight_sync import WeightSync
 from streamppo.types import Push, decode, encode
 from streamppo.weights import folder
+from streamppo.weights.adapters import WholeModel
 from streamppo.weights.ledger import Ledger
 from streamppo.weights.shares import join
 

@@ -16,13 +16,13 @@ from ray.exceptions import ObjectLostError
 from transformers import Qwen2ForCausalLM
 
 from streamppo.rollout import puller
-from streamppo.rollout.adapters import WholeModel
 from streamppo.rollout.embedded import fused_decoder, parameters
 from streamppo.rollout.embedded.engine import EmbeddedEngine
 from streamppo.rollout.embedded.requests import EndTokens
 from streamppo.rollout.weight_sync import WeightSync
 from streamppo.types import Push, encode
 from streamppo.weights import object_store
+from streamppo.weights.adapters import WholeModel
 from streamppo.weights.buckets import PackedPush
 from streamppo.weights.ledger import Ledger
 

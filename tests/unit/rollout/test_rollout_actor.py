@@ -25,7 +25,6 @@ from streamppo.errors import (
     WeightsError,
 )
 from streamppo.rollout import weight_sync
-from streamppo.rollout.adapters import WholeModel
 from streamppo.rollout.episode import Episode
 from streamppo.rollout.puller import Puller
 from streamppo.rollout.weight_sync import WeightSync
@@ -45,6 +44,7 @@ from streamppo.types import (
     encode,
 )
 from streamppo.weights import buckets, object_store
+from streamppo.weights.adapters import WholeModel
 from streamppo.weights.content import check
 
 pytest_plugins = ["rollout_log"]
