@@ -11,7 +11,7 @@ unblocks     the queue's next take
 import asyncio
 import logging
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
@@ -211,7 +211,10 @@ class Worker:
                 group.create_task(self._sample(ticket))
         with phase("tokenize"):
             # All prompts share one phase: reading the clock for each would cost as much as tokenizing it.
-            self._prepare({ticket.identity.prompt for ticket in tickets})
+            for number in {ticket.identity.prompt for ticket in tickets}:
+                # `play` will raise the same error, which then fails the trajectory.
+                with suppress(*FAILURES):
+                    self._player.prepare(self._task.prompt(number))
         if tickets and self._config.queue.segments:
             # A delivery tells the queue up to which version this actor, which now has tickets, has cut segments.
             self._delivery_due.set()
@@ -219,12 +222,6 @@ class Worker:
         # A retry with the same number gets the same tickets, so the number changes only after tickets have arrived.
         self._call_number += bool(tickets)
         return len(tickets)
-
-    def _prepare(self, prompts: Iterable[int]) -> None:
-        for number in prompts:
-            # `play` will raise the same error, which then fails the trajectory.
-            with suppress(*FAILURES):
-                self._player.prepare(self._task.prompt(number))
 
     async def _sample(self, ticket: Ticket) -> None:
         episode: Episode | None = None
@@ -326,25 +323,15 @@ class Worker:
         return GreedyAnswer(correct, int(episode.versions.min()), int(episode.versions.max()))
 
     def report(self) -> EngineReport:
-        usage = self._engine.usage()
         return EngineReport(
+            **self._engine.usage()._asdict(),
             actor=self._name,
             version=self.version,
-            tokens=usage.tokens,
             trajectories=self._trajectories,
-            busy_s=usage.busy_s,
-            idle_s=usage.idle_s,
-            swaps=usage.swaps,
-            swap_s=usage.swap_s,
             push_ms=self._follower.push_ms,
             checksum=self._follower.digest,
-            restarts=usage.restarts,
-            is_starting=usage.is_starting,
-            prompted=usage.prompted,
-            reused=usage.reused,
             context=self._player.contexts.tokens,
             context_reused=self._player.contexts.reused,
-            kv_ages=dict(usage.kv_ages),
             scorers=(*self._rewards.report(), *([self._teacher.report()] if self._teacher else [])),
             too_long=self._task.lengths(),
             stalls=self._player.stalls(),
