@@ -30,11 +30,7 @@ _registered: dict[str, Callable[..., object]] = {}
 
 
 def is_available() -> bool:
-    """True if torch has the kernel (from 2.10 on) and this GPU runs it."""
-    try:
-        import torch.nn.attention.varlen
-    except ImportError:
-        return False
+    """True if this GPU runs the kernel."""
     return torch.cuda.is_available() and torch.cuda.get_device_capability() >= (8, 0)
 
 
