@@ -50,8 +50,16 @@ def alone(folder: Path, device: str = "cpu") -> None:
     dist.init_process_group(backend, init_method=f"file://{folder}/store", rank=0, world_size=1)
 
 
-async def build(config: Config, model: Path, *, slots: int, max_total_tokens: int, device: str = "cpu") -> World:
-    """Make the world of `config` with the model in the folder `model`, on "cpu" or "cuda"."""
+async def build(
+    config: Config,
+    model: Path,
+    *,
+    slots: int,
+    max_total_tokens: int,
+    device: str = "cpu",
+    dtype: torch.dtype = torch.float32,
+) -> World:
+    """Make the world of `config` with the model in the folder `model`, on "cpu" or "cuda"; its engine has `dtype`."""
     torch.manual_seed(config.seed)
     mesh = init_device_mesh(device, (1,))
     trained = load_policy.load(config.model, model, config.rollout.temperature, mesh)
@@ -67,6 +75,7 @@ async def build(config: Config, model: Path, *, slots: int, max_total_tokens: in
         max_total_tokens=max_total_tokens,
         ends=EndTokens({tokenizer.eos_id or 0}),
         seed=config.seed,
+        dtype=dtype,
         device=device,
     )
     task, rewards = tasks.build(config.task, config.seed, tokenizer), Rewards(config.reward)
