@@ -1,18 +1,21 @@
 """Renders report.html: one file that opens offline. Text from a run is escaped, and the page loads no other file."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 from jinja2 import Environment, FileSystemLoader
 from markupsafe import Markup
 
 from streamppo.telemetry import catalogue, progress, summary
-from streamppo.telemetry.metrics_file import version_of
+from streamppo.telemetry.metrics_file import RemadeLine, UpdateLine, version_of
 from streamppo.telemetry.report import plot, view
 from streamppo.telemetry.report.plot import Bar, Curve, Point
 from streamppo.telemetry.report.view import RunsTable, View
 
+VersionLine: TypeAlias = tuple[int, UpdateLine | RemadeLine]
+"""A version, and the line of the update that made it."""
+NUMBER = (int, float)
 COLOURS = 6
 """Number of curve colours in the page's style. If there are more runs, colours repeat."""
 
@@ -170,17 +173,15 @@ def curves(run_view: View) -> str:
 
 def charts(views: Sequence[View]) -> list[Chart]:
     """Draw each panel for which `views` have data, and a panel of the reward's components; flat charts come last."""
-    lines = [
-        [{"update": version_of(line), **line} for line in summary.updates_in_order(run_view.lines)]
-        for run_view in views
-    ]
-    components = sorted({name for run in lines for line in run for name in line if name.startswith("reward_")})
+    lines = [[(version_of(line), line) for line in summary.updates_in_order(run_view.lines)] for run_view in views]
+    names = set[str]().union(*(line for run in lines for _, line in run))
+    components = sorted(name for name in names if name.startswith("reward_"))
     panels = [*PANELS, *([Panel("Parts of the reward", tuple(components))] if components else [])]
     panel_charts = [_chart(panel, views, lines) for panel in panels]
     return sorted((chart for chart in panel_charts if chart.drawing), key=lambda chart: chart.is_flat)
 
 
-def _chart(panel: Panel, views: Sequence[View], lines: Sequence[Sequence[Mapping[str, object]]]) -> Chart:
+def _chart(panel: Panel, views: Sequence[View], lines: Sequence[Sequence[VersionLine]]) -> Chart:
     curves: list[Curve] = []
     drawn: set[str] = set()
     for number, (run_view, run) in enumerate(zip(views, lines, strict=True)):
@@ -197,22 +198,15 @@ def _chart(panel: Panel, views: Sequence[View], lines: Sequence[Sequence[Mapping
     return Chart(panel.title, drawing, sentences, legend, is_flat=is_flat, says=panel.says)
 
 
-def _points(metric: str, run_view: View, run: Sequence[Mapping[str, object]]) -> list[Point]:
+def _points(metric: str, run_view: View, run: Sequence[VersionLine]) -> list[Point]:
     if metric == "accuracy":
         scored = progress.evaluations_with_score(view.evaluations(run_view))
         return [(float(evaluation.version), evaluation.accuracy) for evaluation in scored]
     if metric == "wait_share":
-        pairs = ((line, line.get("wait_s"), line.get("update_s")) for line in run)
-        return [
-            (_number(line["update"]), _number(wait) / _number(all_s))
-            for line, wait, all_s in pairs
-            if wait is not None and all_s
-        ]
-    return [(_number(line["update"]), _number(line[metric])) for line in run if metric in line]
-
-
-def _number(value: object) -> float:
-    return float(value) if isinstance(value, int | float) else float("nan")
+        lines = [(version, line) for version, line in run if "wait_s" in line and line["update_s"] > 0]
+        return [(version, line["wait_s"] / line["update_s"]) for version, line in lines]
+    # Only the required metrics of a line are known to be numbers.
+    return [(version, value) for version, line in run if isinstance(value := line.get(metric), NUMBER)]
 
 
 def _sentence(metric: str) -> str:

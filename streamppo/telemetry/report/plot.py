@@ -41,7 +41,7 @@ class Curve(NamedTuple):
 
     @property
     def is_flat(self) -> bool:
-        return len({y for _, y in self.points}) < 2
+        return all(y == self.points[0][1] for _, y in self.points)
 
 
 class Bar(NamedTuple):
