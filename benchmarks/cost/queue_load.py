@@ -187,7 +187,7 @@ def latencies(name: str, seconds: Sequence[float]) -> dict[str, float]:
 
 def config_of(batch: int, tokens: int, *more: str) -> Config:
     """The configuration of a queue for batches of `batch` completions of `tokens`, with `more` overrides."""
-    overrides = (f"queue.batch_size={batch}", "queue.samples_per_prompt=1", "queue.max_lag=1")
+    overrides = (f"queue.batch_size={batch}", "queue.samples_per_prompt=1", "queue.max_lag=1", "learner.minibatches=1")
     return configfile.load(CONFIG, (*overrides, f"rollout.max_tokens={tokens}", *more))
 
 
