@@ -4,6 +4,7 @@ import ast
 import json
 import re
 import shlex
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -64,6 +65,48 @@ def test_runs_of_one_lag_bound_differ_in_what_the_reward_takes_and_in_nothing_el
     (without, none), (with_latency, some) = asked
     assert without == with_latency
     assert (none, some) == ({LATENCY: "0.0"}, {LATENCY: "1.0"})
+
+
+# --- scripts --------------------------------------------------------------------------------------------------
+
+SMALLEST = (
+    "cost/agents.py --agents 4 --turns 2 --rounds 1",
+    "cost/ahead.py --shapes equal --updates 20",
+    "cost/bare_update.py --rounds 1 --times 1 model.tiny.max_steps=5",
+    "cost/checkpoint_stall.py --times 1",
+    "cost/context_cost.py --prefix 64 --updates 1",
+    "cost/cost.py --updates 25 --repeat 1 model.tiny.max_steps=5",
+    "cost/engine.py --rounds 1 --no-peer",
+    "cost/head_memory.py --tokens 512",
+    "cost/load.py --layers 2 --times 1",
+    "cost/push.py --gigabytes 0.02 --layouts 10M --repeat 1",
+    "cost/queue_load.py --engines 1 5 --tokens 100 --seconds 1",
+    "cost/queue_shards.py --engines 17 --tokens 100 --seconds 1 --repeats 1",
+    "cost/reward_calls.py service 16 --calls 32",
+    "cost/reward_latency.py --updates 24 --repeats 1 --tolerance 1 --set model.tiny.max_steps=5",
+    "cost/sandbox.py --runs 2",
+    "cost/short_rows.py --tokens 16 --rounds 1",
+    "cost/throughput.py --max-lag 1 --updates 8 --no-peer",
+    "faults/folders.py --draws 4 --whole 1",
+    "learning/algorithms.py --max-lag 1 --seeds 1 --updates 4 --only 'loss cispo'",
+    "learning/lags.py --part fixed --seeds 1 --lags 2 --updates 6",
+    "learning/negatives.py --tasks sort --rules steady plain --lags 0 2 --seeds 4 --updates 20",
+    "learning/seeds.py --seeds 1 --set updates=5 evaluation.every=5",
+    "learning/signs.py --tasks sort --lags 0 2 --seeds 4 --updates 12",
+    "learning/staleness.py --only pareto --rules mask --max-lag 2 --seeds 1 --updates 5",
+    "learning/tails.py --only equal --max-lag 1 --updates 18 --repeat 1",
+)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("command", SMALLEST, ids=lambda command: command.partition(".py")[0])
+def test_a_script_runs_at_its_smallest_size(command: str, tmp_path: Path) -> None:
+    script, *words = shlex.split(command)
+    result = tmp_path / "result.json"
+    call = [sys.executable, f"benchmarks/{script}", "--json", str(result), *words]
+    done = subprocess.run(call, cwd=REPOSITORY, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+    assert json.loads(result.read_text())
 
 
 # --- files ----------------------------------------------------------------------------------------------------
