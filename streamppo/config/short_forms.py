@@ -124,7 +124,7 @@ def _as_kind(override: Override) -> Override:
     nodes = _types_of(override.name)
     if isinstance(override.value, str) and _is_choice(nodes, override.value):
         return Override(f"{override.name}.kind", override.value)
-    is_other = override.text is not None and not isinstance(override.value, str | list | dict)
+    is_other = override.text is not None and type(override.value) not in (str, list, dict)
     if is_other and _are_texts([*nodes, *_types_in_short_forms(override.name)]):
         return override._replace(value=override.text)
     return override._replace(value=_with_kinds(nodes, override.value))

@@ -26,7 +26,7 @@ class BatchSource(Protocol):
     """The methods by which a learner gets batches from a Ray actor and gives it new versions."""
 
     @ray.method
-    async def take(self, version: int, wanted: Wanted) -> "list[BatchRef] | None":
+    async def take(self, version: int, wanted: Wanted = "whole") -> "list[BatchRef] | None":
         """Wait for the batch of the update from `version`; all ranks get the same parts; None after a stop."""
         ...
 
