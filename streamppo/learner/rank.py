@@ -128,7 +128,9 @@ class Rank:
         batch, updater = fetched.batch.to(learner.updater.device), learner.updater
         with device.naming_errors():
             updated = updater.update(batch)
-        metrics, token_record = learner.metrics(updated), encode(updater.token_record(updated))
+        metrics = learner.metrics(updated)
+        # The record is of the whole batch, and equal on all ranks.
+        token_record = encode(updater.token_record(updated)) if self._rank == 0 else b""
         metrics |= learner.adapt(updated, metrics, fetched.lags, scheduled) | learner.speed(updated, metrics)
         learner.version += 1
         pushed = learner.push(token_record)

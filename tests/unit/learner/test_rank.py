@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from threading import Event
 from types import SimpleNamespace
@@ -19,7 +20,8 @@ from streamppo.learner.checkpoint.history import History
 from streamppo.learner.parallel.context_parallel import WHOLE
 from streamppo.learner.rank import Rank
 from streamppo.queue.batch_source import BEAT_S
-from streamppo.types import encode
+from streamppo.types import TokenRecord, UpdateReport, decode, encode
+from streamppo.weights.pusher import PushedVersion
 
 
 class Parts:
@@ -76,6 +78,33 @@ def test_a_rank_that_has_loaded_has_short_limits_and_gives_signs_of_life_under_t
     assert parts.heard_twice.wait(60)
     assert parts.beats == ["my id", "my id"]
     assert parts.paused_s == [BEAT_S, BEAT_S]
+
+
+@pytest.mark.parametrize(("rank", "sent"), [(0, TokenRecord(advantages=b"1234")), (1, None)])
+def test_the_first_rank_sends_the_numbers_of_the_batch_for_all(
+    rank: int, sent: TokenRecord | None, math_config: Callable[..., Config], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config, records = math_config(), list[bytes]()
+    made: Any = Rank(encode(config), rank, Parts(monkeypatch).queue, 0)
+    monkeypatch.setattr(module, "time", time)
+    batch = SimpleNamespace(version=0, to=lambda device: None)
+    made._fetcher = SimpleNamespace(
+        result=lambda: SimpleNamespace(batch=batch, lags={}, fetch_s=0.0), start=lambda *_: None
+    )
+    updater = SimpleNamespace(
+        device=None, update=lambda batch: None, token_record=lambda updated: TokenRecord(advantages=b"1234")
+    )
+    made._built = SimpleNamespace(
+        **{"version": 0, "config": config, "rank_rows": None, "updater": updater},
+        saver=SimpleNamespace(check=lambda: None),
+        follow_schedule=lambda lags: 1.0,
+        metrics=lambda updated: {},
+        adapt=lambda *_: {},
+        speed=lambda *_: {},
+        push=lambda record: records.append(record) or PushedVersion("", 0.0, 0),
+    )
+    assert decode(made.update(), UpdateReport).version == 1
+    assert records == [b"" if sent is None else encode(sent)]
 
 
 def test_a_rank_that_sees_the_gpus_of_the_others_is_refused_before_it_uses_one(
