@@ -5,9 +5,9 @@
         async def step(self, text: str)          returns messages, a plain text, an `Observation` or a `Done`
         async def close(self)                    optional
 
-`text` is the policy's turn without special tokens. Steps run in the actor's event loop, so they must await long work;
-blocking steps are logged and counted (stalls.py). An error, a timeout or a number that is not finite fails the
-trajectory.
+`text` is the policy's turn without special tokens. A message is a `Message`, or a dict with role and content. Steps run
+in the actor's event loop, so they must await long work; blocking steps are logged and counted (stalls.py). An error, a
+timeout or a number that is not finite fails the trajectory.
 """
 
 import asyncio
@@ -19,7 +19,7 @@ from typing import NamedTuple, Protocol, TypeAlias, TypeVar, cast
 
 from streamppo.config.task import Environment as Config
 from streamppo.errors import EnvironmentFailed, TaskError
-from streamppo.tasks import plugins, user_traceback
+from streamppo.tasks import chat, plugins, user_traceback
 from streamppo.tasks.coroutines import TooLate
 from streamppo.tasks.rewards.outcome import QUOTED, plain
 from streamppo.tasks.stalls import EnvironmentCalls, EventLoopStalls
@@ -78,7 +78,8 @@ class EnvSession:
         self._calls = calls
 
     async def begin(self, prompt: Prompt) -> EnvironmentText:
-        return _check_message(await _within_time("reset", self._calls, partial(self._environment.reset, prompt)))
+        said = await _within_time("reset", self._calls, partial(self._environment.reset, prompt))
+        return _check_text(said, "reset must return")
 
     async def step(self, text: str) -> Observation | Done:
         """Return the environment's answer to a turn, with numbers as plain finite floats."""
@@ -89,8 +90,9 @@ class EnvSession:
             checked = _plain(Reward(score=answer.reward, components=components, explanation=answer.explanation))
             return Done(checked.score, checked.components, checked.explanation)
         if isinstance(answer, Observation):
-            return Observation(_check_message(answer.said), _plain(Reward(score=answer.reward)).score)
-        return Observation(_check_message(answer))
+            said = _check_text(answer.said, "an Observation must have")
+            return Observation(said, _plain(Reward(score=answer.reward)).score)
+        return Observation(_check_text(answer, "step must return a Done, an Observation,"))
 
     async def close(self) -> None:
         close = getattr(self._environment, "close", None)
@@ -132,14 +134,21 @@ def _plain(reward: Reward) -> Reward:
         raise EnvironmentFailed(f"step returned {user_traceback.describe(reward)[:QUOTED]}, {error}") from error
 
 
-def _check_message(value: object) -> EnvironmentText:
+def _check_text(value: object, rule: str) -> EnvironmentText:
+    """Return a text or messages. Raises `EnvironmentFailed`, which begins with `rule`, for other values."""
     if isinstance(value, str) and value:
         return value
     if isinstance(value, Sequence) and value and all(map(_is_message, value)):
-        return tuple(value)
+        try:
+            return tuple(item if isinstance(item, Message) else chat.message(item, "an environment") for item in value)
+        except TaskError as error:
+            raise EnvironmentFailed(str(error)) from error
     quoted = user_traceback.describe(value)[:QUOTED]
-    raise EnvironmentFailed(f"an environment must return messages, or a text that is not empty, not {quoted}")
+    raise EnvironmentFailed(f"{rule} messages, or a text that is not empty, not {quoted}")
 
 
 def _is_message(value: object) -> bool:
-    return isinstance(value, Message) and isinstance(value.role, str) and isinstance(value.content, str | None)
+    """Return whether a value is a valid message or a dict, which `chat.message` reads."""
+    if isinstance(value, Message):
+        return isinstance(value.role, str) and isinstance(value.content, str | None)
+    return isinstance(value, Mapping)

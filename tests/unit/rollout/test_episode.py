@@ -73,6 +73,14 @@ async def misbehave(how: str) -> Any:
             return Untold()
 
 
+SAID: dict[str, Any] = {
+    "number": [Message(role="tool", content=4)],  # pyright: ignore[reportArgumentType]
+    "dict": [{"role": "tool", "content": "again"}],
+    "no role": [{"content": "again"}],
+    "of gym": ("again", 1.0, False, {}),
+}
+
+
 class Echo:
     """Repeats the policy's text twice, with a point for each turn, until it is "bye"."""
 
@@ -99,8 +107,8 @@ class Echo:
                 return Done(1.0, None)  # pyright: ignore[reportArgumentType]
             case "nan":
                 return Observation("[raw]", reward=float("nan"))
-            case "number":
-                return [Message(role="tool", content=4)]  # pyright: ignore[reportArgumentType]
+            case "number" | "dict" | "no role" | "of gym":
+                return SAID[text]
             case "half":
                 return "\ud83d"
             case "numpy":
@@ -252,17 +260,25 @@ def test_turns_and_tokens_are_bounded_and_a_cut_off_turn_ends_the_trajectory(tok
         ("untold", r"step: test_episode\.py:\d+: Untold: <str\(\) raised RuntimeError>"),
         ("unshown", r"not <repr\(\) raised RuntimeError>"),
         ("unshown number", r"step returned <repr\(\) raised RuntimeError>, with a value that is not a finite number"),
-        ("nothing", "return messages, or a text that is not empty, not None"),
+        ("nothing", "step must return a Done, an Observation, messages, or a text that is not empty, not None"),
         ("no number", r"step returned Reward\(score=None.*, with a value that is not a finite number"),
         ("no component", "with a value that is not a finite number"),
         ("no components", "whose components are not numbers by name"),
         ("nan", r"step returned Reward\(score=nan.*, with a value that is not a finite number"),
-        ("number", r"return messages, or a text that is not empty, not \[Message\(role='tool', content=4\)\]"),
+        ("number", r"Observation, messages, or a text that is not empty, not \[Message\(role='tool', content=4\)\]"),
+        ("of gym", r"step must return a Done, an Observation, messages, .* not \('again', 1\.0, False, \{\}\)"),
+        ("no role", "an environment: a message has the texts `role` and `content`, this is {'content': 'again'}"),
     ],
 )
 def test_an_environment_that_fails_says_why(tokenizer: Tokenizer, said: str, reason: str) -> None:
     with pytest.raises(EnvironmentFailed, match=reason):
         play(tokenizer, Scripted(tokenizer, said), timeout_s=0.05)
+
+
+def test_a_message_of_an_environment_may_be_a_dict(tokenizer: Tokenizer) -> None:
+    episode = play(tokenizer, Scripted(tokenizer, "dict", "bye"))
+    text = episode.text(Prompt(text="hi", columns={}), tokenizer)
+    assert text.observations == ((Message(role="tool", content="again"),),)
 
 
 def test_a_trajectory_that_is_cancelled_itself_is_cancelled(tokenizer: Tokenizer) -> None:
