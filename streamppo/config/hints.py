@@ -48,6 +48,7 @@ ALIASES = {
     "algorithm.zero_variance": "filter_groups dynamic_sampling dynamic_filtering",
     "checkpoint.every": "save_steps save_freq save_every save_interval",
     "checkpoint.keep": "save_total_limit max_ckpt_to_keep max_actor_ckpt_to_keep max_ckpt_num",
+    "environment.agent": "workflow agent_workflow",
     "environment.max_turns": "max_assistant_turns max_tool_calling_iterations",
     "environment.name": "env env_name",
     "evaluation.every": "eval_steps test_freq eval_every eval_freq",
@@ -87,6 +88,7 @@ ALIASES = {
         "reward_funcs reward_func reward_function reward_fn custom_reward_function custom_rm_path "
         "custom_reward_function.path"
     ),
+    "reward.url": "remote_rm_url remote_url",
     "rollout.actors": "num_rollout_workers vllm_num_engines",
     "rollout.engine": "use_vllm vllm_mode rollout.name backend",
     "rollout.engine.mem_fraction_static": "gpu_memory_utilization vllm_gpu_memory_utilization",
@@ -97,7 +99,7 @@ ALIASES = {
     "rollout.slots": "max_num_seqs max_running_requests",
     "task.answer": "label_key answer_key",
     "task.chat": "apply_chat_template",
-    "task.data": "train_files train_file dataset dataset_name data_path prompt_data",
+    "task.data": "train_files train_file train_dataset dataset dataset_name data_path prompt_data",
     "task.evaluation": "val_files eval_data eval_dataset",
     "task.max_prompt_tokens": "max_prompt_length prompt_max_len max_prompt_len",
     "task.prompt": "prompt_key input_key",
@@ -113,6 +115,7 @@ MEANING = {
     "learner.minibatches": "their number in an epoch, not their size",
     "queue.batch_size": "all completions of one update, over all ranks",
     "queue.max_lag": "in versions",
+    "reward.url": 'of a server of OpenRLHF with kind = "service" and form = "openrlhf"',
     "updates": "updates, not epochs",
 }
 """Units and values of fields for which other trainers may use others."""

@@ -90,7 +90,8 @@ def _environment(name: str) -> Any:
         return loaders.load_environment(config.model_copy(update=seats))
     except Exception as error:
         raise TaskError(
-            f"verifiers cannot load the environment {name!r}, which must be a taskset of verifiers.v1: {error}"
+            f"verifiers cannot load the environment {name!r}, which must be a taskset of verifiers.v1: {error}; of an "
+            "older environment with one turn, use the rows as task.data, and functions of the rubric as reward.function"
         ) from error
 
 
