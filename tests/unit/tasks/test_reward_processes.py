@@ -42,7 +42,9 @@ def test_calls_beside_one_that_holds_their_process_go_on_together(fault: str) ->
         if fault == "blocks a little":
             assert guilty == 1.0
         else:
-            assert str(guilty) == "no score after 4 s"
+            assert str(guilty).startswith("no score after 4 s")
+            if fault == "sleeps":
+                assert str(guilty).endswith(", in which it blocked the event loop: await, or use asyncio.to_thread")
             assert ended[-1] == fault
 
     asyncio.run(story())
@@ -54,7 +56,7 @@ def test_calls_beside_a_callback_that_nobody_can_be_blamed_for_run_alone() -> No
         async with started(faulty("beside", timeout_s=10.0)) as rewards:
             asked = ["sleeps in a callback", *["naps"] * 8]
             guilty, *others = await asyncio.gather(*(total(rewards, one) for one in asked), return_exceptions=True)
-        assert (str(guilty), others) == ("no score after 10 s", [1.0] * 8)
+        assert str(guilty).startswith("no score after 10 s") and others == [1.0] * 8
 
     asyncio.run(story())
 

@@ -101,7 +101,9 @@ class Pool(ABC):
         if outcomes is None:
             if process.held:
                 self._forks.end(process)
-            return (too_late(self._config.timeout_s),) * len(texts)
+            # Only the processes of async rewards have a grace period, to tell a blocked event loop from a slow call.
+            held = process.held and self._grace_s > 0
+            return (too_late(self._config.timeout_s, held=held),) * len(texts)
         self._forks.template_deaths = 0
         return outcomes if len(outcomes) == len(texts) else outcomes[:1] * len(texts)
 
@@ -189,7 +191,7 @@ class _SharedProcess(Pool):
                 continue
             held = time.monotonic() - since_s > self._held_s and self._num_held < HELD_AT_ONCE
             if held and step.call not in process.calls:
-                # The actor no longer waits for the holding call, or the step belongs to no call.
+                # The actor has given up the call that holds the process, or the running code belongs to no call.
                 if step.call:
                     process.leave_to(step.call)
                 return self._forks.end(process)
