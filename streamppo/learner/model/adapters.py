@@ -98,7 +98,7 @@ def _version_parameters(lm: nn.Module) -> Iterator[tuple[str, nn.Parameter, bool
 
 
 def write(adapters: Mapping[str, Tensor], lora: Lora, start: str, folder: Path) -> None:
-    """Write `adapters` of the model `start` to `folder`, in peft's format. Raises `ModelError` if the disk refuses."""
+    """Write `adapters` of the model `start` to `folder`, in peft's format. Raises `ModelError` if it cannot."""
     aside, names = durable.aside(folder), {name.rpartition(".lora_")[0] for name in adapters}
     settings = _settings(lora, sorted({name.rpartition(".")[2] for name in names}))
     settings.base_model_name_or_path, settings.task_type, settings.inference_mode = start, "CAUSAL_LM", True

@@ -181,7 +181,7 @@ class Session:
         return request._replace(messages=(*before, recorded, *messages))
 
     def _abandoned_turn(self, request: Request, *, again: bool) -> Turn | None:
-        """Return an undelivered turn of an equal request that has no listeners; with `again`, also a delivered turn."""
+        """Return a turn of an equal request that nobody waits for: an undelivered or, with `again`, a delivered one."""
         waiting = [turn for turn in (*self._under_way, *self.turns) if not turn.listeners and not turn.delivered]
         written = [turn for turn in reversed(self.turns) if turn.delivered and not turn.listeners] if again else []
         if not waiting and not written:

@@ -1,4 +1,4 @@
-"""The signature of a reward (a function, a class or an object): its style (styles.py), and the columns that it gets."""
+"""Calls a reward by its signature: the style of its parameters (styles.py), and the columns that it gets."""
 
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set

@@ -168,7 +168,7 @@ def copy(start: str | Path, folder: Path, why: str) -> str:
 
 
 def copy_processor(start: str | Path, folder: Path) -> None:
-    """Copy the processor's files of the model at `start` to `folder`. Raises `OSError` if the disk refuses."""
+    """Copy the processor's files of the model at `start` to `folder`. Raises `OSError` if it cannot."""
     source = local_folder(start)
     for pattern in PROCESSOR:
         for path in source.glob(pattern) if source else ():
