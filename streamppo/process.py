@@ -369,7 +369,7 @@ def add(name: str, wall_s: float, cpu_s: float = 0.0) -> None:
         _spent[name] = PhaseTime(calls + 1, wall + wall_s, cpu + cpu_s)
 
 
-def spent() -> dict[str, PhaseTime]:
+def phase_times() -> dict[str, PhaseTime]:
     """Return the time of each phase of this process since its start, and of the whole process under `WHOLE`."""
     with _lock:
         return {**_spent, WHOLE: PhaseTime(1, time.perf_counter() - _started_at[0], time.process_time())}

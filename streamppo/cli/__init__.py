@@ -30,7 +30,7 @@ from streamppo.cli import models as models
 from streamppo.cli import prepare as prepare
 from streamppo.cli.words import Changes, ConfigFile, Count, Override, Positive, RunFolder, RunsFolder, Trust, app
 from streamppo.commands import run_argument
-from streamppo.commands.console import complain, echo, flush
+from streamppo.commands.console import echo, flush, print_error
 from streamppo.config import file as configfile
 from streamppo.config.sections import Config
 from streamppo.driver import inputs, run_folder, threads
@@ -64,10 +64,10 @@ def _run(arguments: Sequence[str] | None) -> int:
         command, bound, _ = app.parse_args(words, exit_on_error=False, print_error=False)
         return command(*bound.args, **bound.kwargs) or (0 if words else MISTAKE)
     except CycloptsError as error:
-        complain(str(error))
+        print_error(str(error))
         return MISTAKE
     except StreamppoError as error:
-        complain(f"{type(error).__name__}: {error}")
+        print_error(f"{type(error).__name__}: {error}")
         return error.exit_code
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
@@ -81,7 +81,7 @@ def _run(arguments: Sequence[str] | None) -> int:
 
 
 def _fail_to_write() -> int:
-    complain("standard output cannot be written: its disk is full, or its device fails")
+    print_error("standard output cannot be written: its disk is full, or its device fails")
     return RunError.exit_code
 
 

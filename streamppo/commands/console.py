@@ -64,7 +64,7 @@ def table(*columns: str) -> Table:
     return _Rows(*columns, box=None, show_header=any(columns), pad_edge=False, padding=(0, 2, 0, 0))
 
 
-def complain(text: str) -> None:
+def print_error(text: str) -> None:
     """Write one message to standard error. Errors of this write are ignored."""
     with suppress(OSError):
         sys.stderr.write(f"streamppo: {lines(text)}\n")

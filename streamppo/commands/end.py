@@ -6,7 +6,7 @@ import sys
 import threading
 from typing import NoReturn
 
-from streamppo.commands.console import complain, flush
+from streamppo.commands.console import flush, print_error
 from streamppo.tasks import user_traceback
 
 GRACE_S, HOOKS_S = 2.0, 5.0
@@ -41,7 +41,7 @@ def _end_late(code: int) -> None:
 
 
 def _end(code: int, reason: str) -> NoReturn:
-    complain(reason)
+    print_error(reason)
     for child in multiprocessing.active_children():
         child.kill()
     flush()

@@ -30,7 +30,7 @@ from streamppo.config.sections import LOCAL, Config, Watchdog, model_path
 from streamppo.driver import run_folder
 from streamppo.driver.ray import nodes
 from streamppo.driver.ray.actors import make_queue, make_ranks, make_rollout, make_shards
-from streamppo.driver.ray.cluster import actor_id, describe, inside, kill, refuse_dead_ray
+from streamppo.driver.ray.cluster import actor_id, call_in_actor, describe, kill, refuse_dead_ray
 from streamppo.driver.ray.interrupts import Interrupts
 from streamppo.driver.ray.placement import Options, Placement, refuse_impossible
 from streamppo.driver.watch.polling import Heartbeats, ReportPolling
@@ -114,7 +114,7 @@ class Stages:
             self.ranks = make_ranks(self._actor_config, as_source(self.queue), self._placement, next(self._groups))
         self._ranks_are_new = False
         if self._needs is not None:
-            proofs = [inside(rank, nodes.check_visible, self._needs) for rank in self.ranks]
+            proofs = [call_in_actor(rank, nodes.check_visible, self._needs) for rank in self.ranks]
             self.calls.wait(proofs, "the check that ranks see the run's folder")
         model = model_path(self.config, self.folder)
         if self.config.model.path == BUILTIN:
@@ -201,7 +201,7 @@ class Stages:
         config = structs.replace(self._actor_config, rollout=self.config.rollout)
         actor = make_rollout(config, name, place, self.queue, self._reward_models, options)
         if self._needs is not None:
-            proof = inside(actor, nodes.check_visible, nodes.rollout_needs(self._actor_config, self._needs))
+            proof = call_in_actor(actor, nodes.check_visible, nodes.rollout_needs(self._actor_config, self._needs))
             self.calls.watch(proof, RunStage.ROLLOUT, lambda _: None, name=name)
         return actor
 

@@ -160,7 +160,7 @@ def from_first_rank(value: T, group: dist.ProcessGroup | None = None) -> T:
     return values[0]
 
 
-def everybody() -> dist.ProcessGroup:
+def all_ranks() -> dist.ProcessGroup:
     """The group of all ranks."""
     assert dist.group.WORLD is not None, "join comes first"
     return dist.group.WORLD
@@ -176,7 +176,7 @@ def add_up(
 
 def expect(timeout: timedelta, mesh: DeviceMesh, *groups: dist.ProcessGroup) -> None:
     """Set the timeout of all collectives: `LOAD` before models are loaded, `UPDATE` afterwards."""
-    for group in (everybody(), *mesh.get_all_groups(), *groups):
+    for group in (all_ranks(), *mesh.get_all_groups(), *groups):
         group.set_timeout(timeout)
 
 

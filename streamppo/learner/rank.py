@@ -142,7 +142,7 @@ class Rank:
             "push_ms": pushed.ms,
             "push_mib": pushed.nbytes / 2**20,
         }
-        lags, phases = fetched.lags, process.spent()
+        lags, phases = fetched.lags, process.phase_times()
         return encode(UpdateReport(version=learner.version, metrics=metrics, lag_histogram=lags, phases=phases))
 
     @ray.method

@@ -150,7 +150,7 @@ class QueueActor(ArchivedRuns):
 
     @ray.method
     async def report(self) -> bytes:
-        phases = process.sum_phases([process.spent(), *await self._shards.phase_times()])
+        phases = process.sum_phases([process.phase_times(), *await self._shards.phase_times()])
         return encode(structs.replace(report.report(self._queue.state), phases=phases))
 
     @ray.method

@@ -154,7 +154,7 @@ def _model(config: Config, model_path: str, hf_config: "PreTrainedConfig", token
     if tokenizer is None:
         return model
     log.info("completions end at %s", ends.describe(tokenizer.name) or "their length limit only")
-    if unknown := tokenizer.unknown(vocabulary):
+    if unknown := tokenizer.unknown_ids(vocabulary):
         log.info("%d rows of the vocabulary are not tokens of the tokenizer, and never sampled", len(unknown))
     return model._replace(unknown=unknown, completes=ends.make_check(tokenizer.spell))
 

@@ -247,7 +247,7 @@ async def _pull_for_all(puller: Puller, leader: Leader) -> None:
             await asyncio.sleep(RETRY_S)
             continue
         damaged, full_since = 0, 0.0
-        leader.publish(MachineVersion(push, replica.give()))
+        leader.publish(MachineVersion(push, replica.detach()))
 
 
 def _bind(address: str) -> socket.socket | None:

@@ -30,7 +30,7 @@ def segments_to_cut(version: int, running: Sequence[tuple[Cuts, int]]) -> list[i
     return due([version - oldest for _, oldest in running], cuts.max_age, cuts.share, cuts.aim())
 
 
-def most_under_way(max_age: int, share: float) -> int:
+def max_in_flight(max_age: int, share: float) -> int:
     """Return how many completions an actor may have under way, so that a batch has room for their cuts."""
     return max(1, int(max_age * share))
 
@@ -48,7 +48,7 @@ def due(ages: Sequence[int], max_age: int, share: float, aim: int = 0) -> list[i
     return cut
 
 
-def kept_from(versions: Ints) -> int:
+def newest_version_start(versions: Ints) -> int:
     """Return the index of the first token of the newest version; `versions` [T] must not decrease."""
     return int(versions.searchsorted(versions[-1]))
 

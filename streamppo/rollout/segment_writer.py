@@ -11,7 +11,7 @@ from msgspec import structs
 from streamppo.config.sections import Config
 from streamppo.rollout.engine import Completion, Cuts
 from streamppo.rollout.episode import Episode
-from streamppo.rollout.segment_cuts import kept_from
+from streamppo.rollout.segment_cuts import newest_version_start
 from streamppo.types import Ints, Reward, Ticket, Trajectory
 
 
@@ -55,7 +55,7 @@ class SegmentWriter:
         queue, episode = self._config.queue, self._waiting
         if episode is None or queue.segments is None:
             return None
-        keep = kept_from(episode.versions)
+        keep = newest_version_start(episode.versions)
         if keep > self.prefix and version - episode.versions[self.prefix] >= queue.cut_age:
             self._write_cut(episode.until(keep))
         return int(episode.versions[self.prefix])

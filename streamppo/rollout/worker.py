@@ -27,7 +27,7 @@ from streamppo.rollout import build, random_numbers, teacher
 from streamppo.rollout.engine import Sampling
 from streamppo.rollout.episode import Episode
 from streamppo.rollout.player import FAILURES, Player
-from streamppo.rollout.segment_cuts import cut_for, most_under_way
+from streamppo.rollout.segment_cuts import cut_for, max_in_flight
 from streamppo.rollout.segment_writer import SegmentWriter
 from streamppo.rollout.teacher import TeacherClient
 from streamppo.rollout.weight_sync import WeightSync
@@ -194,7 +194,7 @@ class Worker:
         queue, in_flight = self._config.queue, self._config.rollout.in_flight
         if queue.segments:
             under_way = in_flight - self._free_places
-            return max(0, min(self._free_places, most_under_way(queue.cut_age, self._share) - under_way))
+            return max(0, min(self._free_places, max_in_flight(queue.cut_age, self._share) - under_way))
         return self._free_places
 
     @property
@@ -336,7 +336,7 @@ class Worker:
             too_long=self._task.lengths(),
             stalls=self._player.stalls(),
             agents=dict(self._player.agents.counts) if self._player.agents else {},
-            phases=process.spent(),
+            phases=process.phase_times(),
             sample=_display_sample(*self._latest_sample) if self._latest_sample else None,
         )
 

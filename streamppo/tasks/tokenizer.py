@@ -101,11 +101,11 @@ class Tokenizer:
         """Return the text of one token, or "no token" for an unknown id."""
         return self._tokenizer.convert_ids_to_tokens(token) or "no token"
 
-    def unknown(self, vocabulary: int) -> tuple[int, ...]:
+    def unknown_ids(self, vocabulary: int) -> tuple[int, ...]:
         """Return the ids below `vocabulary` without a token: models may have more embedding rows than tokens."""
         return tuple(sorted(set(range(vocabulary)).difference(self.numbers().values())))
 
-    def beyond(self, vocabulary: int) -> tuple[str, ...]:
+    def tokens_beyond(self, vocabulary: int) -> tuple[str, ...]:
         """Return the names of the tokens whose ids are at least `vocabulary`, a model's number of embedding rows."""
         return tuple(name for name, token in self.numbers().items() if token >= vocabulary)
 
@@ -301,12 +301,12 @@ class Tokenizer:
             raise TaskError(f"not a text that can be tokenized: {text!r:.{QUOTED}}") from error
 
 
-def unknown(path: str | Path, rows: int) -> tuple[int, ...]:
+def unknown_ids(path: str | Path, rows: int) -> tuple[int, ...]:
     """Return the ids below `rows` that the tokenizer at `path` lacks; none if there is no tokenizer."""
     if _ids_in_file(Path(path) / "tokenizer.json").issuperset(range(rows)):
         return ()
     try:
-        return Tokenizer(path).unknown(rows)
+        return Tokenizer(path).unknown_ids(rows)
     except TaskError:
         # Without a tokenizer all token ids are valid.
         return ()

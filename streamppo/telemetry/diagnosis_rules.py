@@ -72,7 +72,7 @@ def _kl_spikes(run: Evidence) -> str | None:
 
 def _entropy_collapses(run: Evidence) -> str | None:
     first, entropy = _first(run, "entropy"), run.mean("entropy")
-    if first is None or entropy is None or entropy > COLLAPSED * first * run.wrong_left or run.rises:
+    if first is None or entropy is None or entropy > COLLAPSED * first * run.remaining_errors or run.rises:
         return None
     return f"entropy {entropy:.3g} nats a token, {first:.3g} in the first {WINDOW} updates"
 

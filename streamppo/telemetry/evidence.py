@@ -71,7 +71,7 @@ class Evidence(NamedTuple):
         return min(share, max(evaluation.accuracy for evaluation in scored)) if is_new else share
 
     @property
-    def wrong_left(self) -> float:
+    def remaining_errors(self) -> float:
         """(1 - correct share) / (1 - correct share of the first window), at most 1; 0 for a nearly solved task."""
         if self.correct_share >= SOLVED:
             return 0.0

@@ -106,7 +106,7 @@ class Replica:
         }
         self.push, self.shared = push, shared
 
-    def give(self) -> SharedTensors:
+    def detach(self) -> SharedTensors:
         """Return the memory of the version; later versions are written to other memory."""
         assert self.shared is not None, "the replica has shared memory"
         self._is_given = True

@@ -66,7 +66,7 @@ class Store:
             with durable.reading(source) as file:
                 self.put(folder, {source.name: file})
 
-    def prove(self) -> None:
+    def check_access(self) -> None:
         """Test the address: write a file, read it and delete it."""
         folder = f"check-{uuid4().hex}"
         self._put(f"{self._root}/{folder}", "written", io.BytesIO(b"written"))

@@ -23,7 +23,7 @@ from test_run import MARK, SHORT, family, gone, summary, wait_for_updates
 
 from streamppo.config.sections import Config
 from streamppo.driver.ray import actors, cluster, nodes
-from streamppo.driver.ray.cluster import inside
+from streamppo.driver.ray.cluster import call_in_actor
 
 ENDLESS = (*SHORT, "updates=100000", "evaluation.every=0", "watchdog.shutdown_s=60")
 LOOPBACK = ("127.", "::1", "::ffff:127.")
@@ -129,10 +129,10 @@ def test_on_three_nodes_the_queue_is_beside_the_driver_and_every_actor_gets_its_
     assert "scheduling_strategy" in queue_options(config, tmp_path)
 
     needs = nodes.rank_needs(config, tmp_path)
-    ray.get([inside(one, nodes.check_visible, needs) for one in everywhere], timeout=60)
+    ray.get([call_in_actor(one, nodes.check_visible, needs) for one in everywhere], timeout=60)
     (tmp_path / nodes.TOKEN).unlink()
     with pytest.raises(ray.exceptions.RayTaskError, match="lacks the run's folder"):
-        ray.get(inside(everywhere[2], nodes.check_visible, needs), timeout=60)
+        ray.get(call_in_actor(everywhere[2], nodes.check_visible, needs), timeout=60)
 
 
 def queue_options(config: Config, folder: Path) -> dict[str, Any]:

@@ -23,7 +23,7 @@ from streamppo.queue.rules.rules import QueueRules
 from streamppo.queue.rules.slot import SlotState
 from streamppo.queue.rules.state import QueueSettings, QueueState
 from streamppo.queue.store import snapshot
-from streamppo.rollout.segment_cuts import cut_for, due, kept_from, most_under_way
+from streamppo.rollout.segment_cuts import cut_for, due, max_in_flight, newest_version_start
 from streamppo.types import Batch, Failure, Identity, Trajectory, decode, encode, flags, ints
 
 BATCH = 4
@@ -93,7 +93,7 @@ class Actor:
     def cut_unscored(self) -> int:
         """Cut those that are due, but for tokens of the newest version; returns the version for which all is cut."""
         for one in self.unscored:
-            keep = kept_from(np.array(one.versions))
+            keep = newest_version_start(np.array(one.versions))
             if keep > one.handed and self.version - one.oldest >= self.queue.cut_age:
                 self.pending.append(one.hand_over(self.name, "cut", keep=len(one.versions) - keep))
         return cut_for(self.version, [one.oldest for one in self.unscored], self.queue.flow_lag)
@@ -130,7 +130,7 @@ class World:
         return Actor(f"actor-{next(self.names)}", self.rules.state.version, self.queue)
 
     def issue(self, actor: Actor) -> None:
-        most = min(ROOM, most_under_way(self.queue.cut_age, SHARE))
+        most = min(ROOM, max_in_flight(self.queue.cut_age, SHARE))
         room = most - len(actor.running) - len(actor.unscored)
         for ticket in self.rules.issue(actor.name, actor.version, room, next(actor.calls)) if room else ():
             length = int(self.draw.paretovariate(0.8))

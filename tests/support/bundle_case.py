@@ -24,7 +24,7 @@ VERSION = 3
 
 def bundle(model: Path, *overrides: str) -> Bundle:
     """A bundle of the update from version 3 to 4 of a run of `learner_case.config_of(*overrides)`."""
-    config, batch = file.bare(case.config_of(f"model.path={model}", *overrides)), case.batch(VERSION)
+    config, batch = file.without_paths(case.config_of(f"model.path={model}", *overrides)), case.batch(VERSION)
     with device.alone(torch.device("cpu")):
         learner = build(config, str(model), device.mesh_of("cpu", Mesh()), update._publish_nothing, None)
         digest = update.digest_of(learner)

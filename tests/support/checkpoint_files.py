@@ -14,9 +14,9 @@ def written(folder: Path, version: int, ranks: int = 2) -> Path:
     path.mkdir(parents=True)
     for name in (".metadata", *(f"__{rank}_0.distcp" for rank in range(ranks))):
         (path / name).write_bytes(f"{name} of {version}".encode() * 100)
-    owned = tuple(manifest.seal(path, f"__{rank}_*") for rank in range(ranks))
+    owned = tuple(manifest.flush_and_hash(path, f"__{rank}_*") for rank in range(ranks))
     state = CheckpointState(version=version, digest="d", ranks=ranks, beta=0.0, bad_steps=(0, 0))
-    manifest.write(path, state, CheckpointFiles(shared=manifest.seal(path, ".metadata"), ranks=owned))
+    manifest.write(path, state, CheckpointFiles(shared=manifest.flush_and_hash(path, ".metadata"), ranks=owned))
     return path
 
 

@@ -128,7 +128,7 @@ class Case:
         patch.setattr(stages, "Placement", lambda config: place)
         patch.setattr(stages.reward_model, "create", lambda *_: {})
         patch.setattr(stages, "encode", lambda past: "past")
-        patch.setattr(stages, "inside", lambda actor, *_: f"{actor.name}.prove()")
+        patch.setattr(stages, "call_in_actor", lambda actor, *_: f"{actor.name}.prove()")
         self.stages: Any = stages.Stages(config, folder, self.record, interrupts)
         self.rollouts, self.calls = self.stages.rollouts, self.stages.calls
         self.rollouts.generate()

@@ -192,7 +192,7 @@ def test_a_phase_counts_calls_and_the_time_of_its_own_thread_also_when_it_fails(
         thread.join()
     with pytest.raises(ValueError, match="planted"), process.phase("counted"):
         raise ValueError("planted")
-    counted, whole = process.spent()["counted"], process.spent()[process.WHOLE]
+    counted, whole = process.phase_times()["counted"], process.phase_times()[process.WHOLE]
     assert counted.calls == 5
     # Each call waits for the others' turns, and its CPU time is its own alone.
     assert 0 < counted.cpu_s <= counted.wall_s
@@ -202,7 +202,7 @@ def test_a_phase_counts_calls_and_the_time_of_its_own_thread_also_when_it_fails(
 def test_a_phase_that_waits_has_no_cpu_time() -> None:
     process.add("waited", 2.0)
     process.add("waited", 3.0)
-    assert process.spent()["waited"] == (2, 5.0, 0.0)
+    assert process.phase_times()["waited"] == (2, 5.0, 0.0)
 
 
 FORK = """
@@ -211,9 +211,9 @@ from streamppo import process
 process.add("parent's", 1.0)
 begin = time.perf_counter()
 if (child := os.fork()) == 0:
-    spent = process.spent()
+    spent = process.phase_times()
     os._exit("parent's" in spent or spent[process.WHOLE].wall_s > time.perf_counter() - begin)
-sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) or "parent's" not in process.spent())
+sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) or "parent's" not in process.phase_times())
 """
 
 

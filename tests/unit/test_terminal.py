@@ -76,7 +76,7 @@ def test_a_log_line_is_harmless_also_with_a_traceback(
 
 def test_what_a_command_prints_and_complains_of_is_harmless(hostile: str, capsys: pytest.CaptureFixture[str]) -> None:
     console.echo(f"component {hostile}: 1")
-    console.complain(f"TaskError: {hostile}")
+    console.print_error(f"TaskError: {hostile}")
     rows = console.table("name", "text")
     rows.add_row(hostile, hostile)
     console.console().print(rows)

@@ -139,7 +139,7 @@ def configurations(bundle: Bundle, folder: Path, changes: Sequence[str]) -> tupl
     text = folder / configfile.CONFIG
     try:
         text.write_text(bundle.config, "utf-8")
-        recorded, changed = bare(configfile.load(text)), bare(configfile.load(text, changes))
+        recorded, changed = without_paths(configfile.load(text)), without_paths(configfile.load(text, changes))
     except (ConfigError, ValueError) as error:
         if isinstance(error, ConfigError) and changes:
             raise
@@ -154,7 +154,7 @@ def configurations(bundle: Bundle, folder: Path, changes: Sequence[str]) -> tupl
     return recorded, changed
 
 
-def bare(config: Config) -> Config:
+def without_paths(config: Config) -> Config:
     """Return the part of `config` on which an update depends, without paths and addresses."""
     rollout, algorithm, model = config.rollout, config.algorithm, config.model
     path = Path(model.path).name if model.path.startswith("/") else model.path

@@ -82,7 +82,7 @@ def make(run: Path, update: int, to: Path | None, rows: Sequence[int], *, adapte
     config, batch = past.history.at(past.version), archive.open(run).batch(past.version)
     if unknown := [row for row in rows if row >= len(batch.trajectories)]:
         raise ConfigError(f"--rows {unknown[0]}: the batch has rows 0 to {len(batch.trajectories) - 1}")
-    bare = file.bare(config)
+    bare = file.without_paths(config)
     count, chosen_rows = len(batch.trajectories), tuple(sorted(set(rows)))
     if chosen_rows:
         batch = structs.replace(batch, trajectories=tuple(batch.trajectories[row] for row in chosen_rows))
@@ -139,7 +139,7 @@ def _state(past: Past, checkpoint: Path | None) -> tuple[CheckpointState, dict[s
     if checkpoint is None:
         ranks = past.history.at(0).learner.ranks
         return CheckpointState(version=0, digest=past.digests[0], ranks=ranks, beta=0.0, bad_steps=(0, 0)), {}
-    return manifest.read(checkpoint).state, distcp.room(checkpoint)
+    return manifest.read(checkpoint).state, distcp.empty_tensors(checkpoint)
 
 
 def _name(stored: str) -> str:

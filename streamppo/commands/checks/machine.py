@@ -149,7 +149,7 @@ def copies(config: Config) -> Findings:
     from streamppo.weights.store import Store
 
     try:
-        Store(address).prove()
+        Store(address).check_access()
     except CheckpointError as error:
         yield Finding("copies", "error", f"checkpoint.remote: {error}")
     else:

@@ -76,7 +76,7 @@ def memory(config: Config, hf_config: PretrainedConfig, gpu: Gpu) -> Findings:
 def _host(config: Config, model: ranks.ModelSizes, longest: int) -> Findings:
     actor, actors = estimate.actor(config, model), config.engines
     parts = ", ".join(f"{name} {_gib(size)}" for name, size in actor._asdict().items() if size)
-    if common := estimate.in_common(config, model):
+    if common := estimate.shared_version_bytes(config, model):
         text = f"the rollout actors of a node hold {_gib(common)} of weights in common, besides their engines'"
     else:
         text = f"a rollout actor holds {_gib(actor.total)} of weights besides its engine's"
@@ -90,7 +90,7 @@ def _host(config: Config, model: ranks.ModelSizes, longest: int) -> Findings:
 
 
 def _shared(config: Config, model: ranks.ModelSizes) -> Findings:
-    shared, common = estimate.actor(config, model).shared, estimate.in_common(config, model)
+    shared, common = estimate.actor(config, model).shared, estimate.shared_version_bytes(config, model)
     size_mib = machine.shared_mib()
     if not shared + common or size_mib is None:
         return

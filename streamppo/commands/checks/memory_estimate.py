@@ -85,7 +85,7 @@ class ActorWeights(NamedTuple):
         private    copies that are sent to SGLang
         shared     copies that SGLang reads in place
 
-    All are 0 if the actors of a machine share their versions (`in_common`).
+    All are 0 if the actors of a machine share their versions (`shared_version_bytes`).
     """
 
     pulled: int
@@ -100,7 +100,7 @@ class ActorWeights(NamedTuple):
 
 def actor(config: Config, model: ModelSizes) -> ActorWeights:
     """Estimate the bytes of weights in the memory of one rollout actor."""
-    if in_common(config, model):
+    if shared_version_bytes(config, model):
         return ActorWeights(pulled=0)
     learner, whole = config.learner, model.parameters * model.element
     deltas = learner.deltas == "on" or (learner.deltas == "auto" and config.cluster.address != LOCAL)
@@ -116,7 +116,7 @@ def actor(config: Config, model: ModelSizes) -> ActorWeights:
             return memory
 
 
-def in_common(config: Config, model: ModelSizes) -> int:
+def shared_version_bytes(config: Config, model: ModelSizes) -> int:
     """Bytes of the versions in /dev/shm that the actors of a machine share; 0 if the engine cannot share them."""
     if not config.rollout.engine.shares_weights(adapted=config.model.lora is not None):
         return 0
@@ -126,7 +126,7 @@ def in_common(config: Config, model: ModelSizes) -> int:
 def shared(config: Config, model: ModelSizes) -> int:
     """Bytes of /dev/shm that a run on one machine needs for versions of the weights and for Ray's object store."""
     store = min(object_store(model), config.cluster.object_store_mib * 2**20)
-    return config.engines * actor(config, model).shared + in_common(config, model) + store
+    return config.engines * actor(config, model).shared + shared_version_bytes(config, model) + store
 
 
 class MachineMemory(NamedTuple):
@@ -162,7 +162,7 @@ def machine(
         pushes=2 * model.trained * model.element,
         checkpoint=config.learner.mesh.replicate * trained * (MASTER + MOMENTS),
         engines=config.engines * cached,
-        weights=config.engines * actor(config, model).total + in_common(config, model),
+        weights=config.engines * actor(config, model).total + shared_version_bytes(config, model),
         object_store=store,
         processes=RAY + PROCESS * (config.learner.ranks + config.engines),
     )

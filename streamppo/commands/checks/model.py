@@ -70,7 +70,7 @@ def _text_model(hf_config: PretrainedConfig) -> Findings:
 
 def _vocabulary(tokenizer: Tokenizer, hf_config: PretrainedConfig) -> Finding:
     count, model_count = tokenizer.vocabulary, hf_config.get_text_config().vocab_size
-    beyond = tokenizer.beyond(model_count)
+    beyond = tokenizer.tokens_beyond(model_count)
     if beyond and all(map(tokenizer.is_spare, beyond)):
         names = ", ".join(beyond[:SHOWN])
         text = f"{count:,} tokens; the model has {model_count:,}, without {names}: a prompt with one of these fails"
@@ -100,7 +100,7 @@ def ends(config: Config, hf_config: PretrainedConfig, tokenizer: Tokenizer) -> F
     for string in islice(named, SHOWN):
         text = f"rollout.stop has {string!r}, which is no token of the tokenizer: a completion ends with this text"
         yield Finding("stop", "note", text)
-    if unknown := tokenizer.unknown(hf_config.get_text_config().vocab_size):
+    if unknown := tokenizer.unknown_ids(hf_config.get_text_config().vocab_size):
         text = f"{len(unknown):,} rows of the model's vocabulary are not tokens of the tokenizer: never sampled"
         yield Finding("vocabulary", "ok", text)
 
@@ -190,7 +190,7 @@ def _weights(model: NamedModel, folder: Path) -> Finding:
         kind = hf_files.critic_kind(folder) if model.body else model.kind
         count = fit.check(folder, settings(folder), kind, body=model.body)
         mib = sum(file.stat().st_size for file in headers.weight_files(folder)) / 2**20
-        name = fit.not_finite(folder) if mib <= READ_MIB else ""
+        name = fit.find_not_finite(folder) if mib <= READ_MIB else ""
     except ModelError as error:
         return Finding(model.subject, "error", str(error))
     if name:
@@ -201,7 +201,7 @@ def _weights(model: NamedModel, folder: Path) -> Finding:
 
 def _export(folder: str) -> Findings:
     try:
-        notes = hf_files.rehearse(folder)
+        notes = hf_files.try_export(folder)
     except ModelError as error:
         yield Finding("export", "error", f"the model's settings cannot be saved: {error}")
         return

@@ -282,7 +282,7 @@ def actor_id(actor: Actor) -> str:
     return cast("ActorHandle[Any]", actor)._actor_id.hex()
 
 
-def inside(actor: Actor, function: Callable[..., None], *arguments: object) -> "ObjectRef[None]":
+def call_in_actor(actor: Actor, function: Callable[..., None], *arguments: object) -> "ObjectRef[None]":
     """Call `function(actor, *arguments)` in the actor's process."""
     return cast("ActorHandle[Any]", actor).__ray_call__.remote(function, *arguments)
 

@@ -134,7 +134,7 @@ class Saver:
             raise CheckpointError(f"{final}: cannot be written: {reasons[0]}") from error
         aside = durable.aside(final)
         with durable.naming(final, CheckpointError):
-            sealed = manifest.seal(aside, f"__{dist.get_rank()}_*")
+            sealed = manifest.flush_and_hash(aside, f"__{dist.get_rank()}_*")
             ranks, metadata = gather(sealed, self._group), b""
             if dist.get_rank() == 0:
                 # Wait for the push, because a run must never resume from a version that was not published.
@@ -144,7 +144,7 @@ class Saver:
             if leads:
                 # torch.distributed.checkpoint writes the metadata only on rank 0's disk, but every rank reads them.
                 (aside / METADATA).write_bytes(metadata)
-                files = CheckpointFiles(shared=manifest.seal(aside, METADATA), ranks=tuple(ranks))
+                files = CheckpointFiles(shared=manifest.flush_and_hash(aside, METADATA), ranks=tuple(ranks))
                 manifest.write(aside, state, files)
                 durable.settle(final)
                 manifest.drop(final.parent, self._config.keep, self._config.keep_every)
@@ -231,7 +231,7 @@ def load(
 
 
 def restore(trained: TrainState, tensors: Mapping[str, torch.Tensor]) -> None:
-    """Fill the unsharded `trained` from the unsharded `tensors` of a checkpoint, by flat name (`distcp.room`).
+    """Fill the unsharded `trained` from the unsharded `tensors` of a checkpoint, by flat name (`distcp.empty_tensors`).
 
     Without moments the optimizer stays unchanged. Raises `CheckpointError` for a tensor that is missing or does not
     fit.

@@ -67,7 +67,7 @@ def load(tensors: dict[str, Any], path: Path, *, alone: bool = False) -> None:
         root.removeFilter(_is_no_fallback)
 
 
-def room(path: Path) -> dict[str, torch.Tensor]:
+def empty_tensors(path: Path) -> dict[str, torch.Tensor]:
     """Return an empty, unsharded tensor, without memory yet, for each tensor of a checkpoint, by its flat name."""
     stored = Reader(path).read_metadata().state_dict_metadata
     return {

@@ -72,7 +72,7 @@ class DamagedFile(CheckpointError):
     """A file is damaged or belongs to another run."""
 
 
-def seal(folder: Path, pattern: str) -> dict[str, str]:
+def flush_and_hash(folder: Path, pattern: str) -> dict[str, str]:
     """Flush the files of `folder` that match `pattern`; return the SHA-256 of each."""
     files = sorted(folder.glob(pattern))
     for path in files:

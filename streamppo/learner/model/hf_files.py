@@ -61,8 +61,8 @@ def write(
 
     A generation_config.json that transformers refuses to write is left out. A tokenizer that transformers would change
     is copied from the model at `start`, and so are the tokenizer's files if `tokenizer` is None. Each of these cases
-    has a sentence in the result. The settings of a multimodal model's processor are copied. Raises `ModelError` if the
-    disk refuses.
+    has a sentence in the result. The settings of a multimodal model's processor are copied. Raises `ModelError` if a
+    file cannot be written.
     """
     aside = durable.aside(folder)
     with durable.naming(folder, ModelError):
@@ -127,7 +127,7 @@ def _tokenizer(start: str) -> "PreTrainedTokenizerBase | None":
         return None
 
 
-def rehearse(path: str) -> tuple[str, ...]:
+def try_export(path: str) -> tuple[str, ...]:
     """Try an export of the model at `path` without its weights; return what would differ. Raises `ModelError`."""
     from transformers import AutoConfig
 

@@ -38,7 +38,7 @@ def bias_of(lm: Any, unknown_V: Tensor | None = None) -> Tensor | None:
     return bias_V + unknown_V
 
 
-def unknown(path: str | Path, rows: int, device: str) -> Tensor | None:
+def unknown_bias(path: str | Path, rows: int, device: str) -> Tensor | None:
     """A bias [V] that gives probability 0 to head rows without a token of the tokenizer at `path`. A collective.
 
     Rank 0 reads the tokenizer. The bias is None if all rows are tokens, or if there is no tokenizer. Under a soft cap
@@ -46,7 +46,7 @@ def unknown(path: str | Path, rows: int, device: str) -> Tensor | None:
     """
     bias_V = torch.zeros(rows, device=device)
     if dist.get_rank() == 0:
-        bias_V[list(tokenizer.unknown(path, rows))] = UNSAMPLED
+        bias_V[list(tokenizer.unknown_ids(path, rows))] = UNSAMPLED
     dist.broadcast(bias_V, src=0)
     return bias_V if bool(bias_V.any()) else None
 

@@ -26,7 +26,7 @@ from streamppo.learner.parallel import context_parallel, tensor_parallel
 from streamppo.learner.parallel.context_parallel import Slices
 from streamppo.learner.parallel.routing import Routers
 from streamppo.weights.models.fit import first_not_finite
-from streamppo.weights.models.loading import fetch, not_finite
+from streamppo.weights.models.loading import fetch, not_finite_message
 from streamppo.weights.models.settings import is_tied, read_settings, settings
 
 SHARD_LAYERS_ABOVE = 16_000_000
@@ -85,7 +85,7 @@ def load(
     else:
         _read_rows(policy, plan, path)
     _send_buffers(policy, cpu_policy, device)
-    policy.unknown_V = lm_head.unknown(path, len(policy.lm.get_output_embeddings().weight), device)
+    policy.unknown_V = lm_head.unknown_bias(path, len(policy.lm.get_output_embeddings().weight), device)
     if not isinstance(policy, FSDPModule) and config.dtype != "float32":
         # The value head needs no copy, because values are computed in float32, as with FSDP.
         policy.working_copy = WorkingCopy([policy.lm, *filter(None, [policy.critic])], getattr(torch, config.dtype))
@@ -195,7 +195,7 @@ def _read_rows(policy: Policy, plan: weight_files.LoadPlan, path: str | Path) ->
             shard.zero_() if rows is None else shard.copy_(rows[(slice(None), *others)])
     wrong = first_not_finite({name: local(weight) for name, weight in policy.named_parameters()})
     if name := next(filter(None, gather(wrong)), ""):
-        raise ModelError(not_finite(path, name))
+        raise ModelError(not_finite_message(path, name))
 
 
 def _shard_slices(parameter: Tensor) -> list[slice]:

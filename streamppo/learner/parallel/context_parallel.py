@@ -22,7 +22,7 @@ from streamppo.config.model import JOINED
 from streamppo.config.rollout import FAMILIES
 from streamppo.learner.attention import attention
 from streamppo.learner.attention.attention import RowLayout
-from streamppo.learner.device import everybody
+from streamppo.learner.device import all_ranks
 from streamppo.learner.parallel import tensor_parallel
 from streamppo.learner.parallel.tensor_parallel import TensorParallelSpec
 
@@ -53,7 +53,7 @@ class Slices(NamedTuple):
 
     def data_ranks(self) -> dist.ProcessGroup:
         """The ranks that pass different rows: all ranks if rows are not split."""
-        return self.across or everybody()
+        return self.across or all_ranks()
 
     def groups(self) -> tuple[dist.ProcessGroup, ...]:
         groups = tuple(group for group in (self.within, self.across, self.heads) if group is not None)

@@ -107,7 +107,7 @@ class QueueShard:
 
     @ray.method
     async def report(self) -> bytes:
-        return encode(process.spent())
+        return encode(process.phase_times())
 
     async def _write(self, encoded: dict[Identity, bytes]) -> None:
         """Wait until these trajectories are in the journal. Calls during a transaction share the next transaction."""

@@ -134,7 +134,7 @@ def histogram(values: Sequence[float], x_name: str, unit: str) -> Markup:
     return _svg([*_rules(y_axis), *_marks(x_axis), *_names(x_name, unit), *drawn], 'class="bars"')
 
 
-def heat(columns: Sequence[Histogram], x_name: str, y_name: str) -> Markup:
+def heat_map(columns: Sequence[Histogram], x_name: str, y_name: str) -> Markup:
     """Draw each histogram as a column of a heat map. A cell with a larger share of its column is more opaque."""
     columns = _merge_bins([distribution for distribution in columns if sum(distribution.amounts.values()) > 0])
     if not columns:

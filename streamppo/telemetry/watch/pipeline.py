@@ -112,7 +112,7 @@ def _lag(lines: Sequence[Line]) -> Chart:
         if "update" in line
     ]
     text = "tokens of each batch by their lag in versions; a deeper colour is a larger share of the batch"
-    return Chart("Lag over time", plot.heat(columns, "update", "lag in versions"), [("lag_histogram", text)], [])
+    return Chart("Lag over time", plot.heat_map(columns, "update", "lag in versions"), [("lag_histogram", text)], [])
 
 
 def _reuse(lines: Sequence[Line]) -> Chart:

@@ -109,7 +109,7 @@ def quiet() -> Generator[None]:
         logging.set_verbosity(verbosity)
 
 
-def not_finite(folder_path: Path) -> str:
+def find_not_finite(folder_path: Path) -> str:
     """Return the name of the first tensor in the files at `folder_path` with NaN or infinity; "" if there is none."""
     from safetensors import safe_open
 

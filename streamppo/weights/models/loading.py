@@ -63,7 +63,7 @@ def load(
     if kind == "AutoModelForCausalLM":
         _compare_ties(path, config, model)
     if name := fit.first_not_finite(dict(model.named_parameters())):
-        raise ModelError(not_finite(path, name))
+        raise ModelError(not_finite_message(path, name))
     return LoadedModel(model, reported.missing)
 
 
@@ -105,7 +105,7 @@ def _read(header: Header, name: str) -> Tensor:
         return file.get_tensor(name).float()
 
 
-def not_finite(path: str | Path, name: str) -> str:
+def not_finite_message(path: str | Path, name: str) -> str:
     """Return the error message about a tensor with a NaN or an infinity."""
     return f"the model {str(path)!r} has NaN or infinity in {name!r}: the run that trained it diverged"
 

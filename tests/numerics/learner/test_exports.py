@@ -201,7 +201,7 @@ def test_generation_settings_that_transformers_refuses_are_left_out_with_a_note_
     (path / "generation_config.json").write_text(text)
     notes = hf_files.export(trained(path, "float32"), str(path), tmp_path / "final", "float32")
     assert {note.split()[0] for note in notes} == dropped
-    assert hf_files.rehearse(str(path)) == notes
+    assert hf_files.try_export(str(path)) == notes
     made = GenerationConfig.from_pretrained(tmp_path / "final")
     made.save_pretrained(tmp_path / "once more")
     if isinstance(content, dict):
@@ -269,4 +269,4 @@ def test_weights_come_out_of_a_folder_whose_tokenizer_is_broken(start: Path, tmp
     AutoModelForCausalLM.from_pretrained(tmp_path / "final")
     assert (tmp_path / "final" / "tokenizer.json").read_text() == "{"
     with pytest.raises(ModelError, match="cannot be loaded"):
-        hf_files.rehearse(str(path))
+        hf_files.try_export(str(path))

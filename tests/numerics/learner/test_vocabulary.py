@@ -70,12 +70,12 @@ def test_scores_and_gradients_are_those_of_the_known_tokens_alone(tmp_path: Path
 def test_a_head_of_known_tokens_alone_is_left_as_it_is_and_a_model_without_tokenizer_has_no_unknown_ones(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert lm_head.unknown(tmp_path, 17, "cpu") is None
+    assert lm_head.unknown_bias(tmp_path, 17, "cpu") is None
     character_tokenizer("abcdefg").save_pretrained(tmp_path)
-    found_V = lm_head.unknown(tmp_path, 17, "cpu")
+    found_V = lm_head.unknown_bias(tmp_path, 17, "cpu")
     assert found_V is not None and found_V.tolist() == [0] * KNOWN + [lm_head.UNSAMPLED] * 7
     monkeypatch.setattr(tokenizer, "Tokenizer", None)
-    assert lm_head.unknown(tmp_path, KNOWN, "cpu") is None, "its own file is enough"
+    assert lm_head.unknown_bias(tmp_path, KNOWN, "cpu") is None, "its own file is enough"
 
 
 @pytest.mark.usefixtures("alone")
@@ -85,7 +85,7 @@ def test_engine_and_learner_agree_about_the_distribution(tmp_path: Path) -> None
     trained = load_policy.load(case.config_of().model, tmp_path, 1.0, init_device_mesh("cpu", (1,)))
     model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
     tensors = {name: one.detach() for name, one in model.named_parameters()}
-    unknown = tokenizer.unknown(tmp_path, model.config.vocab_size)
+    unknown = tokenizer.unknown_ids(tmp_path, model.config.vocab_size)
     assert unknown and min(unknown) == KNOWN
 
     async def complete() -> list[Completion]:

@@ -89,7 +89,7 @@ def test_rows_beyond_the_tokenizer_are_never_sampled_and_count_in_no_log_prob(
 ) -> None:
     model = folder_of(tmp_path)
     known = range(27)
-    assert Tokenizer(tmp_path).unknown(ROWS) == tuple(range(27, ROWS))
+    assert Tokenizer(tmp_path).unknown_ids(ROWS) == tuple(range(27, ROWS))
     for number, done in enumerate(completions(tmp_path, 24, sampling=sampling)):
         assert done.tokens.max() < 27
         if sampling == Sampling(40):
@@ -103,7 +103,7 @@ def test_a_token_that_is_added_or_stands_between_others_is_known_by_its_id(tmp_p
     (moved,) = [token for token in content["added_tokens"] if token["content"] == "<two>"]
     moved["id"] = 33
     (tmp_path / "tokenizer.json").write_text(json.dumps(content))
-    unknown = Tokenizer(tmp_path).unknown(ROWS)
+    unknown = Tokenizer(tmp_path).unknown_ids(ROWS)
     numbers = Tokenizer(tmp_path).numbers()
     assert {*unknown} == {*range(ROWS)} - {*numbers.values()} and numbers["<one>"] not in unknown
     sampled = np.concatenate([done.tokens for done in completions(tmp_path, 24)])

@@ -153,7 +153,7 @@ def tensors_of(one: Updater) -> dict[str, torch.Tensor]:
 def test_the_tensors_of_two_ranks_are_whole_in_a_bundle(folder: Path, tmp_path: Path) -> None:
     expected = bundle_case.case.by_ranks(saved_by_ranks, 2, tmp_path, folder, tmp_path / "checkpoints")
     path = tmp_path / "checkpoints" / "00000001"
-    stored = distcp.room(path)
+    stored = distcp.empty_tensors(path)
     distcp.load(stored, path, alone=True)
     named = {new: stored[old] for old in stored if (new := make._name(old))}
     one = trained(folder)

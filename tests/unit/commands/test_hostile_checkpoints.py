@@ -85,7 +85,9 @@ def run(made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def sealed(path: Path) -> None:
     """Write the manifest anew, as a stranger would."""
     state = manifest.read(path).state
-    files = manifest.CheckpointFiles(shared=manifest.seal(path, ".metadata"), ranks=(manifest.seal(path, "__0_*"),))
+    files = manifest.CheckpointFiles(
+        shared=manifest.flush_and_hash(path, ".metadata"), ranks=(manifest.flush_and_hash(path, "__0_*"),)
+    )
     (path / "manifest.json").unlink()
     manifest.write(path, state, files)
 

@@ -96,7 +96,9 @@ def complete(folder: Path, version: int) -> Path:
     path.mkdir(parents=True)
     (path / "__0_0.distcp").write_bytes(random.Random(version).randbytes(3000))
     (path / ".metadata").write_bytes(b"m" * 200)
-    files = CheckpointFiles(shared=manifest.seal(path, ".metadata"), ranks=(manifest.seal(path, "__0_*"),))
+    files = CheckpointFiles(
+        shared=manifest.flush_and_hash(path, ".metadata"), ranks=(manifest.flush_and_hash(path, "__0_*"),)
+    )
     manifest.write(path, CheckpointState(version=version, digest="d" * 64, ranks=1, beta=0.1, bad_steps=(0, 0)), files)
     return path
 

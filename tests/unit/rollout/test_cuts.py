@@ -10,7 +10,7 @@ import pytest
 from streamppo.config.sections import Config
 from streamppo.rollout.engine import Completion, Cuts, TokenCandidates
 from streamppo.rollout.episode import Columns, one_turn
-from streamppo.rollout.segment_cuts import cut_for, due, most_under_way, segments_to_cut
+from streamppo.rollout.segment_cuts import cut_for, due, max_in_flight, segments_to_cut
 from streamppo.rollout.segment_writer import SegmentWriter
 from streamppo.tasks.environments import Done
 from streamppo.types import Identity, Reward, Ticket, Trajectory, floats
@@ -63,7 +63,7 @@ def test_with_as_many_under_way_as_may_be_a_swap_never_cuts_more_than_a_batch_ha
     max_age: int, share: float
 ) -> None:
     draw = random.Random(1)
-    ages = [0] * most_under_way(max_age, share)
+    ages = [0] * max_in_flight(max_age, share)
     for _ in range(200):
         aim = draw.randint(0, max_age)
         found = due([age + 1 for age in ages], max_age, share, aim)

@@ -445,7 +445,7 @@ def test_a_chain_of_deltas_copies_the_model_once(monkeypatch: pytest.MonkeyPatch
     replica, present = Replica(memory), {"a": torch.randn(5000).bfloat16()}
     rank = Rank(present)
     replica.take(*joined([rank.push(0, present)]))
-    given, first = replica.give(), present["a"].clone()
+    given, first = replica.detach(), present["a"].clone()
     for version in range(1, 6):
         present["a"][version::40] *= -1
         replica.take(*joined([rank.push(version, present, delta=True)]))

@@ -11,14 +11,14 @@ TITLE = re.compile(r"<title>update (\d+), lag (\d+\+?): ([\d,]+) \(([\d.]+)%\)</
 
 
 def test_the_shares_of_a_column_are_told_and_coloured() -> None:
-    drawn = plot.heat([Histogram(1, {0: 30, 2: 10}), Histogram(2, {1: 5}), Histogram(3, {})], "update", "lag")
+    drawn = plot.heat_map([Histogram(1, {0: 30, 2: 10}), Histogram(2, {1: 5}), Histogram(3, {})], "update", "lag")
     assert TITLE.findall(drawn) == [("1", "0", "30", "75.0"), ("1", "2", "10", "25.0"), ("2", "1", "5", "100.0")]
     assert re.findall(r'fill-opacity="([\d.]+)"', drawn) == ["0.75", "0.25", "1.00"]
 
 
 def test_many_columns_are_summed_and_high_rows_share_the_last_one() -> None:
     columns = [Histogram(x, {0: 1, 15: 1, 16: 1, 300: 1}) for x in range(1, 1001)]
-    found = TITLE.findall(plot.heat(columns, "update", "lag"))
+    found = TITLE.findall(plot.heat_map(columns, "update", "lag"))
     assert len({x for x, *_ in found}) <= plot.MOST_COLUMNS
     assert sum(int(amount.replace(",", "")) for *_, amount, _ in found) == 4000
     assert {row for _, row, *_ in found} == {"0", "15", "16+"}
@@ -26,7 +26,7 @@ def test_many_columns_are_summed_and_high_rows_share_the_last_one() -> None:
 
 
 def test_without_an_amount_nothing_is_drawn() -> None:
-    assert plot.heat([], "update", "lag") == plot.heat([Histogram(1, {0: 0})], "update", "lag") == ""
+    assert plot.heat_map([], "update", "lag") == plot.heat_map([Histogram(1, {0: 0})], "update", "lag") == ""
 
 
 def test_a_timeline_from_a_later_second_leaves_out_what_was_before() -> None:

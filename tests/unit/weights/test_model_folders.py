@@ -281,10 +281,10 @@ def test_a_number_that_is_none_is_found_in_files_and_at_the_load(
         torch.save(held, path / "pytorch_model.bin")
     else:
         save_file(held, path / "model.safetensors", {"format": "pt"})
-    assert fit.not_finite(path) == "model.norm.weight"
+    assert fit.find_not_finite(path) == "model.norm.weight"
     with pytest.raises(ModelError, match=r"has NaN or infinity in 'model.norm.weight'"):
         loading.load(path)
-    assert fit.not_finite(healthy("qwen3")) == ""
+    assert fit.find_not_finite(healthy("qwen3")) == ""
 
 
 # --- what is not this learner's, or not this transformers' ----------------------------------------------------
