@@ -96,9 +96,11 @@ def is_ours(plugin: object) -> bool:
 
 
 def call(subject: str, function: Callable[[*Arguments], R], *arguments: *Arguments) -> R:
-    """Call user code. Raises `TaskError` if the call fails; the message begins with `subject` and names the line."""
+    """Call user code. Raises its own `TaskError`, or one that begins with `subject` and names the line."""
     try:
         return function(*arguments)
+    except TaskError:
+        raise
     except BaseException as error:
         if not user_traceback.is_of_user(error):
             raise

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TypeAlias, TypedDict, cast
 
 from streamppo.errors import TaskError
-from streamppo.tasks import plugins, user_traceback
+from streamppo.tasks import plugins
 from streamppo.tasks.scorers.sandbox import Ran, RunLimits, Sandbox
 from streamppo.types import Reward, ScoredText
 
@@ -218,15 +218,7 @@ def extract_program(completion: str) -> str:
 
 def _sandbox(name: str) -> Sandbox:
     make = cast(Callable[[], Sandbox], plugins.load(name, "sandbox"))
-    try:
-        return make()
-    except TaskError:
-        raise
-    # A sandbox may be user code.
-    except BaseException as error:
-        if not user_traceback.is_of_user(error):
-            raise
-        raise TaskError(f"sandbox {name!r}: {user_traceback.format_user_error(error)}") from error
+    return plugins.call(f"sandbox {name!r}", make)
 
 
 def read_tests(tests: object, entry_point: object = "") -> list[Test]:
