@@ -81,7 +81,6 @@ SMALLEST = (
     "cost/load.py --layers 2 --times 1",
     "cost/push.py --gigabytes 0.02 --layouts 10M --repeat 1",
     "cost/queue_load.py --engines 1 5 --tokens 100 --seconds 1",
-    "cost/queue_shards.py --engines 17 --tokens 100 --shards 1 --seconds 1 --repeats 1",
     "cost/reward_calls.py service 16 --calls 32",
     "cost/reward_latency.py --updates 24 --repeats 1 --tolerance 1 --set model.tiny.max_steps=5",
     "cost/sandbox.py --runs 2",
