@@ -26,7 +26,7 @@ class BatchSource(Protocol):
     """The methods by which a learner gets batches from a Ray actor and gives it new versions."""
 
     @ray.method
-    async def take(self, version: int, wanted: Wanted = "whole") -> "list[BatchRef] | None":
+    async def take(self, version: int, wanted: Wanted) -> "list[BatchRef] | None":
         """Wait for the batch of the update from `version`; all ranks get the same parts; None after a stop."""
         ...
 
@@ -52,12 +52,12 @@ class BatchSource(Protocol):
     async def archived_batch(self, run: str, version: int) -> bytes: ...
 
 
-Source = TypeVar("Source", bound=BatchSource)
+Source = TypeVar("Source")
 
 
 def as_source(actor: ActorProxy[Source]) -> ActorProxy[BatchSource]:
     """Give the handle of a live queue or an archive the type of the protocol."""
-    # Ray's proxies are not covariant, so a type checker does not accept the handle of a subtype.
+    # Ray's proxies are not covariant, and a default value in an actor makes another type of its method.
     return cast("ActorProxy[BatchSource]", actor)
 
 
