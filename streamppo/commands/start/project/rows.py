@@ -104,9 +104,10 @@ def read(
     first = rows[:EXAMINED]
     prompt = _prompt_column(data, first, columns[0])
     answer = _answer_column(data, first, columns[1], prompt)
-    if answer != prompt and all(_has_answer(_at(row, prompt)) for row in first):
+    if all(_has_answer(_at(row, prompt)) for row in first):
         # The last message is no part of the prompt, also if the rewards get the answer of another column.
-        answer, more = prompt, {"answer": answer, **more}
+        more = more if answer in ("", prompt) else {"answer": answer, **more}
+        answer = prompt
     for reward, signature in zip(rewards, signatures, strict=True):
         _refuse_gaps(data, rows, reward, signature.required_columns - more.keys() - ({"answer"} if answer else set()))
     messages = isinstance(_at(rows[0], prompt), list)
@@ -180,8 +181,7 @@ def _answer_column(data: str, rows: Sequence[Row], named: str, prompt: str) -> s
             )
         return named
     names = [name for usual in ANSWERS for name in (usual, *rows[0]) if name.lower() == usual and name != prompt]
-    answer = next((name for name in names if all(_at(row, name) is not None for row in rows)), "")
-    return answer or (prompt if all(_has_answer(_at(row, prompt)) for row in rows) else "")
+    return next((name for name in names if all(_at(row, name) is not None for row in rows)), "")
 
 
 def _misfit(rows: Sequence[Row], name: str) -> str:
