@@ -16,6 +16,7 @@ from torch import Tensor
 from streamppo.rollout.sglang import wire
 from streamppo.rollout.sglang.copies import VersionCopies
 from streamppo.rollout.sglang.link import Link
+from streamppo.weights import shared_memory
 
 Named: TypeAlias = Sequence[tuple[str, Tensor]]
 
@@ -63,7 +64,11 @@ class BySharedMemory:
     def _stage(self, tensors: Mapping[str, Tensor]) -> None:
         from sglang.srt.weight_sync.tensor_bucket import FlattenedTensorMetadata
 
-        others = {name: tensor for name, tensor in tensors.items() if not _is_readable(tensor)}
+        others = {
+            name: tensor
+            for name, tensor in tensors.items()
+            if not (tensor.is_contiguous() and shared_memory.is_shared([tensor]))
+        }
         copied = self._copies.copy(others) if others else {}
         buckets: dict[int, tuple[Tensor, list[object]]] = {}
         for name, tensor in {**tensors, **copied}.items():
@@ -137,11 +142,6 @@ async def by_group(bucket_bytes: int, url: str, gpu: bool, link: Link) -> ByGrou
     )
     _, group = await asyncio.gather(sglang_call, ours)
     return ByGroup(link, bucket_bytes, name, group, "cuda" if gpu else "cpu")
-
-
-def _is_readable(tensor: Tensor) -> bool:
-    """Return whether SGLang can read a tensor where it is."""
-    return tensor.untyped_storage().is_shared() and tensor.is_contiguous()
 
 
 def _parts(tensors: Mapping[str, Tensor], bucket_bytes: int) -> Iterator[tuple[Named, bool]]:
