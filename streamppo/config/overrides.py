@@ -1,5 +1,7 @@
 """Applies dotted overrides ("learner.lr=3e-4") to the tree of a configuration file."""
 
+import json
+import re
 import tomllib
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple, TypeAlias, cast
@@ -22,6 +24,8 @@ class Override(NamedTuple):
 
 Rewrite: TypeAlias = Callable[[Sequence[Override]], list[Override]]
 """A function that replaces short forms of overrides by complete overrides."""
+BARE_WORD = re.compile(r"(?<=[\[,=])[^\[\]{},=\"']+(?=[],}])")
+"""A word without quotes in a list or table, with the spaces around it."""
 
 
 def parse(texts: Sequence[str], rewrite: Rewrite = list) -> list[Override]:
@@ -34,7 +38,7 @@ def parse(texts: Sequence[str], rewrite: Rewrite = list) -> list[Override]:
         raise ConfigError(
             "\n".join(f"override {text!r} sets more than one field: give each by itself" for text in invalid)
         )
-    # Text that is not TOML, such as a word without quotes, is a string.
+    # Text that is not TOML is a string.
     return _kinds_first(rewrite([Override(name, _tree(value).get("value", value), value) for name, value in parts]))
 
 
@@ -88,7 +92,18 @@ def _apply(tree: Tree, override: Override) -> str | None:
 
 
 def _tree(text: str) -> Tree:
-    """Return the table of a TOML file whose only line is `value = text`; {} if the line is invalid."""
+    """Return the table of a TOML file whose only line is `value = text`; {} if the line is invalid.
+
+    Shells remove quotes, so a word in a list or table needs none: `[mlflow, wandb]` is `["mlflow", "wandb"]`.
+    """
+    return _parse(text) or (_parse(BARE_WORD.sub(_quote, text)) if text.startswith(("[", "{")) else {})
+
+
+def _quote(word: re.Match[str]) -> str:
+    return word[0] if _parse(word[0]) else json.dumps(word[0].strip())
+
+
+def _parse(text: str) -> Tree:
     try:
         return tomllib.loads(f"value = {text}")
     except (tomllib.TOMLDecodeError, RecursionError):

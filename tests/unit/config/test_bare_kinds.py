@@ -13,6 +13,7 @@ from msgspec import inspect
 from streamppo.config import file as configfile
 from streamppo.config.algorithm import Gae, Grpo, VTrace
 from streamppo.config.correction import FilterTruncated, NoCorrection
+from streamppo.config.overrides import parse
 from streamppo.config.rollout import SGLangEngine
 from streamppo.config.sections import Config
 from streamppo.config.task import DataTask
@@ -133,3 +134,20 @@ def test_a_text_field_takes_what_would_be_a_number_a_date_or_a_truth_value(text:
     assert msgspec.to_builtins(config)["reward"]["scorers"]["reward"]["function"] == meant
     with pytest.raises(ConfigError, match="updates: must be a whole number of at least 1, not 2024-11-30"):
         configfile.load(MATH, ["updates=2024-11-30"])
+
+
+@pytest.mark.parametrize(
+    "quoted",
+    [
+        'telemetry.trackers=["wandb", "mlflow"]',
+        'algorithm.correction={kind = "topr"}',
+        'queue.max_lag={kind="adaptive",at_most=16,ess=0.5}',
+        'algorithm.correction={ kind = "truncate", level = "token", cap = 3 }',
+        'model.lora={rank=8,targets=["q_proj", "v_proj"]}',
+        'rollout.stop=["</s>", "the end", "1.2.3"]',
+        "learner.betas=[0.9, 0.999]",
+    ],
+)
+def test_words_in_lists_and_tables_need_no_quotes(quoted: str) -> None:
+    (bare,) = parse([quoted.replace('"', "")])
+    assert bare.value == parse([quoted])[0].value
