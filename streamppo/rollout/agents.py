@@ -10,6 +10,7 @@ unblocks     nothing: requests in flight at an agent's end are cancelled
 
 import asyncio
 import contextlib
+import re
 
 import msgspec
 import numpy as np
@@ -115,10 +116,10 @@ class Agents:
         columns = {**prompt.columns, agent.CALL: msgspec.json.encode(call).decode()}
         (answer,) = await self._pool.call((text,), (columns,))
         if answer.reward is None:
-            too_late = answer.reason.startswith("no score after")
-            outcome = agent.AgentOutcome(
-                reason=agent.timeout_reason(self._config.timeout_s) if too_late else f"the agent: {answer.reason}"
-            )
+            # The pool's time limit is longer than the agent's.
+            too_late = re.match(r"no score after \S+ s", answer.reason)
+            subject = agent.timeout_reason(self._config.timeout_s) if too_late else "the agent: "
+            outcome = agent.AgentOutcome(reason=subject + answer.reason[too_late.end() if too_late else 0 :])
         else:
             outcome = _read_outcome(answer)
         # An agent's output may quote the key of its run, and is stored in journal, log and live page.

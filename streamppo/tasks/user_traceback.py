@@ -1,6 +1,7 @@
 """Errors of user code: their types, and their messages with file and line."""
 
 import asyncio
+import re
 import sys
 import sysconfig
 import traceback
@@ -62,6 +63,25 @@ def describe(value: object, write: Callable[[object], str] = repr) -> str:
 def _place_and_message(error: BaseException) -> str:
     place, message = _innermost(traceback.walk_tb(error.__traceback__)), _message(error)
     return f"{place}: {message}" if place else message
+
+
+def locate(error: BaseException) -> str:
+    """Return "file:line" of the innermost user frame of the first cause of `error` that has one; "" without any.
+
+    Example: a coroutine is cancelled at its time limit, where it awaits an answer.
+    """
+    places = list[str]()
+    cause: BaseException | None = error
+    while cause is not None:
+        places.append(_innermost(traceback.walk_tb(cause.__traceback__)))
+        cause = cause.__cause__
+    return next(filter(None, reversed(places)), "")
+
+
+def locate_in_stack(text: str) -> str:
+    """Return "file:line" of the innermost user frame of a stack that `faulthandler` wrote; "" without any."""
+    frames = re.findall(r'^  File "(.+)", line (\d+) in ', text, re.MULTILINE)
+    return next((f"{Path(name).name}:{line}" for name, line in frames if _is_user_code(name)), "")
 
 
 def _message(error: BaseException) -> str:

@@ -37,10 +37,14 @@ def failure_of(error: BaseException) -> Outcome:
     return Outcome(reason=reason, retryable=retryable, whole=True, after_s=after_s)
 
 
-def too_late(timeout_s: float, *, held: bool = False) -> Outcome:
-    """Return the failure of a call that exceeded its time limit; `held`: an async call, which did not await."""
+def too_late(timeout_s: float, place: str = "", *, held: bool = False) -> Outcome:
+    """Return the failure of a call that exceeded its time limit at `place` ("file:line", if known).
+
+    `held` is true for an async call that did not await.
+    """
+    where = f" (at {place})" if place else ""
     advice = ", in which it blocked the event loop: await, or use asyncio.to_thread" if held else ""
-    return Outcome(reason=f"no score after {timeout_s:g} s{advice}", whole=True)
+    return Outcome(reason=f"no score after {timeout_s:g} s{where}{advice}", whole=True)
 
 
 def check(value: object, text: ScoredText) -> Outcome:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, TypeAlias
 
 from streamppo.config import reward as choices
 from streamppo.errors import RewardFailed, TaskError
-from streamppo.tasks import plugins
+from streamppo.tasks import plugins, user_traceback
 from streamppo.tasks.coroutines import EagerCoroutine, TooLate, within
 from streamppo.tasks.dataset_files import Row
 from streamppo.tasks.rewards import signature
@@ -200,13 +200,12 @@ def _in_time(call: CallBatch, timeout_s: float) -> CallBatch:
     async def bounded(texts: Texts, columns: Columns) -> tuple[Outcome, ...]:
         scoring, loop = EagerCoroutine(call(texts, columns)), asyncio.get_running_loop()
         end_s = scoring.start_s + timeout_s
-        late = (too_late(timeout_s),) * len(texts)
         if scoring.result is not None:
-            return late if loop.time() > end_s else scoring.result
+            return scoring.result if loop.time() <= end_s else (too_late(timeout_s),) * len(texts)
         try:
             return await within(asyncio.timeout_at(end_s), scoring)
-        except TooLate:
-            return late
+        except TooLate as error:
+            return (too_late(timeout_s, user_traceback.locate(error)),) * len(texts)
 
     return bounded
 

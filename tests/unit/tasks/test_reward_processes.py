@@ -78,7 +78,7 @@ def test_a_busy_process_is_not_replaced() -> None:
         async with started(faulty("beside")) as rewards:
             before = await total(rewards, "process")
             found = await asyncio.gather(*(total(rewards, "spins") for _ in range(40)), return_exceptions=True)
-            assert {str(one) for one in found} == {"no score after 1 s"}
+            assert all(str(one).startswith("no score after 1 s") for one in found)
             while True:
                 try:
                     assert await total(rewards, "process") == before

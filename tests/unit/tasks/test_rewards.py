@@ -36,8 +36,8 @@ from streamppo.types import Reward as Given
 
 FAULTS = [
     ("raises", "ValueError: no such answer"),
-    ("hangs", f"no score after {TIMEOUT_S:g} s"),
-    ("holds the gil", f"no score after {TIMEOUT_S:g} s"),
+    ("hangs", rf"no score after {TIMEOUT_S:g} s \(at faulty_rewards\.py:\d+\)"),
+    ("holds the gil", rf"no score after {TIMEOUT_S:g} s \(at faulty_rewards\.py:25\)"),
     ("nan", "returned nan, not a finite number"),
     ("inf", "returned inf, not a finite number"),
     ("none", "returned None, not a finite number"),

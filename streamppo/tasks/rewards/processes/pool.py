@@ -99,11 +99,13 @@ class Pool(ABC):
             reason = f"its row cannot be sent to another process: {error}"
             return (Outcome(reason=reason, whole=True),) * len(texts)
         if outcomes is None:
+            place = ""
             if process.held:
+                place = await process.locate()
                 self._forks.end(process)
             # Only the processes of async rewards have a grace period, to tell a blocked event loop from a slow call.
             held = process.held and self._grace_s > 0
-            return (too_late(self._config.timeout_s, held=held),) * len(texts)
+            return (too_late(self._config.timeout_s, place, held=held),) * len(texts)
         self._forks.template_deaths = 0
         return outcomes if len(outcomes) == len(texts) else outcomes[:1] * len(texts)
 

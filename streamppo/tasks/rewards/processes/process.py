@@ -1,11 +1,18 @@
 """The actor's side of one forked process, and the calls in it."""
 
 import asyncio
+import os
 import signal
+import time
+from contextlib import suppress
 
+from streamppo.tasks import user_traceback
 from streamppo.tasks.rewards.outcome import Outcome
-from streamppo.tasks.rewards.processes.shared_page import SharedPage
+from streamppo.tasks.rewards.processes.shared_page import LOCATE, SharedPage
 from streamppo.tasks.rewards.processes.wire import Call, Outbox, ScoringAnswer, frame, receive_async
+
+LOCATE_S, LOOKS = 0.5, 20
+"""Time limit for a blocked process to write its stack, and the number of looks at it."""
 
 Answers = asyncio.Future[tuple[Outcome, ...]]
 
@@ -63,6 +70,17 @@ class Process:
             return None
         finally:
             del self.calls[call.number]
+
+    async def locate(self) -> str:
+        """Return "file:line" of the user code that a blocked process runs; "" if it is unknown after `LOCATE_S`."""
+        if not self.ended:
+            with suppress(ProcessLookupError):
+                os.kill(self.pid, LOCATE)
+        stack, end_s = "", time.monotonic() + LOCATE_S
+        while time.monotonic() < end_s and not (stack and stack == self.page.read_stack()):
+            stack = self.page.read_stack()
+            await asyncio.sleep(LOCATE_S / LOOKS)
+        return user_traceback.locate_in_stack(stack)
 
     async def listen(self) -> None:
         try:

@@ -1,8 +1,13 @@
-"""A memory page that tells the actor the running step of a reward's process, even of a blocked or dead process."""
+"""A memory page that tells the actor the running step of a reward's process, even of a blocked or dead process.
+
+A blocked process that gets `LOCATE` also writes the stack of its main thread to the page.
+"""
 
 import asyncio
+import faulthandler
 import mmap
 import os
+import signal
 import struct
 import tempfile
 from collections.abc import Coroutine
@@ -12,6 +17,7 @@ from typing import Any, NamedTuple, TypeVar
 from streamppo.tasks.coroutines import observe_steps
 
 FORMAT = struct.Struct("<QQ")
+LOCATE = signal.SIGUSR2
 TICK_S = 0.05
 CALL: ContextVar[int] = ContextVar("CALL", default=0)
 """Number of the call to which a task belongs. The tasks that a task starts inherit its number."""
@@ -29,13 +35,17 @@ class SharedPage:
     """The page in the file of descriptor `fd`, which the caller must close."""
 
     def __init__(self, fd: int) -> None:
-        self._memory = mmap.mmap(fd, FORMAT.size)
+        self._memory = mmap.mmap(fd, mmap.PAGESIZE)
 
     def read(self) -> Step:
         return Step(*FORMAT.unpack_from(self._memory))
 
     def write(self, step: Step) -> None:
         FORMAT.pack_into(self._memory, 0, *step)
+
+    def read_stack(self) -> str:
+        """Return the stack after `LOCATE`, as far as it is written."""
+        return self._memory[FORMAT.size :].rstrip(b"\0").decode(errors="replace")
 
 
 def create() -> int:
@@ -45,8 +55,14 @@ def create() -> int:
     else:
         fd, path = tempfile.mkstemp()
         os.unlink(path)
-    os.truncate(fd, FORMAT.size)
+    os.truncate(fd, mmap.PAGESIZE)
     return fd
+
+
+def write_stack_at_signal(fd: int) -> None:
+    """Make `LOCATE` write the main thread's stack to the page in the file `fd`, even while C code holds the GIL."""
+    os.lseek(fd, FORMAT.size, os.SEEK_SET)
+    faulthandler.register(LOCATE, fd, all_threads=False)
 
 
 def mark_tasks(loop: asyncio.AbstractEventLoop, page: SharedPage) -> None:

@@ -25,11 +25,12 @@ from msgspec import structs
 from streamppo import process
 from streamppo.errors import TaskError
 from streamppo.process import die_with_parent
+from streamppo.tasks import user_traceback
 from streamppo.tasks.coroutines import TooLate, within
 from streamppo.tasks.rewards import signature
 from streamppo.tasks.rewards.outcome import Outcome, too_late
 from streamppo.tasks.rewards.processes import reaper, wire
-from streamppo.tasks.rewards.processes.shared_page import CALL, SharedPage, mark_tasks
+from streamppo.tasks.rewards.processes.shared_page import CALL, SharedPage, mark_tasks, write_stack_at_signal
 from streamppo.tasks.rewards.signature import LoadedReward
 
 ENDING_S = 5.0
@@ -75,7 +76,7 @@ def _obey(channel: socket.socket, reward: LoadedReward, setup: wire.LoadReward, 
     template, pid = os.getpid(), os.fork()
     if pid == 0:
         channel.close()
-        _run_fork(socket.socket(fileno=fds[0]), SharedPage(fds[1]), reward, setup.memory_mib, template=template)
+        _run_fork(socket.socket(fileno=fds[0]), fds[1], reward, setup.memory_mib, template=template)
     for fd in fds:
         os.close(fd)
     processes.add(pid)
@@ -103,7 +104,7 @@ def _kill(pid: int) -> None:
 
 
 def _run_fork(
-    channel: socket.socket, page: SharedPage, reward: LoadedReward, memory_mib: int, *, template: int
+    channel: socket.socket, page_fd: int, reward: LoadedReward, memory_mib: int, *, template: int
 ) -> NoReturn:
     code = 1
     try:
@@ -111,10 +112,11 @@ def _run_fork(
         die_with_parent()
         if os.getppid() != template:
             os._exit(1)
+        write_stack_at_signal(page_fd)
         _seed()
         _limit_memory(memory_mib)
         if reward.signature.is_async:
-            asyncio.run(_serve_async(channel, page, reward, memory_mib))
+            asyncio.run(_serve_async(channel, SharedPage(page_fd), reward, memory_mib))
         else:
             # The actor enforces the time limit.
             while True:
@@ -180,8 +182,8 @@ async def _answer(outbox: wire.Outbox, reward: LoadedReward, call: wire.Call, me
         limit = asyncio.timeout(call.timeout_s)
         outcomes = await within(limit, signature.call_async(reward, call.texts, call.columns))
         outcomes = _name_limit(outcomes, memory_mib)
-    except TooLate:
-        outcomes = (too_late(call.limit_s),) * len(call.texts)
+    except TooLate as error:
+        outcomes = (too_late(call.limit_s, user_traceback.locate(error)),) * len(call.texts)
     outbox.put(wire.frame(wire.ScoringAnswer(number=call.number, outcomes=outcomes)))
 
 
