@@ -192,11 +192,11 @@ class RunRecord:
 
     def _line(self, report: UpdateReport) -> str:
         m = report.metrics
-        # Only the last segment of a completion has a reward, and a batch may contain no last segment.
-        reward = f"{m['reward']:.3f}" if "reward" in m else "-"
+        # A batch without the last segment of a completion has no reward, and one without trained tokens no entropy.
+        reward, entropy = (f"{m[name]:.3f}" if name in m else "-" for name in ("reward", "entropy"))
         return (
             f"[{self.wall_s:6.1f}s] update {report.version:4d}/{self.updates}  reward {reward}  "
-            f"entropy {m['entropy']:.3f}  ess {m['ess']:.3f}  lag {m['lag_mean']:.2f}  "
+            f"entropy {entropy}  ess {m['ess']:.3f}  lag {m['lag_mean']:.2f}  "
             f"learner waits {m['wait_s'] / m['update_s']:.0%}"
         )
 

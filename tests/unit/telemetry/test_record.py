@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import live_states
 import pytest
 from msgspec import structs
 
@@ -19,10 +20,11 @@ from streamppo.process import PhaseTime
 from streamppo.tasks.rewards.outcome import LARGEST
 from streamppo.telemetry import metrics_file as lines
 from streamppo.telemetry import record as record_module
-from streamppo.telemetry.catalogue import BESIDE, LINES
+from streamppo.telemetry.catalogue import BESIDE, LINES, UPDATE
 from streamppo.telemetry.diagnosis import Diagnosis
 from streamppo.telemetry.evidence import WINDOW
 from streamppo.telemetry.live.display import PlainLines
+from streamppo.telemetry.live.view import view
 from streamppo.telemetry.metrics_file import FINISHED
 from streamppo.telemetry.record import SUMMARY, RunRecord
 from streamppo.telemetry.summary import final_line
@@ -106,6 +108,21 @@ def in_three_parts(folder: Path) -> RunRecord:
     updates(last, 18, 30)
     last.evaluation(30, answers(9))
     return last
+
+
+def test_updates_with_the_metrics_of_every_update_alone_are_shown(tmp_path: Path) -> None:
+    record = part(tmp_path)
+    shown: list[str] = []
+    record.display.update = lambda text, **_: shown.append(text)  # pyright: ignore[reportAttributeAccessIssue]
+    for version in range(1, 31):
+        record.update(UpdateReport(version=version, metrics=dict.fromkeys(UPDATE, 1.0), lag_histogram={0: 10}))
+    assert len(shown) == 30 and "reward -  entropy -  ess 1.000" in shown[0]
+    state = live_states.empty()
+    for line in lines.content(tmp_path).lines:
+        state.add(line)
+    assert any("30/100" in row.plain for row in view(state, 80, 24))
+    record.close(FINISHED, None, [])
+    assert said(tmp_path)["updates"] == 30
 
 
 def test_a_run_in_three_parts_is_told_as_one(tmp_path: Path) -> None:
