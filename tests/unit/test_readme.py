@@ -15,7 +15,11 @@ from streamppo import cli
 from streamppo.algorithms.diagnostics import LAG_BUCKETS
 
 README = (REPOSITORY / "README.md").read_text()
+CONTRIBUTING = (REPOSITORY / "CONTRIBUTING.md").read_text()
 TREE = (REPOSITORY / "docs" / "architecture.md").read_text().partition("## The tree\n")[2].partition("\nImports")[0]
+PAGES = sorted(
+    page for place in ("*", "docs/*", "examples/*", "benchmarks/*/*") for page in REPOSITORY.glob(f"{place}.md")
+)
 HIDDEN = {".ci"}
 """Folders that the tree shows though their names begin with a dot."""
 
@@ -44,14 +48,37 @@ def test_the_tree_has_a_clause_for_every_room_and_file_of_the_package() -> None:
     assert set(entries(6)) == tracked("streamppo")
 
 
-def test_every_link_of_the_documentation_leads_somewhere() -> None:
-    missing = []
-    for page in [REPOSITORY / "README.md", *sorted((REPOSITORY / "docs").glob("*.md"))]:
-        # `a[](b)` is the name of a field.
-        for link in re.findall(r"\]\(([^)#]+)", re.sub(r"`[^`\n]*`", "", page.read_text())):
-            if not link.startswith("http") and not (page.parent / link).exists():
-                missing.append(f"{page.name}: {link}")
-    assert missing == []
+def anchors(page: Path) -> dict[str, str]:
+    """The anchors of a page's headings: that of the repository's web page -> that of the site."""
+    text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)
+    headings = re.findall(r"^#+ (.*)", text, re.MULTILINE)
+    slugs = [re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings]
+    return {slug: re.sub("-+", "-", slug) for slug in slugs}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(REPOSITORY)))
+def test_every_link_leads_somewhere_in_the_repository_as_on_the_site(page: Path) -> None:
+    # `a[](b)` is the name of a field.
+    text = re.sub(r"`[^`\n]*`", "", page.read_text())
+    for link, path, anchor in re.findall(r"\]\((?!http)(([^)#]*)#?([^)]*))\)", text):
+        target = page.parent / path if path else page
+        assert target.exists(), link
+        assert not anchor or anchors(target).get(anchor) == anchor, link
+
+
+def test_every_file_that_contributing_names_is_there() -> None:
+    named = {name for name in re.findall(r"`([a-z_]+/[\w./-]+\.\w+)`", CONTRIBUTING) if "NAME" not in name}
+    assert len(named) > 35
+    assert [name for name in named if not (REPOSITORY / name).exists()] == []
+
+
+def test_every_function_that_contributing_gives_a_case_has_cases() -> None:
+    steps = re.findall(r"^- (`streamppo/.*?)(?=\n- |\n\n)", CONTRIBUTING, re.DOTALL | re.MULTILINE)
+    names = [(step.split("`")[1], name) for step in steps for name in re.findall(r"`case`.*? in `(\w+)`", step)]
+    assert len(names) >= 5
+    for file, name in names:
+        body = (REPOSITORY / file).read_text().partition(f"def {name}(")[2].partition("\ndef ")[0]
+        assert " case " in body, f"{file}: {name}"
 
 
 def test_the_readme_names_the_commands_that_there_are() -> None:
