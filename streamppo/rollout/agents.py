@@ -117,9 +117,9 @@ class Agents:
         (answer,) = await self._pool.call((text,), (columns,))
         if answer.reward is None:
             # The pool's time limit is longer than the agent's.
-            too_late = re.match(r"no score after \S+ s", answer.reason)
-            subject = agent.timeout_reason(self._config.timeout_s) if too_late else "the agent: "
-            outcome = agent.AgentOutcome(reason=subject + answer.reason[too_late.end() if too_late else 0 :])
+            timeout_s, late = self._config.timeout_s, re.match(r"no score after \S+ s(?: \(at (.+?)\))?", answer.reason)
+            reason = agent.timeout_reason(timeout_s, late[1] or "") if late else f"the agent: {answer.reason}"
+            outcome = agent.AgentOutcome(reason=reason)
         else:
             outcome = _read_outcome(answer)
         # An agent's output may quote the key of its run, and is stored in journal, log and live page.

@@ -25,7 +25,7 @@ import threading
 import time
 from collections.abc import Awaitable, Callable, Collection, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import IO, Any, cast
+from typing import IO, Any, NamedTuple, cast
 from urllib.parse import urlsplit
 
 import msgspec
@@ -50,13 +50,17 @@ QUOTED = 1000
 """Number of characters from the end of the output that a failure quotes."""
 ENDING_S = 1.0
 """Seconds to wait for a run's remaining tasks to end after their cancellation."""
-TIMED_OUT = object()
-"""Stands for the result of a run that exceeded its time limit."""
 RUN_PARAMETERS = ("prompt", "base_url", "api_key")
 """Parameters of an agent's function that are not columns of the row."""
 
 DATA = "data"
 """The parameter that gets the prompt and all columns, unless a column has its name."""
+
+
+class TimedOut(NamedTuple):
+    """The result of a run that took too long; `place` ("file:line") is the line that waited, if known."""
+
+    place: str = ""
 
 
 class AgentCall(WireStruct, frozen=True):
@@ -135,7 +139,11 @@ class Agent:
         try:
             with contextlib.redirect_stdout(output), contextlib.redirect_stderr(output):
                 value = plugins.call("the agent", _run, self._runner, self._function, arguments, call.timeout_s)
-            outcome = AgentOutcome(reason=timeout_reason(call.timeout_s)) if value is TIMED_OUT else _outcome(value)
+            outcome = (
+                AgentOutcome(reason=timeout_reason(call.timeout_s, value.place))
+                if isinstance(value, TimedOut)
+                else _outcome(value)
+            )
         except TaskError as error:
             outcome = AgentOutcome(reason=str(error))
         return structs.replace(outcome, output=output.quoted())
@@ -180,7 +188,7 @@ class Agent:
             printed.write(ran.stdout)
             errors.write(ran.stderr)
             code = ran.exit_code
-        elif ran is not TIMED_OUT:
+        elif not isinstance(ran, TimedOut):
             return AgentOutcome(
                 reason=f"the agent's sandbox returned {user_traceback.describe(ran)[:QUOTED]}, not a `Ran`"
             )
@@ -275,9 +283,10 @@ def variables(call: AgentCall, prompt: str) -> dict[str, str]:
     return {**environment, "STREAMPPO_PROMPT": prompt.replace("\0", "")}
 
 
-def timeout_reason(timeout_s: float) -> str:
-    """Return the reason for the failure of a run that exceeded its time limit."""
-    return f"the agent took longer than {timeout_s:g} s (environment.timeout_s)"
+def timeout_reason(timeout_s: float, place: str = "") -> str:
+    """Return the reason for the failure of a run that exceeded its time limit at `place` ("file:line", if known)."""
+    where = f", at {place}" if place else ""
+    return f"the agent took longer than {timeout_s:g} s (environment.timeout_s){where}"
 
 
 def _select_arguments(function: Callable[..., object], available: Mapping[str, object]) -> dict[str, object]:
@@ -299,15 +308,15 @@ def _run(
     value = function(**arguments)
     if inspect.isawaitable(value):
         return runner.run(_in_time(value, timeout_s))
-    return TIMED_OUT if time.monotonic() - begin > timeout_s else value
+    return TimedOut() if time.monotonic() - begin > timeout_s else value
 
 
 async def _in_time(awaitable: Awaitable[object], timeout_s: float) -> object:
-    """Await a run, then cancel the run's tasks. Returns `TIMED_OUT` if the run takes longer than `timeout_s`."""
+    """Await a run, then cancel the run's tasks. Returns a `TimedOut` if the run takes longer than `timeout_s`."""
     try:
         return await within(asyncio.timeout(timeout_s), awaitable)
-    except TooLate:
-        return TIMED_OUT
+    except TooLate as error:
+        return TimedOut(user_traceback.locate(error))
     finally:
         others = asyncio.all_tasks() - {asyncio.current_task()}
         for task in others:

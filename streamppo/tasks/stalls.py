@@ -103,8 +103,9 @@ class EnvironmentCalls:
         try:
             return await within(limit, observe_steps(_awaited(call), self.enter, self.leave))
         except TooLate as error:
-            held = f": {self.held_at} does not await" if self.held_at else ""
-            raise TooLate(f"took more than {stalls.timeout_s:g} s{held}") from error
+            place = user_traceback.locate(error)
+            where = f": {self.held_at} does not await" if self.held_at else f" (at {place})" if place else ""
+            raise TooLate(f"took more than {stalls.timeout_s:g} s{where}") from error
         finally:
             del stalls.open[self]
             _CALLS.reset(token)

@@ -166,7 +166,8 @@ FAILURES = {
     "gives_a_text": "the agent returned 'good', with a value that is not a finite number",
     "gives_nan": "the agent returned nan, with a value that is not a finite number",
     "raises": "the agent: agents_of_every_kind.py:LINE: ValueError: no such tool; its output ends: 'about to fail'",
-    "hangs": "the agent took longer than 0.5 s (environment.timeout_s); its output ends: 'waiting for the browser'",
+    "hangs": "the agent took longer than 0.5 s (environment.timeout_s), at agents_of_every_kind.py:LINE; its output "
+    "ends: 'waiting for the browser'",
     "swallows": "the agent took longer than 0.5 s (environment.timeout_s)",
     "is_slow": "the agent took longer than 0.5 s (environment.timeout_s)",
     "cancels": "the agent: agents_of_every_kind.py:LINE: CancelledError: something that it awaits was cancelled",
@@ -179,7 +180,8 @@ FAILURES = {
 @pytest.mark.parametrize("name", FAILURES)
 def test_a_run_that_fails_has_its_sentence_and_never_a_reward_of_0(name: str, played: Callable[..., Any]) -> None:
     reason, tokens, counts = played(name, failing, timeout_s=0.5 if "longer than" in FAILURES[name] else 60.0)
-    fails = "    await client" if name == "cancels" else '    raise ValueError("no such tool")'
+    awaits = {"cancels": "    await client", "hangs": "    await asyncio.sleep(600)"}
+    fails = awaits.get(name, '    raise ValueError("no such tool")')
     line = FILE.read_text().splitlines().index(fails) + 1
     assert reason == FAILURES[name].replace("LINE", str(line))
     assert tokens == (3 if name.startswith(("gives", "raises")) else 0)
@@ -192,7 +194,7 @@ def test_a_run_that_holds_its_process_is_killed_and_the_next_one_is_played(
 ) -> None:
     monkeypatch.setattr("streamppo.rollout.agents.GRACE_S", 0.2)
     reason, *_ = played("hangs_without_awaiting", failing, timeout_s=0.3)
-    assert re.fullmatch(r"the agent took longer than 0\.3 s \(environment\.timeout_s\) \(at \w+\.py:\d+\)", reason)
+    assert re.fullmatch(r"the agent took longer than 0\.3 s \(environment\.timeout_s\), at \w+\.py:\d+", reason)
 
 
 @pytest.mark.slow

@@ -253,7 +253,7 @@ def test_turns_and_tokens_are_bounded_and_a_cut_off_turn_ends_the_trajectory(tok
     ("said", "reason"),
     [
         ("raise", r"step: test_episode\.py:\d+: ValueError: no"),
-        ("hang", r"step took more than 0\.05 s"),
+        ("hang", r"step took more than 0\.05 s \(at \w+\.py:\d+\)"),
         ("cancel", r"step: test_episode\.py:\d+: CancelledError: something that it awaits was cancelled"),
         ("panic", r"step: test_episode\.py:\d+: Panic: index out of bounds"),
         ("swallow", r"step took more than 0\.05 s"),
@@ -318,7 +318,7 @@ class Broken(Echo):
     [
         ({"constructor": "no room"}, "bye", r"the constructor: test_episode\.py:\d+: ConnectionError: no room"),
         ({"close": "closed already"}, "bye", r"close: test_episode\.py:\d+: RuntimeError: closed already"),
-        ({"close": "hang"}, "bye", r"close took more than 0\.05 s"),
+        ({"close": "hang"}, "bye", r"close took more than 0\.05 s \(at test_episode\.py:\d+\)"),
         # What came first is the reason.
         ({"close": "closed already"}, "raise", r"step: test_episode\.py:\d+: ValueError: no"),
     ],
