@@ -5,7 +5,7 @@ Python would then make a full pass every second. A full pass visits every object
 has loaded torch and transformers. Full passes can be rare because a trajectory's objects form no cycles. The import of
 torch, transformers and Ray takes 8.5 s of CPU, and 7.4 s in `without_gc`.
 
-Log lines: every module logs to `logging.getLogger(__name__)`, and each process calls `log_to_stdout` once. Ray forwards
+Log lines: every module logs to `logging.getLogger(__name__)`, and each process calls `log_to_stdout`. Ray forwards
 an actor's standard output to the driver's. Each line of an actor's log begins with a secret (`MARK`), which the driver
 removes. A line without the secret was printed by user code, such as a reward. The driver puts `PRINTS` before it.
 
@@ -143,16 +143,16 @@ def escape_unprintable() -> None:
 
 
 def log_to_stdout(who: str = "") -> None:
-    """Write the package's log lines to standard output, after "`who`: " if given. Repeated calls do nothing."""
+    """Write the package's log lines to standard output, after "`who`: " if given. A repeated call changes the name."""
     escape_unprintable()
     ours = logging.getLogger("streamppo")
-    if any(isinstance(handler, _Lines) for handler in ours.handlers):
-        return
-    handler = _Lines(os.environ.get(MARK, "") if who else "")
+    handler = next((handler for handler in ours.handlers if isinstance(handler, _Lines)), None)
+    if handler is None:
+        handler = _Lines(os.environ.get(MARK, "") if who else "")
+        ours.addHandler(handler)
+        ours.setLevel(logging.INFO)
+        ours.propagate = False
     handler.setFormatter(_Named(f"{who}: " if who else ""))
-    ours.addHandler(handler)
-    ours.setLevel(logging.INFO)
-    ours.propagate = False
 
 
 @contextmanager

@@ -24,8 +24,9 @@ from streamppo.config import file as configfile
 from streamppo.config.diff import moved_paths
 from streamppo.config.sections import Config, model_path
 from streamppo.driver import threads
+from streamppo.driver.ray import placement
 from streamppo.driver.ray.actors import make_ranks
-from streamppo.driver.ray.cluster import command_ray, describe, started_ray, this_node
+from streamppo.driver.ray.cluster import call_in_actor, command_ray, describe, started_ray, this_node
 from streamppo.driver.ray.placement import Placement
 from streamppo.errors import DIVERGENCE_CAUSES, Diverged, JournalError, RunError, StreamppoError
 from streamppo.learner.checkpoint import history, manifest, remote
@@ -153,9 +154,10 @@ def _remake(
     options = {"num_cpus": 0, "max_concurrency": 100, "scheduling_strategy": this_node()}
     source = ray.remote(ArchiveSource).options(**options).remote(str(run))
     ranks = make_ranks(first, as_source(source), Placement(first, rollout=False))
+    ranks = placement.in_order(ranks, ray.get([call_in_actor(rank, placement.place) for rank in ranks]))
     address = ranks[0].rendezvous.remote()
     arguments = address, model_path(first, run), str(begin) if begin else None, encode(past)
-    start = ray.get([rank.setup.remote(*arguments) for rank in ranks])[0]
+    start = ray.get([rank.setup.remote(number, *arguments) for number, rank in enumerate(ranks)])[0]
     reports: list[UpdateReport] = []
     for _ in range(start, last):
         reports.append(decode(ray.get([rank.update.remote() for rank in ranks])[0], UpdateReport))

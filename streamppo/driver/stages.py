@@ -28,7 +28,7 @@ from streamppo.config import file as configfile
 from streamppo.config.model import BUILTIN
 from streamppo.config.sections import LOCAL, Config, Watchdog, model_path
 from streamppo.driver import run_folder
-from streamppo.driver.ray import nodes
+from streamppo.driver.ray import nodes, placement
 from streamppo.driver.ray.actors import make_queue, make_ranks, make_rollout, make_shards
 from streamppo.driver.ray.cluster import actor_id, call_in_actor, describe, kill, refuse_dead_ray
 from streamppo.driver.ray.interrupts import Interrupts
@@ -117,13 +117,15 @@ class Stages:
             proofs = [call_in_actor(rank, nodes.check_visible, self._needs) for rank in self.ranks]
             self.calls.wait(proofs, "the check that ranks see the run's folder")
         model = model_path(self.config, self.folder)
+        places = [call_in_actor(rank, placement.place) for rank in self.ranks]
+        self.ranks = placement.in_order(self.ranks, self.calls.wait(places, "the start of the learner's ranks"))
         if self.config.model.path == BUILTIN:
             self.calls.wait([self.ranks[0].make_model.remote(model)], "making builtin:tiny")
             store.bring_model(self._actor_config, model)
         address = self.ranks[0].rendezvous.remote()
         resume_from = str(checkpoint) if checkpoint else None
         past = encode(self.history())
-        loading = [rank.setup.remote(address, model, resume_from, past) for rank in self.ranks]
+        loading = [rank.setup.remote(n, address, model, resume_from, past) for n, rank in enumerate(self.ranks)]
         version = self.calls.wait(loading, "loading the model")[0]
         self._loaded_ranks = {actor_id(rank): f"learner-{number}" for number, rank in enumerate(self.ranks)}
         self.rollouts.generate()

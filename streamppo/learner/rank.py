@@ -44,8 +44,8 @@ class Rank:
     `epoch` counts the groups of ranks of this run. Torch is imported in `__init__`: the driver needs only the class.
     """
 
-    def __init__(self, config: bytes, rank: int, queue: ActorProxy[BatchSource], epoch: int) -> None:
-        process.log_to_stdout(f"learner-{rank}")
+    def __init__(self, config: bytes, queue: ActorProxy[BatchSource], epoch: int) -> None:
+        process.log_to_stdout("learner")
         self._config = decode(config, Config)
         if self._config.learner.gpus and not any(name in os.environ for name in ALLOCATOR):
             # torch reads the variable at import.
@@ -58,7 +58,7 @@ class Rank:
 
             from streamppo.learner.batch.fetch import Fetcher
             from streamppo.learner.learner import build
-        self._rank = rank
+        self._rank = 0
         self._queue = queue
         self._epoch = epoch
         self._fetcher = Fetcher(queue)
@@ -86,10 +86,12 @@ class Rank:
             self._put(store.MODEL, folder)
 
     @ray.method
-    def setup(self, address: tuple[str, int], model_path: str, resume_from: str | None, past: bytes) -> int:
-        """Join the group, load a model or checkpoint, push and return its version; `past` is a `History`."""
+    def setup(self, rank: int, address: tuple[str, int], model_path: str, resume_from: str | None, past: bytes) -> int:
+        """Join the group as `rank`, load a model or checkpoint, push and return its version; `past` is a `History`."""
         from streamppo.learner import device
 
+        self._rank = rank
+        process.log_to_stdout(f"learner-{rank}")
         self._history = decode(past, History)
         store.bring_model(self._config, model_path)
         settings = self._history.at(manifest.version_of(resume_from)).learner

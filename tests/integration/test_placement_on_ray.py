@@ -9,6 +9,8 @@ import ray.util
 from ray.cluster_utils import Cluster
 
 from streamppo.config.sections import Config
+from streamppo.driver.ray import placement
+from streamppo.driver.ray.cluster import call_in_actor
 from streamppo.driver.ray.placement import Placement
 
 
@@ -59,6 +61,28 @@ def test_every_rank_has_a_gpu_of_its_own_and_engines_have_theirs_or_share_it(
     rank, model = seen(judged.rank(0), judged.model("taste"))
     assert len(model) == 1 and model != rank
     assert seen(judged.model("taste")) == [model], "it is kept for when the model starts again"
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("four_gpus")
+def test_a_rank_has_the_same_gpu_at_each_start_although_ray_gives_the_gpus_of_a_bundle_in_any_order(
+    math_config: Callable[..., Config], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(placement, "_cluster_ranks_per_node", lambda config: 4)
+    bundle = Placement(math_config("learner.ranks=4", "learner.gpus=1", "learner.mesh={tensor=4}"))
+
+    class Empty:
+        """An actor whose process has nothing but its GPU."""
+
+    actor: Any = ray.remote(Empty)
+    by_start: list[list[str]] = []
+    for _ in range(4):
+        ranks = [actor.options(**bundle.rank(number)).remote() for number in range(4)]
+        places = ray.get([call_in_actor(rank, placement.place) for rank in ranks], timeout=120)
+        by_start.append([place.gpus[0][1] for place in placement.in_order(places, places)])
+        for rank in ranks:
+            ray.kill(rank)
+    assert by_start == [["0", "1", "2", "3"]] * 4
 
 
 @pytest.mark.slow

@@ -11,6 +11,7 @@ from ray.exceptions import GetTimeoutError, RayActorError
 
 from streamppo.config.sections import Config
 from streamppo.driver import run_folder, stages
+from streamppo.driver.ray.placement import Place
 from streamppo.driver.watch import polling, watch
 from streamppo.errors import RunError
 from streamppo.telemetry.live.display import PlainLines
@@ -128,7 +129,7 @@ class Case:
         patch.setattr(stages, "Placement", lambda config: place)
         patch.setattr(stages.reward_model, "create", lambda *_: {})
         patch.setattr(stages, "encode", lambda past: "past")
-        patch.setattr(stages, "call_in_actor", lambda actor, *_: f"{actor.name}.prove()")
+        patch.setattr(stages, "call_in_actor", lambda actor, function, *_: f"{actor.name}.{function.__name__}()")
         self.stages: Any = stages.Stages(config, folder, self.record, interrupts)
         self.rollouts, self.calls = self.stages.rollouts, self.stages.calls
         self.rollouts.generate()
@@ -145,8 +146,9 @@ class Case:
         group = self.stages.ranks[0].name if self.stages._ranks_are_new else "learner-0.1"
         model = self.folder / "model"
         self.ray.values |= {
+            f"{group}.place()": Place("10.0.0.1", "a", []),
             f"{group}.make_model({model})": None,
-            f"{group}.setup({group}.rendezvous(), {model}, None, past)": 0,
+            f"{group}.setup(0, {group}.rendezvous(), {model}, None, past)": 0,
         }
         self.stages.start_learner(None)
         return self

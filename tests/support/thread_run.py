@@ -117,12 +117,12 @@ def _train(folder: Path, dies_at: int | None) -> None:
     made = queue.begin.remote(int(newest.name) if newest else 0).result()
     record.drop_unpublished(made)
     configfile.save(config, folder)
-    rank = Actor(Rank, encoded, 0, queue, 0)
+    rank = Actor(Rank, encoded, queue, 0)
     if config.model.path == BUILTIN:
         rank.make_model.remote(model).result()
     past = encode(history.read_history(folder, config))
     address = rank.rendezvous.remote().result()
-    start = rank.setup.remote(address, model, str(newest) if newest else None, past).result()
+    start = rank.setup.remote(0, address, model, str(newest) if newest else None, past).result()
     record.begin(start)
 
     def update(version: int) -> None:

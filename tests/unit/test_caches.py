@@ -110,7 +110,7 @@ class Torch:
             os._exit(0)
 
 sys.meta_path.insert(0, Torch())
-Rank(bytes.fromhex(sys.argv[1]), 0, None, 0)
+Rank(bytes.fromhex(sys.argv[1]), None, 0)
 """
 
 

@@ -100,7 +100,7 @@ def test_log_lines_go_to_standard_output_once_behind_who_says_them(capsys: pytes
     before = list(ours.handlers), ours.level, ours.propagate
     ours.handlers = []
     try:
-        process.log_to_stdout("rollout-3")
+        process.log_to_stdout("rollout")
         process.log_to_stdout("rollout-3")
         logging.getLogger("streamppo.rollout.actor").info("%d prompts are too long", 7)
         logging.getLogger("streamppo.rollout.actor").debug("not shown")

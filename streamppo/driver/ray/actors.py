@@ -61,11 +61,12 @@ def make_rollout(
 def make_ranks(
     config: Config, queue: "ActorProxy[BatchSource]", placement: Placement, group: int = 0
 ) -> "list[ActorProxy[Rank]]":
-    """Create the ranks of the run's group number `group`. Call all of them: a failed rank blocks the others."""
+    """Create the ranks of the run's group number `group`, which get their numbers by `placement.in_order`.
+
+    Call all of them: a failed rank blocks the others.
+    """
     actor = ray.remote(Rank)
     return [
-        actor.options(name=f"learner-{rank}.{group}", max_concurrency=1, **placement.rank(rank)).remote(
-            encode(config), rank, queue, group
-        )
-        for rank in range(config.learner.ranks)
+        actor.options(max_concurrency=1, **placement.rank(place)).remote(encode(config), queue, group)
+        for place in range(config.learner.ranks)
     ]

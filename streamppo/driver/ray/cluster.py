@@ -13,7 +13,7 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from pathlib import Path
 from threading import Timer
-from typing import Any, TypeAlias, cast
+from typing import Any, TypeAlias, TypeVar, cast
 
 import ray
 from ray import ObjectRef
@@ -35,6 +35,7 @@ from streamppo.terminal import harmless
 
 Actor: TypeAlias = ActorProxy[Any]
 Call: TypeAlias = ObjectRef[Any]
+T = TypeVar("T")
 BLAME_S = 5.0
 """Time limit for finding the actor whose death made another actor's call fail."""
 CLOSING_S = 10.0
@@ -282,7 +283,7 @@ def actor_id(actor: Actor) -> str:
     return cast("ActorHandle[Any]", actor)._actor_id.hex()
 
 
-def call_in_actor(actor: Actor, function: Callable[..., None], *arguments: object) -> "ObjectRef[None]":
+def call_in_actor(actor: Actor, function: Callable[..., T], *arguments: object) -> "ObjectRef[T]":
     """Call `function(actor, *arguments)` in the actor's process."""
     return cast("ActorHandle[Any]", actor).__ray_call__.remote(function, *arguments)
 

@@ -5,20 +5,32 @@ shared GPUs      ranks and actors each need less than one GPU: rank i and rollou
 reward models    a bundle for each reward model with GPUs
 
 Reserved one by one, stages could wait forever for each other's GPUs. Actors that are added later are outside the group.
+
+Ray assigns nodes and GPUs anew at each start, so ranks get their numbers only then, in the order of nodes and GPUs. The
+rounding of NCCL's sums depends on which rank has which GPU.
 """
 
 import logging
 import math
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 from streamppo.config.sections import LOCAL, Config, shares_gpus
 from streamppo.errors import RunError
 
 Bundle = dict[str, float]
 Options = dict[str, object]
+T = TypeVar("T")
 
 log = logging.getLogger(__name__)
+
+
+class Place(NamedTuple):
+    """The address and Ray's id of a process's node, and its GPUs. A GPU's id follows its length: "10" is after "9"."""
+
+    address: str
+    node: str
+    gpus: list[tuple[int, str]]
 
 
 class PlacementPlan(NamedTuple):
@@ -112,6 +124,24 @@ def refuse_impossible(config: Config, *, rollout: bool = True) -> None:
             f"the configuration needs {missing}: learner.gpus, rollout.gpus, rollout.actors and cluster.cpus say "
             "how many, `streamppo check` says why"
         )
+
+
+def place(actor: object) -> Place:
+    """Return the place of this process. Runs inside an actor."""
+    import ray
+    import ray.util
+
+    context = ray.get_runtime_context()
+    gpus = [(len(gpu), gpu) for gpu in context.get_accelerator_ids()["GPU"]]
+    return Place(ray.util.get_node_ip_address(), context.get_node_id(), gpus)
+
+
+def in_order(actors: Sequence[T], places: Sequence[Place]) -> list[T]:
+    """Order `actors` by their `places`. Actors of a node without GPUs keep their order.
+
+    Example: GPUs 2, 0 and 1 of one node -> the second, third and first actor.
+    """
+    return [actors[number] for number in sorted(range(len(actors)), key=lambda number: places[number])]
 
 
 def _cluster_ranks_per_node(config: Config) -> int:

@@ -70,9 +70,9 @@ def test_a_rank_that_has_loaded_has_short_limits_and_gives_signs_of_life_under_t
     math_config: Callable[..., Config], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     parts, config = Parts(monkeypatch), math_config()
-    made: Any = Rank(encode(config), 0, parts.queue, 0)
+    made: Any = Rank(encode(config), parts.queue, 0)
     made._fetcher = parts
-    assert made.setup(("127.0.0.1", 1), "model", "checkpoints/00000007", encode(History({0: config}))) == 7
+    assert made.setup(0, ("127.0.0.1", 1), "model", "checkpoints/00000007", encode(History({0: config}))) == 7
     assert parts.asked == ["acquire", "join", "mesh_of", "build", "expect", "push", "fetch"]
     # No call of the rank runs: it is a thread beside them that tells.
     assert parts.heard_twice.wait(60)
@@ -85,7 +85,8 @@ def test_the_first_rank_sends_the_numbers_of_the_batch_for_all(
     rank: int, sent: TokenRecord | None, math_config: Callable[..., Config], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config, records = math_config(), list[bytes]()
-    made: Any = Rank(encode(config), rank, Parts(monkeypatch).queue, 0)
+    made: Any = Rank(encode(config), Parts(monkeypatch).queue, 0)
+    made._rank = rank
     monkeypatch.setattr(module, "time", time)
     batch = SimpleNamespace(version=0, to=lambda device: None)
     made._fetcher = SimpleNamespace(
@@ -114,9 +115,9 @@ def test_a_rank_that_sees_the_gpus_of_the_others_is_refused_before_it_uses_one(
     monkeypatch.setattr(module.process, "compile_caches", dict)
     monkeypatch.setenv("PYTORCH_ALLOC_CONF", "")
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
-    on_gpu, on_cpu = (Rank(encode(config), 0, parts.queue, 0) for config in configs)
+    on_gpu, on_cpu = (Rank(encode(config), parts.queue, 0) for config in configs)
     on_gpu._fetcher = on_cpu._fetcher = parts  # pyright: ignore[reportAttributeAccessIssue]
-    call = ("127.0.0.1", 1), "model", None
+    call = 0, ("127.0.0.1", 1), "model", None
     with pytest.raises(RunError, match=r"a rank sees 8 GPUs, .* unset RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES"):
         on_gpu.setup(*call, encode(History({0: configs[0]})))
     assert parts.asked == []
@@ -147,7 +148,7 @@ def test_memory_of_a_gpu_grows_in_place_unless_the_user_says_how_it_is_given_out
         monkeypatch.delenv(name)
     for name, value in by_the_user.items():
         monkeypatch.setenv(name, value)
-    Rank(encode(math_config(f"learner.gpus={gpus}")), 0, Parts(monkeypatch).queue, 0)
+    Rank(encode(math_config(f"learner.gpus={gpus}")), Parts(monkeypatch).queue, 0)
     found = {name: os.environ[name] for name in module.ALLOCATOR if name in os.environ}
     assert found == (by_the_user if expected is None else expected)
 
@@ -161,7 +162,7 @@ PAST = {0: "learner.lr=0.5", 3: "learner.lr=0.25", 8: "learner.lr=0.125"}
 
 
 def rank_of(parts: Parts, past: History) -> Any:
-    made: Any = Rank(encode(past.configs[max(past.configs)]), 0, parts.queue, 0)
+    made: Any = Rank(encode(past.configs[max(past.configs)]), parts.queue, 0)
     made._fetcher = parts
     return made
 
@@ -189,7 +190,7 @@ def test_a_rank_is_built_as_it_was_configured_at_the_version_that_it_loads(
     parts = Parts(monkeypatch)
     parts.loaded = lambda resume_from: min(whole, int(resume_from[-8:])) if resume_from else 0
     past = History({version: math_config(change) for version, change in PAST.items()})
-    assert rank_of(parts, past).setup(("127.0.0.1", 1), "model", asked, encode(past)) == whole
+    assert rank_of(parts, past).setup(0, ("127.0.0.1", 1), "model", asked, encode(past)) == whole
     assert parts.built == built
 
 
