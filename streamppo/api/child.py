@@ -56,12 +56,7 @@ def _stop_with_script(lines: BufferedReader) -> None:
 
 def _start(request: RunRequest, channel: socket.socket) -> int:
     with tempfile.TemporaryDirectory() as aside:
-        overrides = [*request.overrides, *_file_overrides(request, Path(aside))]
-        if request.fields is None:
-            config = configfile.load(Path(request.config), overrides)
-        else:
-            config = configfile.from_fields(request.fields, overrides)
-        check.refuse(config)
+        config = _load(request, Path(aside))
         interrupts = Interrupts()
         log.info(f"streamppo {__version__}: {request.config or config.name}, {config.updates} updates; starting Ray")
         from streamppo import loop
@@ -72,6 +67,21 @@ def _start(request: RunRequest, channel: socket.socket) -> int:
         configfile.save(config, folder)
         consent.give(folder, config)
     return _train(request, config, folder, channel, interrupts)
+
+
+def _load(request: RunRequest, aside: Path) -> Config:
+    """Load and check the configuration; the script's rows and reward are in the folder `aside`, which no error names."""
+    try:
+        overrides = [*request.overrides, *_file_overrides(request, aside)]
+        if request.fields is None:
+            config = configfile.load(Path(request.config), overrides)
+        else:
+            config = configfile.from_fields(request.fields, overrides)
+        check.refuse(config)
+        return config
+    except StreamppoError as error:
+        text = str(error).replace(str(aside / configfile.DATA), "data").replace(f"{aside}/", "")
+        raise type(error)(text) from error
 
 
 def _resume(request: RunRequest, channel: socket.socket) -> int:

@@ -4,6 +4,7 @@ import os
 import socket
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable
 from datetime import date
 from pathlib import Path
@@ -58,6 +59,17 @@ def test_a_configuration_may_be_a_dict_whose_mistakes_are_named_like_those_of_a_
     with pytest.raises(ConfigError, match=message):
         streamppo.run(fields, data=[{"prompt": "1+2="}], runs=tmp_path / "runs")
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_mistake_in_rows_of_a_script_names_no_file(tmp_path: Path) -> None:
+    def score(trajectory: Any) -> float:
+        return 0.0
+
+    fields = {"model.path": "builtin:tiny", "task.answer": ""}
+    with pytest.raises(ConfigError) as refused:
+        streamppo.run(fields, reward=score, data=[{"prompt": "1+2="}, {"question": "3+4="}], runs=tmp_path / "runs")
+    assert str(refused.value).startswith("task: data, row 2: no column 'prompt'; columns are question")
+    assert tempfile.gettempdir() not in str(refused.value)
 
 
 def test_rows_and_a_reward_become_files_of_the_run(tmp_path: Path) -> None:
