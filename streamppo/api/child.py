@@ -70,7 +70,7 @@ def _start(request: RunRequest, channel: socket.socket) -> int:
 
 
 def _load(request: RunRequest, aside: Path) -> Config:
-    """Load and check the configuration; the script's rows and reward are in the folder `aside`, which no error names."""
+    """Load and check the configuration. No error names the folder `aside`, which gets the script's rows and reward."""
     try:
         overrides = [*request.overrides, *_file_overrides(request, aside)]
         if request.fields is None:
