@@ -8,11 +8,15 @@ unblocks     every engine's pull, and the queue's next take
 # Ray leaves parts of its signatures untyped.
 # pyright: reportUnknownMemberType=false
 
+import itertools
+import logging
 import os
+import sys
 import time
+import traceback
 from pathlib import Path
-from threading import Thread
-from typing import TYPE_CHECKING
+from threading import Thread, get_ident
+from typing import TYPE_CHECKING, NamedTuple
 
 import ray
 from ray.actor import ActorProxy
@@ -36,6 +40,21 @@ ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC
 """Environment variables of torch's GPU allocator; a value that the user has set is kept."""
 GROWS = "expandable_segments:True"
 """The allocator's setting to reuse freed blocks for larger ones, because row lengths differ in every update."""
+
+HANGS = 0.9
+"""Share of `watchdog.stall_s` after which a rank logs where its update is. At the end of this time the run ends."""
+FRAMES = 6
+"""Number of a stack's innermost frames that are logged."""
+
+log = logging.getLogger(__name__)
+
+
+class _ComputedUpdate(NamedTuple):
+    """The update that `thread` has computed since `since_s` (`time.monotonic()`)."""
+
+    number: int
+    thread: int
+    since_s: float
 
 
 class Rank:
@@ -64,6 +83,7 @@ class Rank:
         self._fetcher = Fetcher(queue)
         self._build = build
         self._built: Learner | None = None
+        self._computed: _ComputedUpdate | None = None
         self._history = History({0: self._config})
         torch.set_num_threads(self._config.learner.thread_count)
         transformers.utils.logging.disable_progress_bar()
@@ -124,6 +144,7 @@ class Rank:
         wait_s = time.perf_counter() - begin
         assert fetched.batch.version == learner.version, "a batch of another version"
         following = learner.version + 1
+        self._computed = _ComputedUpdate(following, get_ident(), time.monotonic())
         if following not in self._history.configs and following < learner.config.updates:
             self._fetcher.start(following, learner.rank_rows)
         scheduled = learner.follow_schedule(fetched.lags)
@@ -144,6 +165,7 @@ class Rank:
             "push_ms": pushed.ms,
             "push_mib": pushed.nbytes / 2**20,
         }
+        self._computed = None
         lags, phases = fetched.lags, process.phase_times()
         return encode(UpdateReport(version=learner.version, metrics=metrics, lag_histogram=lags, phases=phases))
 
@@ -215,11 +237,20 @@ class Rank:
         return decode(ray.get(self._queue.publish.remote(push, refs, record, self._epoch)), PublishReply)
 
     def _beat(self) -> None:
-        """Send heartbeats to the queue forever, in a separate thread; they do not detect a hanging collective."""
+        """Send heartbeats to the queue forever, in a separate thread, and log where an update hangs.
+
+        Heartbeats do not detect a hanging collective, and the driver cannot call a rank during an update.
+        """
         me = ray.get_runtime_context().get_actor_id()
         assert me is not None, "a rank is an actor"
+        limit_s, logged = HANGS * self._config.watchdog.stall_s, None
         while True:
             ray.get(self._queue.beat.remote(me))
+            computed = self._computed
+            if computed and computed is not logged and time.monotonic() - computed.since_s > limit_s:
+                stack = describe_stack(computed.thread)
+                log.warning("update %d has taken more than %g s, and is in %s", computed.number, limit_s, stack)
+                logged = computed
             time.sleep(BEAT_S)
 
     def _follow_queue(self, process_id: str, learner: "Learner") -> None:
@@ -227,3 +258,9 @@ class Rank:
         while True:
             process_id = ray.get(self._queue.new_process_id.remote(process_id))
             learner.pusher.republish()
+
+
+def describe_stack(thread: int) -> str:
+    """Return the innermost frames of a thread, for example "mine.py:12 loss < objective.py:88 backward"."""
+    frames = itertools.islice(traceback.walk_stack(sys._current_frames()[thread]), FRAMES)
+    return " < ".join(f"{Path(frame.f_code.co_filename).name}:{line} {frame.f_code.co_name}" for frame, line in frames)

@@ -5,7 +5,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from threading import Event
+from threading import Event, Thread, get_ident
 from types import SimpleNamespace
 from typing import Any
 
@@ -22,6 +22,8 @@ from streamppo.learner.rank import Rank
 from streamppo.queue.batch_source import BEAT_S
 from streamppo.types import TokenRecord, UpdateReport, decode, encode
 from streamppo.weights.pusher import PushedVersion
+
+HOURS_S = 1e4
 
 
 class Parts:
@@ -41,7 +43,7 @@ class Parts:
         for name in ("acquire", "join", "mesh_of", "expect"):
             patch.setattr(device, name, self.noting(name))
         patch.setattr(learner, "build", self.build)
-        patch.setattr(module, "time", SimpleNamespace(sleep=self.sleep))
+        patch.setattr(module, "time", SimpleNamespace(sleep=self.sleep, monotonic=lambda: HOURS_S))
         patch.setattr(module.ray, "get", lambda ref: ref)
         patch.setattr(module.ray, "get_runtime_context", lambda: SimpleNamespace(get_actor_id=lambda: "my id"))
         patch.setattr(Rank, "_follow_queue", lambda *_: None)
@@ -78,6 +80,25 @@ def test_a_rank_that_has_loaded_has_short_limits_and_gives_signs_of_life_under_t
     assert parts.heard_twice.wait(60)
     assert parts.beats == ["my id", "my id"]
     assert parts.paused_s == [BEAT_S, BEAT_S]
+
+
+@pytest.mark.parametrize("since_s", [HOURS_S - 600, HOURS_S - 1])
+def test_the_place_of_a_hanging_update_is_logged_once(
+    since_s: float,
+    math_config: Callable[..., Config],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    parts = Parts(monkeypatch)
+    made: Any = Rank(encode(math_config("watchdog.stall_s=300")), parts.queue, 0)
+    made._computed = module._ComputedUpdate(3, get_ident(), since_s)
+    Thread(target=made._beat, daemon=True).start()
+    assert parts.heard_twice.wait(60)
+    logged = [line for line in capsys.readouterr().out.splitlines() if "has taken" in line]
+    assert len(logged) == (HOURS_S - since_s > 300)
+    for line in logged:
+        assert line.startswith("learner: warning: update 3 has taken more than 270 s, and is in threading.py:")
+        assert " test_the_place_of_a_hanging_update_is_logged_once" in line
 
 
 @pytest.mark.parametrize(("rank", "sent"), [(0, TokenRecord(advantages=b"1234")), (1, None)])
