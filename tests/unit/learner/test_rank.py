@@ -87,7 +87,7 @@ def test_the_place_of_a_hanging_update_is_logged_once(
     since_s: float,
     math_config: Callable[..., Config],
     monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     parts = Parts(monkeypatch)
     made: Any = Rank(encode(math_config("watchdog.stall_s=300")), parts.queue, 0)
