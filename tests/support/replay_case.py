@@ -98,12 +98,13 @@ def without_ray() -> None:
     """Replace what `replay` uses of Ray, in this process."""
     from streamppo.commands import replay as command
 
+    context = {"get_actor_id": "replay", "get_node_id": "here", "get_accelerator_ids": {"GPU": list[str]()}}
     patched: dict[str, Any] = {
         "remote": lambda kind: SimpleNamespace(options=lambda **_: SimpleNamespace(remote=lambda *a: Actor(kind, *a))),
         "get": _get,
         "put": _put,
         "shutdown": _shutdown,
-        "get_runtime_context": lambda: SimpleNamespace(get_actor_id=lambda: "replay"),
+        "get_runtime_context": lambda: SimpleNamespace(**{name: partial(_value, at) for name, at in context.items()}),
     }
     for name, function in patched.items():
         setattr(ray, name, function)
@@ -149,6 +150,10 @@ class Actor:
         Thread(target=self._loop.run_forever, daemon=True).start()
         self._thread = ThreadPoolExecutor(max_workers=1)
         self._object = self._thread.submit(kind, *arguments).result()
+
+    @property
+    def __ray_call__(self) -> Any:
+        return SimpleNamespace(remote=lambda call, *arguments: self._call(partial(call, self._object), arguments))
 
     def __getattr__(self, name: str) -> Any:
         method = getattr(self._object, name)
