@@ -20,6 +20,7 @@ from streamppo.learner.checkpoint.history import ANY, History
 from streamppo.queue import rewind
 from streamppo.queue.store.archive import checksums
 from streamppo.queue.store.journal import Journal
+from streamppo.terminal import counted
 
 log = logging.getLogger(__name__)
 
@@ -74,7 +75,8 @@ def remake(past: Past, begin: Path | None, folder: Path) -> None:
             f"Choose the version of a checkpoint ({checkpoints or 'there is none'}), or one after it whose batches are "
             "kept"
         )
-    log.info("version %d is replayed from version %d: %d updates", past.version, start, past.version - start)
+    updates = counted(past.version - start, "update")
+    log.info("version %d is replayed from version %d: %s", past.version, start, updates)
     configs = {version: _without_copies(config) for version, config in past.history.configs.items()}
     history = structs.replace(past.history, configs=configs)
     digests, _ = replay.remake(past.run, history, begin, past.version, checkpoints=folder)

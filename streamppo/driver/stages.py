@@ -46,6 +46,7 @@ from streamppo.rollout.actor import RolloutActor
 from streamppo.tasks.rewards import reward_model
 from streamppo.telemetry.host import MemoryKills
 from streamppo.telemetry.record import RunRecord
+from streamppo.terminal import counted
 from streamppo.types import EngineReport, QueueReport, UpdateReport, decode, encode
 from streamppo.weights import factory, store
 
@@ -138,7 +139,7 @@ class Stages:
         if killed := self._memory.explain():
             reason = f"{reason}: {killed}"
         if (count := self._restarts.add(who or stage, time.monotonic())) > watchdog.max_restarts:
-            raise RunError(f"{count} restarts within {watchdog.restarts_s:g} s; the last reason: {reason}")
+            raise RunError(f"{counted(count, 'restart')} within {watchdog.restarts_s:g} s; the last reason: {reason}")
         self._record.restart(stage, reason)
         self.calls.reset_stall()
 

@@ -68,7 +68,7 @@ def choose(config: Config) -> Choice:
         return Choice(1, "the cores of a cluster's nodes are unknown")
     count = count_parameters(config.model)
     if count is not None and count < LARGE:
-        return Choice(1, f"a small model, {count:,} parameters")
+        return Choice(1, "a small model")
     available, engines = host.cores(), rollout.actors * rollout.threads
     free = available - engines // 2
     if cluster.cpus is not None:

@@ -15,6 +15,7 @@ from streamppo.telemetry import context_reuse, metrics_file, progress
 from streamppo.telemetry.attempts import AttemptTable
 from streamppo.telemetry.context_reuse import ReuseNumbers
 from streamppo.telemetry.metrics_file import Line, RemadeLine, UpdateLine
+from streamppo.terminal import counted
 from streamppo.types import EngineReport, QueueReport
 
 STAGES = ("rollout", "queue", "learner")
@@ -150,7 +151,7 @@ def updates_in_order(lines: Sequence[Line]) -> list[UpdateLine | RemadeLine]:
 def final_line(summary: Summary) -> str:
     """Return the last log line of a run that made all its updates."""
     accuracy, sampled, trained = summary["eval_accuracy"], summary["lag"], summary["trained_lag"]
-    parts = [f"{summary['updates']} updates in {summary['wall_s']:.0f} s"]
+    parts = [f"{counted(summary['updates'], 'update')} in {summary['wall_s']:.0f} s"]
     if summary["parts"] > 1:
         parts[0] += f" in {summary['parts']} parts"
     if accuracy["start"] is None or accuracy["final"] is None:

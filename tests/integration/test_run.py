@@ -243,7 +243,7 @@ def test_too_many_deaths_end_the_run_and_name_the_stage(tmp_path: Path, part: st
         named(tmp_path, f"ray::{part}").kill()
         output, _ = process.communicate(timeout=60)
         assert process.returncode == 1, output
-        assert "RunError: 1 restarts within 600 s" in output
+        assert "RunError: 1 restart within 600 s" in output
         assert "retries remaining" not in output and "Failed to push error" not in output, "Ray leaves that to us"
         assert gone(tmp_path)
 

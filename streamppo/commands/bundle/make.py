@@ -36,6 +36,7 @@ from streamppo.errors import BundleError, ConfigError, JournalError
 from streamppo.learner.checkpoint import distcp, manifest
 from streamppo.learner.checkpoint.manifest import CheckpointState
 from streamppo.queue.store import archive
+from streamppo.terminal import counted
 from streamppo.weights.models import loading, tokenizer
 
 MIB = 2**20
@@ -60,9 +61,9 @@ def bundle(run: Path, update: int, to: Path | None, rows: Sequence[int], *, adap
     if as_json:
         echo(msgspec.json.encode({**result._asdict(), "file": str(result.file)}).decode())
         return 0
-    replayed = f"{result.remade} updates replayed for it, " if result.remade else ""
+    replayed = f"{counted(result.remade, 'update')} replayed for it, " if result.remade else ""
     parts = ", ".join(f"{part} {size / MIB:.2f}" for part, size in result.bytes.items())
-    counts = f"{result.rows} rows; {replayed}{result.seconds:.1f} s"
+    counts = f"{counted(result.rows, 'row')}; {replayed}{result.seconds:.1f} s"
     echo(f"{result.file}: update {update - 1} -> {update} of {run.name}, {counts}")
     echo(f"{sum(result.bytes.values()) / MIB:.2f} MiB: {parts}")
     echo(f"replay it: streamppo replay {shlex.quote(str(result.file))}")

@@ -103,7 +103,7 @@ def _check_with_torch(
     if built is not None:
         findings += rows.score(config, built, tokenizer or characters, call=call)
     if hf_config is None:
-        return findings
+        return [*findings, Finding("memory", "later", "it is estimated once the model can be read")]
     if tokenizer is not None:
         findings += model.ends(config, hf_config, tokenizer)
         if built is not None:

@@ -15,7 +15,7 @@ from streamppo.queue.store import archive
 from streamppo.queue.store.archive import Archive
 from streamppo.queue.store.journal import Journal
 from streamppo.tasks.tokenizer import Tokenizer
-from streamppo.terminal import bounded
+from streamppo.terminal import bounded, counted
 from streamppo.types import Batch, Floats, Identity, Trajectory, flags, floats, ints, turns
 
 MOST_TEXT, MOST_REASON, MOST_NAME = 20_000, 2_000, 100
@@ -152,7 +152,8 @@ def _lines(batch: Batch, trajectory: Trajectory, record: Mapping[str, Floats], t
     if trajectory.teacher_logprobs:
         yield f"  teacher     {_numbers(floats(trajectory.teacher_logprobs))}"
     counts = ", ".join(f"{count} x {version}" for count, version in tree.count_versions(versions))
-    yield f"  versions    {counts}; oldest token {batch.version - trajectory.oldest_version} versions old"
+    age = counted(batch.version - trajectory.oldest_version, "version")
+    yield f"  versions    {counts}; oldest token {age} old"
     if not flags(trajectory.mask).all():
         lost = turns.undelivered(trajectory.turns)
         yield f"  not sampled by the policy: {int((~flags(trajectory.mask)).sum()) - lost} tokens"

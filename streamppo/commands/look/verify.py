@@ -45,6 +45,7 @@ from streamppo.queue.store.archive import Archive, checksums
 from streamppo.queue.store.journal import Journal
 from streamppo.telemetry import catalogue, metrics_file, record, summary
 from streamppo.telemetry.metrics_file import FINISHED, METRICS
+from streamppo.terminal import counted
 from streamppo.types import Batch, Identity, UpdateReport, ints
 
 PENDING = 3
@@ -69,9 +70,9 @@ def verify(run: Path, updates: int, expect: str, *, as_json: bool) -> int:
         return bool(result.faults)
     for row in [f"note: {note}" for note in result.notes] + [f"fault: {': '.join(fault)}" for fault in result.faults]:
         echo(row)
-    counts = f"{result.versions} versions, {result.batches} batches, {result.checkpoints} checkpoints"
+    counts = f"{result.versions} versions, {result.batches} batches, {counted(result.checkpoints, 'checkpoint')}"
     replayed = f", replayed {', '.join(map(str, result.remade))}" if result.remade else ""
-    echo(f"{run.name}: {counts}{replayed}: {f'{len(result.faults)} faults' if result.faults else 'as recorded'}")
+    echo(f"{run.name}: {counts}{replayed}: {counted(len(result.faults), 'fault') if result.faults else 'as recorded'}")
     echo(f"digest: {result.digest or 'none'}")
     return bool(result.faults)
 

@@ -56,8 +56,9 @@ def _is_for(requirement: Requirement, extra: str) -> bool:
 def _extra(name: str, requirements: list[Requirement]) -> Finding:
     if lacks := [_lack(requirement) for requirement in requirements if _lack(requirement)]:
         return Finding(f"extra {name}", "note", f"{'; '.join(lacks)}: pip install '{PACKAGE}[{name}]'")
-    versions = ", ".join(f"{requirement.name} {_version(requirement.name)}" for requirement in requirements)
-    return Finding(f"extra {name}", "ok", versions)
+    # Several extras of an extra may require the same package.
+    names = dict.fromkeys(requirement.name for requirement in requirements)
+    return Finding(f"extra {name}", "ok", ", ".join(f"{package} {_version(package)}" for package in names))
 
 
 def _lack(requirement: Requirement) -> str:

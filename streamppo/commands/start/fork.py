@@ -37,6 +37,7 @@ from streamppo.queue.rules.state import queue_settings
 from streamppo.queue.store.journal import Journal
 from streamppo.telemetry import metrics_file
 from streamppo.telemetry.metrics_file import Line
+from streamppo.terminal import counted
 from streamppo.types import encode
 
 WAITS = "Interrupted: a fork that was not resumed yet"
@@ -61,7 +62,8 @@ def fork(run: Path, at: int, changes: Sequence[str], name: str, runs: Path, *, a
     if as_json:
         echo(json.dumps({**forked._asdict(), "folder": str(forked.folder)}))
         return 0
-    start = f"{forked.remade} updates replayed from version {forked.begin}" if forked.remade else "from its checkpoint"
+    replayed = f"{counted(forked.remade, 'update')} replayed from version {forked.begin}"
+    start = replayed if forked.remade else "from its checkpoint"
     echo(f"{forked.folder}: as {run.name} was at version {at} ({forked.digest[:12]}); {start}, {forked.seconds:.1f} s")
     echo(f"continue: streamppo resume {shlex.quote(str(forked.folder))}")
     echo(f"compare: streamppo report {shlex.quote(str(run))} {shlex.quote(str(forked.folder))}")

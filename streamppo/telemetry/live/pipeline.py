@@ -5,6 +5,7 @@ from rich.text import Text
 from streamppo.telemetry import context_reuse
 from streamppo.telemetry.live.drawing import bar
 from streamppo.telemetry.live.state import RunState
+from streamppo.terminal import counted
 
 LABEL = 10
 WAITS = 0.1
@@ -122,5 +123,5 @@ def _memory(state: RunState) -> list[Text]:
     if (peak := state.newest.get("peak_memory_mib")) is not None:
         row.append(f"{peak / 1024:.1f}", "bold").append(" GiB of the learner's GPU  ")
     if state.restarts:
-        row.append(f"{state.restarts} restarts", "yellow")
+        row.append(counted(state.restarts, "restart"), "yellow")
     return [row] if row.cell_len > LABEL else []

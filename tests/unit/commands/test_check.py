@@ -337,6 +337,11 @@ def test_what_cannot_be_looked_at_is_a_sentence_and_no_error(
     assert ("engine later http://h:1 is contacted when the run starts" in output) == (ELSEWHERE in ABSENT[sentence])
 
 
+def test_memory_is_estimated_later_if_the_model_is_elsewhere(checked: Callable[..., tuple[int, str]]) -> None:
+    _, output = checked(MATH, "model.path=someone/model")
+    assert "memory later it is estimated once the model can be read" in output
+
+
 def test_a_critic_learns_from_the_batches_of_a_run_that_has_some(
     checked: Callable[..., tuple[int, str]], tmp_path: Path
 ) -> None:

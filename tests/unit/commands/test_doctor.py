@@ -32,7 +32,7 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
         return versions[name]
 
     needs = ["torch>=2.9", "ray>=2.50", "transformers>=5.0", "rich>=14", "winloop>=1; sys_platform == 'win32'"]
-    needs += ["sglang>=0.5.21; extra == 'sglang'", "flash-attn>=2.7; extra == 'flash'"]
+    needs += ["sglang>=0.5.21; extra == 'sglang'", "sglang; extra == 'sglang'", "flash-attn>=2.7; extra == 'flash'"]
     message = {"Provides-Extra": ["sglang", "flash"]}
 
     class Message:

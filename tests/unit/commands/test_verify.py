@@ -203,7 +203,7 @@ def test_the_command_says_what_differs_and_where(copy: Path, capsys: pytest.Capt
     assert cli.main(["verify", str(copy), "--updates", "0"]) == 1
     first, counts, digest = capsys.readouterr().out.splitlines()
     assert first == "fault: archive/00000003.zarr.zip: damaged: its SHA-256 is not the one that was recorded"
-    assert counts == "math: 7 versions, 6 batches, 3 checkpoints: 1 faults"
+    assert counts == "math: 7 versions, 6 batches, 3 checkpoints: 1 fault"
     assert digest.startswith("digest: ") and len(digest) == 72
 
 

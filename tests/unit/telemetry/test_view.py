@@ -49,7 +49,7 @@ def test_everything_is_there_at_80_by_24() -> None:
     assert "128 of 512 ready" in told["queue"] and "320 being sampled" in told["queue"]
     assert told["waiting"] == "waiting   learner 25%, engines 10%: learner for engines"
     assert told["speed"] == "speed     200 tokens/s sampled  500 trained  2 s an update"
-    assert told["memory"] == "memory    5.0 of 16.0 GiB on this machine  1 restarts"
+    assert told["memory"] == "memory    5.0 of 16.0 GiB on this machine  1 restart"
     assert told["sample"] == "sample    12+34= → 46  reward 1  v39"
 
 
