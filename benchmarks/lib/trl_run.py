@@ -26,6 +26,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from benchmarks.lib import lengths
 from streamppo.config import file as configfile
+from streamppo.config.learner import Learner
 from streamppo.config.sections import Config
 from streamppo.tasks import task as tasks
 from streamppo.tasks.tokenizer import Tokenizer
@@ -155,8 +156,7 @@ def _settings(job: Job, config: Config) -> Any:
         weight_decay=learner.weight_decay,
         max_grad_norm=learner.max_grad_norm,
         warmup_steps=learner.warmup_updates * job.steps,
-        lr_scheduler_type="polynomial",
-        lr_scheduler_kwargs={"lr_end": learner.lr * learner.final_lr_share, "power": 1.0},
+        **_schedule(learner),
         loss_type="dapo",
         scale_rewards="group",
         entropy_coef=algorithm.entropy,
@@ -172,6 +172,18 @@ def _settings(job: Job, config: Config) -> Any:
         disable_tqdm=True,
         dataloader_pin_memory=False,
     )
+
+
+def _schedule(learner: Learner) -> dict[str, Any]:
+    """Map the schedule of the learning rate after the warm-up."""
+    match learner.decay:
+        case "constant":
+            return {"lr_scheduler_type": "constant_with_warmup"}
+        case "linear":
+            end = {"lr_end": learner.lr * learner.final_lr_share, "power": 1.0}
+            return {"lr_scheduler_type": "polynomial", "lr_scheduler_kwargs": end}
+        case "cosine":
+            raise ValueError("TRL's cosine decay has no final rate: use another learner.decay")
 
 
 def _reward(seconds: float) -> Callable[..., Any]:
