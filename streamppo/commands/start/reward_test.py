@@ -23,11 +23,11 @@ from streamppo.errors import TaskError
 from streamppo.learner.model import tiny
 from streamppo.rollout import build
 from streamppo.rollout.player import FAILURES, Player
-from streamppo.tasks import columns, data, dataset_files, plugins, stop
+from streamppo.tasks import columns, data, dataset_files, plugins, stop, warmup_data
 from streamppo.tasks import task as tasks
 from streamppo.tasks.rewards.scoring import Rewards
 from streamppo.tasks.task import Task
-from streamppo.tasks.tokenizer import Tokenizer
+from streamppo.tasks.tokenizer import Tokenizer, character_tokenizer
 from streamppo.types import Prompt, Reward, ScoredText, ScorerReport
 
 WIDTH = 60
@@ -57,8 +57,11 @@ def reward_test(config: Config, count: int, completions: Path | None) -> int:
     transformers.utils.logging.disable_progress_bar()
     with log_to_stderr(), tempfile.TemporaryDirectory() as folder, standalone.reward_models(config) as models:
         path = model_path(config, Path(folder))
-        if config.model.path == BUILTIN:
+        if config.model.path == BUILTIN and rows is None:
             tiny.make(config, Path(path))
+        elif config.model.path == BUILTIN:
+            # Given completions need only the tokenizer.
+            character_tokenizer(warmup_data.prepare(config).alphabet).save_pretrained(path)
         tokenizer = Tokenizer(path, config.model.clock)
         task = tasks.build(config.task, config.seed, tokenizer)
         tried, reports, agents = asyncio.run(_try(config, task, tokenizer, path, count, rows, models=models))

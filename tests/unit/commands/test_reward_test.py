@@ -69,6 +69,7 @@ def test_given_completions_are_scored_and_a_failure_is_shown_and_is_not_success(
     assert lines[2].split()[1] == "failed" and "ValueError: no such answer" in lines[2]
     assert "3 completions: mean reward 1, 1 failed" in out
     assert "(sync, trajectory signature), in processes of its own" in log
+    assert "making builtin:tiny" not in log, "no model is needed"
 
 
 AGENTS = SUPPORT / "agents_of_every_kind.py"
