@@ -29,7 +29,7 @@ quick *paths="tests/unit tests/property":
 
 # The tests that run the examples and the commands of the documentation
 docs:
-    pytest -q tests/unit/tasks/test_docs_rewards.py tests/unit/test_benchmarks.py tests/unit/test_site.py tests/unit/test_tutorial.py
+    pytest -q tests/unit/tasks/test_docs_rewards.py tests/unit/rollout/test_docs_agents.py tests/unit/test_benchmarks.py tests/unit/test_readme.py tests/unit/test_site.py tests/unit/test_tutorial.py
 
 # The documentation as a site, at http://127.0.0.1:8000 (extra `docs`)
 site:
