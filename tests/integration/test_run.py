@@ -197,20 +197,29 @@ def test_max_lag_zero_is_synchronous_and_two_ranks_and_two_actors_end_with_the_l
     assert found["checksum"]
 
 
+def send_twice(pid: int, number: int) -> None:
+    """Send a signal as `timeout` does: to the process, then to its group."""
+    os.kill(pid, number)
+    os.killpg(pid, number)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("number", "send"),
-    [(signal.SIGINT, os.kill), (signal.SIGINT, os.killpg), (signal.SIGTERM, os.kill)],
-    ids=["SIGINT", "Ctrl-C", "SIGTERM"],
+    [(signal.SIGINT, os.kill), (signal.SIGINT, os.killpg), (signal.SIGTERM, os.kill), (signal.SIGTERM, send_twice)],
+    ids=["SIGINT", "Ctrl-C", "SIGTERM", "timeout"],
 )
 def test_a_signal_ends_the_run_with_a_message_and_no_process_left(
     tmp_path: Path, number: signal.Signals, send: Callable[[int, int], None]
 ) -> None:
-    """A terminal sends Ctrl-C to every process of the run, and the last checkpoint is still written."""
+    """A terminal sends Ctrl-C to the run's process group, and the last checkpoint is still written."""
     with started(tmp_path, *SHORT, "updates=100000", "watchdog.shutdown_s=40") as process:
         wait_for_updates(tmp_path, 2)
         for unused in ("ray/dashboard/dashboard.py", "ray/autoscaler/_private/monitor.py"):
             assert not titled(tmp_path, unused)
+        # Of a signal to the driver's group, Ray's server would end at once, and actors a minute later.
+        for part in ("raylet/raylet", "gcs_server"):
+            assert os.getpgid(named(tmp_path, part).pid) != os.getpgid(process.pid)
         send(process.pid, number)
         output, _ = process.communicate(timeout=60)
         assert process.returncode == 128 + number

@@ -205,6 +205,10 @@ def init_own_ray(**options: Any) -> None:
         for name in UNUSED_SERVICES:
             restored.callback(setattr, Node, name, getattr(Node, name))
             setattr(Node, name, lambda node, **_options: None)
+        # A SIGTERM to the driver's process group, as `timeout` sends it, would end Ray's server at once, and the actors
+        # a minute later, perhaps before the last checkpoint is complete.
+        restored.callback(setattr, services, "ConsolePopen", services.ConsolePopen)
+        services.ConsolePopen = functools.partial(services.ConsolePopen, process_group=0)
         restored.callback(setattr, services, "get_node", services.get_node)
         services.get_node = functools.partial(_wait_for_node, services.get_node)
         ray.init(

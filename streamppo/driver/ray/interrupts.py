@@ -6,6 +6,7 @@ If SIGHUP (a closed terminal) was ignored when the run started (`nohup`), it sta
 
 import shlex
 import signal
+import time
 from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
@@ -14,6 +15,9 @@ from streamppo.errors import Interrupted
 from streamppo.process import SIGNALS
 from streamppo.telemetry.live.display import PlainLines
 from streamppo.terminal import harmless
+
+TOGETHER_S = 0.2
+"""Signals within this time count as one: `timeout` signals the process and then its group, which the process is in."""
 
 
 class Interrupts:
@@ -39,10 +43,15 @@ class Interrupts:
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         self._noted = number
-        signal.signal(signal.SIGINT, signal.SIG_DFL)
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        self._handle(signal.SIG_IGN)
+        time.sleep(TOGETHER_S)
+        self._handle(signal.SIG_DFL)
         # A terminal that is closed sends SIGHUP more than once.
         signal.signal(signal.SIGHUP, signal.SIG_IGN)
         # The driver may check for signals only seconds later.
         resume = f"; continue with: streamppo resume {harmless(shlex.quote(str(self.run)))}" if self.run else ""
         self.say(f"{signal.Signals(number).name}: stopping, a second signal stops at once{resume}\n")
+
+    def _handle(self, action: signal.Handlers) -> None:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, action)

@@ -4,6 +4,8 @@ import os
 import shlex
 import signal
 import stat
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -405,3 +407,14 @@ def test_under_nohup_a_closed_terminal_stops_nothing() -> None:
     interrupts = Interrupts()
     os.kill(os.getpid(), signal.SIGHUP)
     interrupts.check()
+
+
+def test_a_signal_that_comes_twice_at_once_is_one() -> None:
+    script = (
+        "import os, signal; from threading import Timer\n"
+        "from streamppo.driver.ray.interrupts import TOGETHER_S, Interrupts\n"
+        "Interrupts(); Timer(TOGETHER_S / 4, os.kill, (os.getpid(), signal.SIGTERM)).start()\n"
+        "os.kill(os.getpid(), signal.SIGTERM); print('goes on')"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout.splitlines()[-1:]) == (0, ["goes on"]), done.stderr
