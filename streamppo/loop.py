@@ -84,7 +84,7 @@ def run(config: Config, folder: Path, *, started: float, interrupts: Interrupts,
     with ExitStack() as ending:
         ending.enter_context(process.lasting_output(folder / "logs" / "driver.log"))
         ending.callback(database.merge_logs, folder)
-        log.info("run folder %s%s", folder, f": {record.version} updates are made" if record.version else "")
+        log.info("run folder %s%s", folder, f", after update {record.version}" if record.version else "")
         with _write_summary(record, config) as reports:
             ending.enter_context(ray_session(config, interrupts))
             stages = Stages(config, folder, record, interrupts)

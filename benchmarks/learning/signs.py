@@ -60,6 +60,8 @@ EVERY = 10
 PROMPTS = 512
 TASKS = ("add", "subtract", "sort")
 """Tasks with one right answer a prompt, which is their column `answer`."""
+ABOUT = ("reward", "entropy", "ess", "grad_norm", "behavior_kl")
+"""Metrics of an update that are stored; one without trained tokens lacks some."""
 CORRECTIONS = {"truncate": "{kind='truncate'}", "topr": "{kind='topr'}"}
 GOALS = {
     "fresh": Goal("add: cosine of negatives with exact over that of positives, truncate, lag 0", most=0.5),
@@ -178,7 +180,7 @@ def _measured_step(
     with torch.no_grad():
         before_B = probabilities(made, batch)
     metrics = step(made, pace, batch).metrics
-    about = {name: metrics[name] for name in ("reward", "entropy", "ess", "grad_norm", "behavior_kl")}
+    about = {name: metrics[name] for name in ABOUT if name in metrics}
     return {**before, **_moved(made, batch, before_B, right, before["expected"]), **about}
 
 

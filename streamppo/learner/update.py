@@ -305,7 +305,7 @@ class Updater:
         empty = sum(minibatch.is_empty for minibatch in minibatches)
         self._empty_batches += empty > 0
         if self.rank == 0 and empty and self._empty_batches.bit_count() == 1:
-            before = f", as in {self._empty_batches - 1} batches before" if self._empty_batches > 1 else ""
+            before = f", as in {self._empty_batches - 1} of the batches before" if self._empty_batches > 1 else ""
             log.warning(
                 f"batch {version}: {empty} of {len(minibatches)} optimizer steps were skipped{before}: none of their "
                 "tokens was left in the loss (tokens_too_old, equal_groups, filtered_* and rejected_* in metrics.jsonl "

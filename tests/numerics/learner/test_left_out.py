@@ -258,7 +258,7 @@ def test_many_batches_with_skipped_steps_are_a_few_lines(folder: Path, logged: p
     for _ in range(9):
         updater.update(batch)
     told = [text for text in logged.messages if "optimizer steps were skipped" in text]
-    before = [int(found[1]) if (found := re.search(r"as in (\d+) batches before", text)) else 0 for text in told]
+    before = [int(found[1]) if (found := re.search(r"as in (\d+) of the batches before", text)) else 0 for text in told]
     assert before == [0, 1, 3, 7]
 
 
