@@ -2,6 +2,7 @@
 
     pending -> answered              `on_value` gets the value, inside a later `wait` or `drain`
             -> its actor has died    `on_death` replaces the actor or raises; `repeat` calls another actor
+            -> its rank lost another LearnerLost; Ray may find the death of the other rank's node a minute later
             -> failed                RunError
             -> forgotten             its actor was removed
 
@@ -9,6 +10,7 @@ While the driver waits, `on_tick` is called at least every `TICK_S`. If more tim
 was stopped (Ctrl-Z, SIGSTOP of a scheduler), and that time does not count as a stall of an actor.
 """
 
+import re
 import time
 from collections.abc import Callable, Sequence
 from enum import StrEnum
@@ -19,11 +21,16 @@ from ray import ObjectRef
 from ray.exceptions import RayActorError, RayError
 
 from streamppo.driver.ray.cluster import Call, death, describe
-from streamppo.errors import RunError
+from streamppo.errors import LearnerLost, RunError
 
 TICK_S = 0.5
 LOOK_S = 5.0
 """The maximum number of seconds that a call of `check_stall` adds. After a longer pause, the driver was stopped."""
+DISCONNECTED = re.compile(
+    r"gloo/transport.*(Connection |Broken pipe|abort|unreachable|No route)"
+    r"|remote process exited or there was a network error|^DistNetworkError: "
+)
+"""Parts of the errors of gloo, NCCL and torch's store for a rank whose connection to another rank has ended."""
 T = TypeVar("T")
 
 
@@ -123,6 +130,7 @@ class WatchedCalls:
         except RayError as error:
             if died := death(group):
                 self._on_death(name, died)
-            raise RunError(f"{name}: {describe(error)}") from error
+            kind = LearnerLost if DISCONNECTED.search(describe(error)) else RunError
+            raise kind(f"{name}: {describe(error)}") from error
         if watched:
             watched.on_value(value)

@@ -88,6 +88,28 @@ def test_where_one_rank_failed_because_another_died_the_death_is_the_reason(fake
     assert deaths == ["update 3: rank-1 has died"]
 
 
+PAIR = "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:553] "
+WAIT = "[/pytorch/third_party/gloo/gloo/transport/tcp/unbound_buffer.cc:85] "
+REASONS = {
+    f"{PAIR}Connection closed by peer [10.0.0.1]:1923. This is typically caused by a crash.": LearnerLost,
+    f"{PAIR}Read error [10.0.0.1]:16258: Connection reset by peer.": LearnerLost,
+    f"{PAIR}writev [10.0.0.1]:16258: Broken pipe": LearnerLost,
+    "NCCL error in: x.cpp:7, remote process exited or there was a network error, NCCL version 2.27": LearnerLost,
+    f"{WAIT}Timed out waiting 600000ms for recv operation to complete": RunError,
+    "Connection reset by peer": RunError,
+}
+
+
+@pytest.mark.parametrize("reason", REASONS)
+def test_a_rank_that_has_lost_another_is_a_lost_learner_before_ray_finds_the_death_of_a_node(
+    calls: Any, fake: FakeRay, reason: str
+) -> None:
+    fake.values["rank-0.update()"] = RayTaskError("update", "trace", RuntimeError(reason))
+    with pytest.raises(RunError, match=r"^update 3: RuntimeError: ") as raised:
+        calls.wait(["rank-0.update()", "rank-1.update()"], "update 3")
+    assert type(raised.value) is REASONS[reason]
+
+
 def test_a_call_whose_actor_died_is_made_again_of_another(calls: Any, fake: FakeRay) -> None:
     seen: list[int] = []
     calls.watch("a.ask()", RunStage.EVALUATION, seen.append, repeat=lambda: "b.ask()")
