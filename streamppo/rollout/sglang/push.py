@@ -6,7 +6,7 @@
 import asyncio
 import socket
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
-from typing import Protocol, TypeAlias
+from typing import Protocol, TypeAlias, TypeVar
 from urllib.parse import urlsplit
 from uuid import uuid4
 
@@ -19,6 +19,7 @@ from streamppo.rollout.sglang.link import Link
 from streamppo.weights import shared_memory
 
 Named: TypeAlias = Sequence[tuple[str, Tensor]]
+T = TypeVar("T")
 
 
 class Carrier(Protocol):
@@ -113,7 +114,7 @@ class ByGroup:
                 **_request_fields(version, last=last, flush=flush),
             )
             flat: Tensor = FlattenedTensorBucket(named_tensors=list(part)).get_flattened_tensor().to(self._device)
-            await asyncio.gather(sglang_call, asyncio.to_thread(torch.distributed.broadcast, flat, 0, self._group))
+            await asyncio.gather(sglang_call, _in_thread(torch.distributed.broadcast, flat, 0, self._group))
 
 
 async def by_group(bucket_bytes: int, url: str, gpu: bool, link: Link) -> ByGroup:
@@ -121,6 +122,8 @@ async def by_group(bucket_bytes: int, url: str, gpu: bool, link: Link) -> ByGrou
     from sglang.srt.utils.common import init_custom_process_group
 
     host, port = _address(url)
+    # A URL has an IPv6 address in brackets.
+    place = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
     name = f"streamppo-{host}-{port}-{uuid4().hex[:8]}"
     world, backend = 1 + link.ranks, "nccl" if gpu else "gloo"
     sglang_call = link.call(
@@ -132,16 +135,24 @@ async def by_group(bucket_bytes: int, url: str, gpu: bool, link: Link) -> ByGrou
         group_name=name,
         backend=backend,
     )
-    ours = asyncio.to_thread(
+    ours = _in_thread(
         init_custom_process_group,
         backend=backend,
-        init_method=f"tcp://{host}:{port}",
+        init_method=f"tcp://{place}",
         world_size=world,
         rank=0,
         group_name=name,
     )
     _, group = await asyncio.gather(sglang_call, ours)
     return ByGroup(link, bucket_bytes, name, group, "cuda" if gpu else "cpu")
+
+
+async def _in_thread(function: Callable[..., T], *arguments: object, **named: object) -> T:
+    """Call a function of the process group in a thread. Raises `ConnectionError` if SGLang's ranks are lost."""
+    try:
+        return await asyncio.to_thread(function, *arguments, **named)
+    except RuntimeError as error:
+        raise ConnectionError(f"the process group with SGLang has failed: {error}") from error
 
 
 def _parts(tensors: Mapping[str, Tensor], bucket_bytes: int) -> Iterator[tuple[Named, bool]]:
@@ -169,11 +180,11 @@ def _handle(flat: Tensor, places: object, *, text: bool) -> str | bytes:
 
 def _address(url: str) -> tuple[str, int]:
     """Return this machine's address as seen by SGLang at `url`, and a free port."""
-    host = "127.0.0.1"
+    host, family = "127.0.0.1", socket.AF_INET
     if url:
         parts = urlsplit(url)
         default = 443 if parts.scheme == "https" else 80
         with socket.create_connection((parts.hostname or "", parts.port or default)) as there:
-            host = there.getsockname()[0]
-    with socket.create_server((host, 0)) as free:
+            host, family = there.getsockname()[0], there.family
+    with socket.create_server((host, 0), family=family) as free:
         return host, free.getsockname()[1]
