@@ -50,7 +50,8 @@ def refuse_place(folder: Path) -> None:
         raise RunError(
             f"{folder}: is on a network file system ({kind}), and a run's journal (SQLite in WAL mode) would be "
             "damaged there: keep runs on a disk of the driver's machine (`--runs FOLDER`); on a cluster export that "
-            "disk to the other nodes under the same path"
+            "disk to the other nodes under the same path, or set cluster.own_disks = true and checkpoint.remote = "
+            "'file://NETWORK_FOLDER'"
         )
     refuse_bytes(folder)
 
