@@ -18,8 +18,8 @@ from rich.text import Text
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from streamppo.config import file as configfile
-from streamppo.telemetry import metrics_file
-from streamppo.telemetry.live.display import empty_state, memory_in_use
+from streamppo.telemetry import host, metrics_file
+from streamppo.telemetry.live.display import empty_state
 from streamppo.telemetry.live.state import RunState
 from streamppo.telemetry.live.view import view
 
@@ -34,7 +34,7 @@ def state_at(folder: Path, version: int) -> RunState:
         found.add(line)
         if line.get("update") == version:
             break
-    found.memory, found.doing = memory_in_use(), f"update {version + 1}"
+    found.memory, found.doing = host.memory_in_use(), f"update {version + 1}"
     return found
 
 

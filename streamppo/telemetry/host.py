@@ -1,9 +1,11 @@
-"""Reads the cores and the memory that this process may use, and counts kills for lack of memory.
+"""Reads the cores and the memory that this process may use, the memory in use, and kills for lack of memory.
 
 A container limits them by its cgroup, of version 1 or 2. The files for memory:
 
-version 2    CGROUP/memory.events "oom_kill 3"         CGROUP/memory.max
-version 1    CGROUP/memory.oom_control "oom_kill 3"    CGROUP/memory.limit_in_bytes
+version 2    CGROUP/memory.events "oom_kill 3"         CGROUP/memory.max               CGROUP/memory.current
+version 1    CGROUP/memory.oom_control "oom_kill 3"    CGROUP/memory.limit_in_bytes    CGROUP/memory.usage_in_bytes
+
+The memory in use is without cached files, "inactive_file" or "total_inactive_file" of CGROUP/memory.stat.
 """
 
 import os
@@ -16,6 +18,10 @@ CGROUPS = Path("/sys/fs/cgroup")
 MEMBERSHIP = Path("/proc/self/cgroup")
 COUNTERS = {"memory.events": "memory.max", "memory.oom_control": "memory.limit_in_bytes"}
 """For each version: the file with the number of kills, and the file with the memory limit."""
+USED = {"memory.current": "inactive_file", "memory.usage_in_bytes": "total_inactive_file"}
+"""For each version: the file with the memory in use, and the name of cached files in memory.stat."""
+MEMINFO = Path("/proc/meminfo")
+GIB = 2**30
 UNLIMITED = 2**60
 """Version 1 reports a limit above this number if there is no limit."""
 
@@ -70,6 +76,21 @@ def limit(cgroups: Path = CGROUPS, membership: Path = MEMBERSHIP) -> int | None:
     return min((at_level for level in levels if (at_level := _limit(level)) is not None), default=None)
 
 
+def memory_in_use(cgroups: Path = CGROUPS, membership: Path = MEMBERSHIP) -> tuple[float, float] | None:
+    """Return (used memory without caches, total memory or the smallest limit of the cgroups) in GiB, or None."""
+    try:
+        rows = dict(line.split(":", 1) for line in MEMINFO.read_text().splitlines())
+        total, free = (int(rows[name].split()[0]) * 1024 for name in ("MemTotal", "MemAvailable"))
+        levels = _levels(cgroups, durable.read_kernel(membership))
+        limits = [(at_level, level) for level in levels if (at_level := _limit(level) or total) < total]
+        smallest, used = (
+            min((at_level, _used(level)) for at_level, level in limits) if limits else (total, total - free)
+        )
+    except (OSError, ValueError, KeyError):
+        return None
+    return used / GIB, smallest / GIB
+
+
 def _levels(cgroups: Path, memberships: str) -> list[Path]:
     """Return the folders that count kills: a process's memory cgroup and its parents."""
     levels: list[Path] = []
@@ -97,3 +118,9 @@ def _limit(level: Path) -> int | None:
             text = (level / name).read_text().strip()
             return int(text) if text.isdigit() and int(text) < UNLIMITED else None
     return None
+
+
+def _used(level: Path) -> int:
+    counts = dict(line.split() for line in (level / "memory.stat").read_text().splitlines())
+    (name,) = [name for name in USED if (level / name).is_file()]
+    return int((level / name).read_text()) - int(counts[USED[name]])

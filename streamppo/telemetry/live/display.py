@@ -31,8 +31,6 @@ DRAW_S, CLOCK_S = 0.5, 1.0
 REPORTS_S = 2.0
 """Seconds between two reports of queue and engines for the live view."""
 STDOUT = 1
-MEMINFO = Path("/proc/meminfo")
-GIB = 2**30
 
 log = logging.getLogger(__name__)
 
@@ -115,7 +113,7 @@ class LiveView:
         if self._closed or present - self._drawn_at < wait_s:
             return
         if present - self._memory_read_at > REPORTS_S:
-            self._memory_read_at, self._state.memory = present, memory_in_use()
+            self._memory_read_at, self._state.memory = present, host.memory_in_use()
         self._drawn_at, self._changed = present, False
         self._state.doing, self._state.wall_s = doing, wall_s
         if size := self._screen.size():
@@ -166,18 +164,3 @@ class _Warnings(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         self._state.warn(record.getMessage().partition("\n")[0])
-
-
-def memory_in_use() -> tuple[float, float] | None:
-    """Return (used memory without caches, total memory or the container's limit) in GiB; None if unreadable."""
-    try:
-        rows = dict(line.split(":", 1) for line in MEMINFO.read_text().splitlines())
-        total, free = (int(rows[name].split()[0]) * 1024 for name in ("MemTotal", "MemAvailable"))
-        limit = host.CGROUPS / "memory.max"
-        if limit.is_file() and (text := limit.read_text().strip()).isdigit() and int(text) < total:
-            counts = dict(line.split() for line in (host.CGROUPS / "memory.stat").read_text().splitlines())
-            used = int((host.CGROUPS / "memory.current").read_text()) - int(counts["inactive_file"])
-            return used / GIB, int(text) / GIB
-        return (total - free) / GIB, total / GIB
-    except (OSError, ValueError, KeyError):
-        return None

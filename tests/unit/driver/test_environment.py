@@ -21,6 +21,7 @@ from streamppo.driver.ray import cluster, environment, nodes
 from streamppo.driver.ray.interrupts import Interrupts
 from streamppo.driver.watch.watch import RunStage
 from streamppo.errors import Interrupted, RunError
+from streamppo.telemetry import host
 from streamppo.telemetry.host import MemoryKills
 
 # --- variables -----------------------------------------------------------------------------------------------
@@ -328,6 +329,20 @@ def test_a_stage_that_the_kernel_killed_for_memory_says_so_and_how_much_there_wa
         run.stages.note_restart(RunStage.ROLLOUT, "rollout-1: died")
     assert run.record.restarts == [("rollout", "rollout-0: died")]
     assert kills.explain() == ""
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_the_memory_in_use_is_that_of_the_cgroup_with_the_smallest_limit(version: int, tmp_path: Path) -> None:
+    cgroup(tmp_path, version, 0, str(2**26))
+    job = tmp_path / ("memory" if version == 1 else "") / "job"
+    used, cached = [*host.USED.items()][version == 1]
+    (job / used).write_text(f"{3 * 2**24}\n")
+    (job / "memory.stat").write_text(f"anon 1\n{cached} {2**24}\n")
+    assert host.memory_in_use(tmp_path, tmp_path / "own") == (2**25 / 2**30, 2**26 / 2**30)
+    (job / used).unlink()
+    assert host.memory_in_use(tmp_path, tmp_path / "own") is None
+    used_gib, total_gib = host.memory_in_use(tmp_path, tmp_path / "none") or (0.0, 0.0)
+    assert 0 < used_gib < total_gib and total_gib > 2**26 / 2**30
 
 
 def test_a_machine_without_cgroups_tells_nothing(tmp_path: Path) -> None:
