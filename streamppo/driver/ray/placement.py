@@ -25,7 +25,7 @@ T = TypeVar("T")
 log = logging.getLogger(__name__)
 
 
-class Place(NamedTuple):
+class Location(NamedTuple):
     """The address and Ray's id of a process's node, and its GPUs. A GPU's id follows its length: "10" is after "9"."""
 
     address: str
@@ -126,17 +126,17 @@ def refuse_impossible(config: Config, *, rollout: bool = True) -> None:
         )
 
 
-def place(actor: object) -> Place:
+def place(actor: object) -> Location:
     """Return the place of this process. Runs inside an actor."""
     import ray
     import ray.util
 
     context = ray.get_runtime_context()
     gpus = [(len(gpu), gpu) for gpu in context.get_accelerator_ids()["GPU"]]
-    return Place(ray.util.get_node_ip_address(), context.get_node_id(), gpus)
+    return Location(ray.util.get_node_ip_address(), context.get_node_id(), gpus)
 
 
-def in_order(actors: Sequence[T], places: Sequence[Place]) -> list[T]:
+def in_order(actors: Sequence[T], places: Sequence[Location]) -> list[T]:
     """Order `actors` by their `places`. Actors of a node without GPUs keep their order.
 
     Example: GPUs 2, 0 and 1 of one node -> the second, third and first actor.

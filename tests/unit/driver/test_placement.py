@@ -11,7 +11,7 @@ import ray.util
 
 from streamppo.config.diff import learning
 from streamppo.config.sections import Config
-from streamppo.driver.ray.placement import Place, Placement, in_order, plan, ranks_per_node, shortage
+from streamppo.driver.ray.placement import Location, Placement, in_order, plan, ranks_per_node, shortage
 from streamppo.errors import ConfigError, RunError
 
 Make = Callable[..., Config]
@@ -76,14 +76,14 @@ def test_ranks_that_share_gpus_with_engines_have_a_bundle_each(math_config: Make
 
 def test_ranks_are_numbered_by_node_and_gpu_and_without_gpus_as_they_were_made() -> None:
     places = {
-        "first": Place("10.0.0.1", "b", [(1, "3")]),
-        "second": Place("10.0.0.1", "b", [(1, "9")]),
-        "third": Place("10.0.0.1", "b", [(2, "10")]),
-        "fourth": Place("10.0.0.2", "a", [(1, "0")]),
+        "first": Location("10.0.0.1", "b", [(1, "3")]),
+        "second": Location("10.0.0.1", "b", [(1, "9")]),
+        "third": Location("10.0.0.1", "b", [(2, "10")]),
+        "fourth": Location("10.0.0.2", "a", [(1, "0")]),
     }
     for names in permutations(places):
         assert in_order(names, [places[name] for name in names]) == [*places]
-    assert in_order(range(3), [Place("10.0.0.1", "a", [])] * 3) == [0, 1, 2]
+    assert in_order(range(3), [Location("10.0.0.1", "a", [])] * 3) == [0, 1, 2]
 
 
 def test_a_replay_asks_for_the_ranks_alone(math_config: Make) -> None:
