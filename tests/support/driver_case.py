@@ -11,7 +11,7 @@ from ray.exceptions import GetTimeoutError, RayActorError
 
 from streamppo.config.sections import Config
 from streamppo.driver import run_folder, stages
-from streamppo.driver.ray.placement import Place
+from streamppo.driver.ray.placement import Location
 from streamppo.driver.watch import polling, watch
 from streamppo.errors import RunError
 from streamppo.telemetry.live.display import PlainLines
@@ -146,7 +146,7 @@ class Case:
         group = self.stages.ranks[0].name if self.stages._ranks_are_new else "learner-0.1"
         model = self.folder / "model"
         self.ray.values |= {
-            f"{group}.place()": Place("10.0.0.1", "a", []),
+            f"{group}.place()": Location("10.0.0.1", "a", []),
             f"{group}.make_model({model})": None,
             f"{group}.setup(0, {group}.rendezvous(), {model}, None, past)": 0,
         }
