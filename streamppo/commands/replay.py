@@ -154,7 +154,7 @@ def _remake(
     options = {"num_cpus": 0, "max_concurrency": 100, "scheduling_strategy": this_node()}
     source = ray.remote(ArchiveSource).options(**options).remote(str(run))
     ranks = make_ranks(first, as_source(source), Placement(first, rollout=False))
-    ranks = placement.in_order(ranks, ray.get([call_in_actor(rank, placement.place) for rank in ranks]))
+    ranks = placement.in_order(ranks, ray.get([call_in_actor(rank, placement.locate) for rank in ranks]))
     address = ranks[0].rendezvous.remote()
     arguments = address, model_path(first, run), str(begin) if begin else None, encode(past)
     start = ray.get([rank.setup.remote(number, *arguments) for number, rank in enumerate(ranks)])[0]

@@ -118,8 +118,8 @@ class Stages:
             proofs = [call_in_actor(rank, nodes.check_visible, self._needs) for rank in self.ranks]
             self.calls.wait(proofs, "the check that ranks see the run's folder")
         model = model_path(self.config, self.folder)
-        places = [call_in_actor(rank, placement.place) for rank in self.ranks]
-        self.ranks = placement.in_order(self.ranks, self.calls.wait(places, "the start of the learner's ranks"))
+        locations = [call_in_actor(rank, placement.locate) for rank in self.ranks]
+        self.ranks = placement.in_order(self.ranks, self.calls.wait(locations, "the start of the learner's ranks"))
         if self.config.model.path == BUILTIN:
             self.calls.wait([self.ranks[0].make_model.remote(model)], "making builtin:tiny")
             store.bring_model(self._actor_config, model)

@@ -78,7 +78,7 @@ def test_a_rank_has_the_same_gpu_at_each_start_although_ray_gives_the_gpus_of_a_
     by_start: list[list[str]] = []
     for _ in range(4):
         ranks = [actor.options(**bundle.rank(number)).remote() for number in range(4)]
-        places = ray.get([call_in_actor(rank, placement.place) for rank in ranks], timeout=120)
+        places = ray.get([call_in_actor(rank, placement.locate) for rank in ranks], timeout=120)
         by_start.append([place.gpus[0][1] for place in placement.in_order(places, places)])
         for rank in ranks:
             ray.kill(rank)

@@ -146,7 +146,7 @@ class Case:
         group = self.stages.ranks[0].name if self.stages._ranks_are_new else "learner-0.1"
         model = self.folder / "model"
         self.ray.values |= {
-            f"{group}.place()": Location("10.0.0.1", "a", []),
+            f"{group}.locate()": Location("10.0.0.1", "a", []),
             f"{group}.make_model({model})": None,
             f"{group}.setup(0, {group}.rendezvous(), {model}, None, past)": 0,
         }

@@ -126,8 +126,8 @@ def refuse_impossible(config: Config, *, rollout: bool = True) -> None:
         )
 
 
-def place(actor: object) -> Location:
-    """Return the place of this process. Runs inside an actor."""
+def locate(actor: object) -> Location:
+    """Return the location of this process. Runs inside an actor."""
     import ray
     import ray.util
 
@@ -136,12 +136,12 @@ def place(actor: object) -> Location:
     return Location(ray.util.get_node_ip_address(), context.get_node_id(), gpus)
 
 
-def in_order(actors: Sequence[T], places: Sequence[Location]) -> list[T]:
-    """Order `actors` by their `places`. Actors of a node without GPUs keep their order.
+def in_order(actors: Sequence[T], locations: Sequence[Location]) -> list[T]:
+    """Order `actors` by their `locations`. Actors of a node without GPUs keep their order.
 
     Example: GPUs 2, 0 and 1 of one node -> the second, third and first actor.
     """
-    return [actors[number] for number in sorted(range(len(actors)), key=lambda number: places[number])]
+    return [actors[number] for number in sorted(range(len(actors)), key=lambda number: locations[number])]
 
 
 def _cluster_ranks_per_node(config: Config) -> int:

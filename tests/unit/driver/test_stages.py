@@ -92,7 +92,7 @@ def death(name: str) -> Any:
 def test_a_rank_that_dies_is_a_lost_learner_and_new_ranks_forget_the_checkpoint_of_the_dead(driver_case: Make) -> None:
     run = driver_case(1, "model.path=somewhere")
     for n, path in ((0, None), (1, "00000004")):
-        run.ray.values[f"learner-0.{n}.place()"] = Location("10.0.0.1", "a", [])
+        run.ray.values[f"learner-0.{n}.locate()"] = Location("10.0.0.1", "a", [])
         run.ray.values[f"learner-0.{n}.setup(0, learner-0.{n}.rendezvous(), somewhere, {path}, past)"] = path
     run.stages.start_learner(None)
     assert run.ray.killed == [], "the first ranks are new"
@@ -108,7 +108,7 @@ def test_a_rank_gets_its_number_by_its_gpu_and_not_by_the_order_of_creation(driv
     run = driver_case(1, "model.path=somewhere")
     run.stages.ranks = [Actor(f"learner-{gpu}.0") for gpu in "201"]
     for number in range(3):
-        run.ray.values[f"learner-{number}.0.place()"] = Location("10.0.0.1", "a", [(1, str(number))])
+        run.ray.values[f"learner-{number}.0.locate()"] = Location("10.0.0.1", "a", [(1, str(number))])
         run.ray.values[f"learner-{number}.0.setup({number}, learner-0.0.rendezvous(), somewhere, None, past)"] = number
     assert run.stages.start_learner(None) == 0
     assert [rank.name for rank in run.stages.ranks] == ["learner-0.0", "learner-1.0", "learner-2.0"]
