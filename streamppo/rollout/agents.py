@@ -10,7 +10,6 @@ unblocks     nothing: requests in flight at an agent's end are cancelled
 
 import asyncio
 import contextlib
-import re
 
 import msgspec
 import numpy as np
@@ -116,9 +115,11 @@ class Agents:
         columns = {**prompt.columns, agent.CALL: msgspec.json.encode(call).decode()}
         (answer,) = await self._pool.call((text,), (columns,))
         if answer.reward is None:
-            # The pool's time limit is longer than the agent's.
-            timeout_s, late = self._config.timeout_s, re.match(r"no score after \S+ s(?: \(at (.+?)\))?", answer.reason)
-            reason = agent.timeout_reason(timeout_s, late[1] or "") if late else f"the agent: {answer.reason}"
+            if answer.late_at is None:
+                reason = f"the agent: {answer.reason}"
+            else:
+                # The pool's time limit is longer than the agent's.
+                reason = agent.timeout_reason(self._config.timeout_s, answer.late_at)
             outcome = agent.AgentOutcome(reason=reason)
         else:
             outcome = _read_outcome(answer)

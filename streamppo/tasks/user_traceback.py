@@ -70,12 +70,8 @@ def locate(error: BaseException) -> str:
 
     Example: a coroutine is cancelled at its time limit, where it awaits an answer.
     """
-    places = list[str]()
-    cause: BaseException | None = error
-    while cause is not None:
-        places.append(_innermost(traceback.walk_tb(cause.__traceback__)))
-        cause = cause.__cause__
-    return next(filter(None, reversed(places)), "")
+    place = locate(error.__cause__) if error.__cause__ else ""
+    return place or _innermost(traceback.walk_tb(error.__traceback__))
 
 
 def locate_in_stack(text: str) -> str:

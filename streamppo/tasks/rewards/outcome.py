@@ -26,6 +26,8 @@ class Outcome(WireStruct, frozen=True):
     """True if the whole call raised, died or took too long: in a batch, another trajectory may be the cause."""
     after_s: float = 0.0
     """Seconds until a retry may succeed."""
+    late_at: str | None = None
+    """The place ("file:line", "" if unknown) of a call that exceeded its time limit; None for any other outcome."""
 
 
 def failure_of(error: BaseException) -> Outcome:
@@ -44,7 +46,7 @@ def too_late(timeout_s: float, place: str = "", *, held: bool = False) -> Outcom
     """
     where = f" (at {place})" if place else ""
     advice = ", in which it blocked the event loop: await, or use asyncio.to_thread" if held else ""
-    return Outcome(reason=f"no score after {timeout_s:g} s{where}{advice}", whole=True)
+    return Outcome(reason=f"no score after {timeout_s:g} s{where}{advice}", whole=True, late_at=place)
 
 
 def check(value: object, text: ScoredText) -> Outcome:
