@@ -11,6 +11,7 @@ The task and the configuration are those of published_model.py, with 24 tokens p
     topr       TOPR's correction, negatives at a quarter, lag 8
     small      `topr` with four minibatches and beta2 = 0.999: `init`'s rule for small models, lag 8
     full       `topr` with negatives at full weight, lag 8
+    steps      `truncate` with the four minibatches and beta2 of `small`, lag 8: what the steps alone do
 
 Before the first run it was decided: `init` changes its rule for large models if `topr`, `small` or `full` has a mean
 reward over all updates that is higher than that of `truncate` by `BETTER` in the median of the seeds, and lower in
@@ -49,12 +50,14 @@ BETTER = 0.03
 EVERY = 10
 """Updates between two evaluations."""
 TOPR = ("algorithm.correction={kind='topr'}", "algorithm.negative_weight=0.25")
+STEPS = ("learner.minibatches=4", "learner.betas=[0.9,0.999]")
 RULES = {
     "fresh": (),
     "truncate": (),
     "topr": TOPR,
-    "small": (*TOPR, "learner.minibatches=4", "learner.betas=[0.9,0.999]"),
+    "small": (*TOPR, *STEPS),
     "full": ("algorithm.correction={kind='topr'}",),
+    "steps": STEPS,
 }
 MEANS = ("reward", "entropy", "ess", "grad_norm", "length", "truncated")
 
