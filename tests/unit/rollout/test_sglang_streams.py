@@ -287,7 +287,8 @@ def test_a_turn_ends_at_its_stop_string_over_a_swap_and_over_a_death(dies: bool,
             )
         )
         await fake.step(steps)
-        await swapped(fake, engine, 6)
+        # No segment is due, so the swap needs no step. More than three would reach the stop string.
+        await engine.update_weights(6, pushed(6.0))
         if dies:
             fake.dead = "killed by a test"
             while len(fake.lives) < 2 or fake.dead:
