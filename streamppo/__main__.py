@@ -18,6 +18,7 @@ def main() -> NoReturn:
     Each of `process.SIGNALS` ends the command in the same way as Ctrl-C. The exit code is then 128 + the signal's
     number.
     """
+    process.make_gc_rare()
     _handle_signals(_exit)
     from streamppo import cli
     from streamppo.commands import end

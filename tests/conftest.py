@@ -23,6 +23,7 @@ import psutil
 import pytest
 import torch
 
+from streamppo import process
 from streamppo.config import file as configfile
 from streamppo.config.sections import Config
 from streamppo.queue.rules.records import Counters, GroupShape
@@ -34,6 +35,9 @@ if TYPE_CHECKING:
     from xdist.remote import Producer
     from xdist.scheduler import LoadScopeScheduling
     from xdist.workermanage import WorkerController
+
+# Most objects of a test's process are those of imported modules, which live as long as it does.
+process.make_gc_rare()
 
 if not torch.cuda.is_available():
     # Without a GPU Triton can interpret kernels, if this is set before its first import.

@@ -12,7 +12,7 @@ import subprocess
 import sys
 import tempfile
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import nullcontext
 from functools import partial
@@ -23,11 +23,13 @@ from typing import Any
 
 import learner_case
 import numpy as np
+import pytest
 import ray
 import torch.distributed as dist
 from conftest import REPOSITORY, SUPPORT
 from ray.exceptions import RayTaskError
 
+from streamppo.api import parent
 from streamppo.config import file as configfile
 
 STEERED = ("queue.max_lag={kind = 'adaptive', at_most = 4, ess = 0.9}", "learner.lr=5e-3")
@@ -55,6 +57,15 @@ def command(*words: str, main: Callable[..., None] | None = None) -> "subprocess
         process.join()
         assert process.exitcode is not None
         return subprocess.CompletedProcess(words, process.exitcode, out.read_text(), err.read_text())
+
+
+def start_by_fork(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make the functions of `streamppo.api` start their commands as `command` does."""
+
+    def run(words: Sequence[str], **_: object) -> "subprocess.CompletedProcess[str]":
+        return command("streamppo", *words[words.index("streamppo") + 1 :])
+
+    monkeypatch.setattr(parent, "subprocess", SimpleNamespace(run=run))
 
 
 def succeeds(run: Path) -> bool:

@@ -380,7 +380,8 @@ def test_options_of_the_other_kind_of_replay_are_refused(
 # --- in Python -----------------------------------------------------------------------------------------------
 
 
-def test_python_gets_arrays(run: Path, tmp_path: Path) -> None:
+def test_python_gets_arrays(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    replay_case.start_by_fork(monkeypatch)
     made = streamppo.bundle(run, 5, tmp_path / "a.safetensors")
     found = streamppo.replay(made, [1, 2])
     assert found.same and found.digest == found.recorded and not found.differences

@@ -1,6 +1,7 @@
 """`streamppo check`: every shipped configuration is in order; each mistake of another has a sentence."""
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -179,13 +180,17 @@ def test_a_teacher_at_a_url_is_asked_later_and_its_key_is_missed_here(checked: C
     assert "http://a:1 is contacted when the run starts; the environment has no NO_SUCH_KEY here" in output
 
 
-def test_neither_ray_nor_a_gpu_is_touched() -> None:
+def test_neither_ray_nor_a_gpu_is_touched_and_no_row_is_wrapped_in_a_pipe() -> None:
     code = (
-        "import sys, torch; from streamppo.cli import main; code = main(['check', sys.argv[1]]);"
+        "import sys, torch; from streamppo.cli import main; code = main(['check', *sys.argv[1:]]);"
         "sys.exit(code or 'ray' in sys.modules or torch.cuda.is_initialized())"
     )
-    done = subprocess.run([sys.executable, "-c", code, str(MATH)], capture_output=True, text=True, check=False)
+    words = [sys.executable, "-c", code, str(MATH), "updates=123456"]
+    environment = {**os.environ, "COLUMNS": "40", "TERM": "xterm-256color"}
+    done = subprocess.run(words, capture_output=True, text=True, check=False, env=environment)
     assert done.returncode == 0, done.stdout + done.stderr
+    assert "\x1b" not in done.stdout
+    assert re.search(r"^Ray is asked +ok +GPU 0, CPU 2: for learner ranks .* actors \(1\) *$", done.stdout, re.M)
 
 
 # --- what is wrong, in a sentence ----------------------------------------------------------------------------

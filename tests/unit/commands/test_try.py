@@ -223,7 +223,8 @@ def test_an_agent_is_refused_by_name(run: Path) -> None:
         TrialQuestion((2,), "0").refuse_agent(config)
 
 
-def test_in_python_it_is_an_object(run: Path) -> None:
+def test_in_python_it_is_an_object(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    replay_case.start_by_fork(monkeypatch)
     one = of_batch(run, 4, 2)
     found = streamppo.try_versions(run, [4], one.identity.prompt, sample=one.identity.sample, at=1, n=2)
     assert found.versions[0].is_same is True and len(found.versions[0].continuations) == 2

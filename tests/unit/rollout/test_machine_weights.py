@@ -5,20 +5,19 @@ import errno
 import os
 import signal
 import socket
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from multiprocessing.synchronize import Event as EventType
 from threading import Thread
 from typing import Any
 from uuid import uuid4
 
+import learner_case
 import msgspec
 import numpy as np
 import pytest
 import ray
 import torch
-from conftest import REPOSITORY
 from fake_sglang import CONFIG, Fake
 from push_case import Rank, Remote, joined
 from torch import Tensor
@@ -213,21 +212,16 @@ def test_nothing_is_taken_from_another_user(
     asyncio.run(asyncio.wait_for(story(), WAIT_S))
 
 
-LEADS = """
-import asyncio, sys
-from pathlib import Path
-sys.path[:0] = sys.argv[1:3]
-from test_machine_weights import BLOCK, Bytes, Ledger, push, values
-from streamppo.rollout.machine_weights import Leader, MachinePuller
+def lead(life: str, leads: EventType) -> None:
+    """Lead in a process of its own, until it is killed."""
 
-async def main():
-    ledger = Ledger(push(0, values(0)))
-    await MachinePuller("first", ledger, Bytes(), namespace=sys.argv[3], block_bytes=BLOCK).newer(-1)
-    print("leads", flush=True)
-    await asyncio.sleep(60)
+    async def forever() -> None:
+        ledger = Ledger(push(0, values(0)))
+        await MachinePuller("first", ledger, Bytes(), namespace=life, block_bytes=BLOCK).newer(-1)  # pyright: ignore[reportArgumentType]
+        leads.set()
+        await asyncio.sleep(60)
 
-asyncio.run(main())
-"""
+    asyncio.run(forever())
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
@@ -236,20 +230,19 @@ def test_after_a_dead_leader_another_actor_leads_and_what_it_gave_stays(
 ) -> None:
     """A leader that was stopped holds the name until somebody kills it; nobody waits without end."""
     life = uuid4().hex
-    folders = [str(REPOSITORY / "tests" / "unit" / "rollout"), str(REPOSITORY / "tests" / "support")]
-    child = subprocess.Popen(
-        [sys.executable, "-c", LEADS, *folders, life], stdout=subprocess.PIPE, text=True, cwd=REPOSITORY / "tests"
-    )
+    leads = learner_case.processes().Event()
+    child = learner_case.processes().Process(target=lead, args=(life, leads))
+    child.start()
 
     async def story() -> None:
-        assert child.stdout is not None
-        assert await asyncio.to_thread(child.stdout.readline) == "leads\n"
+        assert await asyncio.to_thread(leads.wait, WAIT_S)
         ledger = Ledger(push(0, values(0)))
         one = MachinePuller("second", ledger, Bytes(), namespace=life, block_bytes=BLOCK)  # pyright: ignore[reportArgumentType]
         await one.newer(-1)
         assert one._leading is None and same(one.replica.tensors, values(0))
         kept = dict(one.replica.tensors)
-        child.send_signal(number)
+        assert child.pid is not None
+        os.kill(child.pid, number)
         ledger.pushes.append(push(1, values(1)))
         waiting = asyncio.create_task(one.newer(0))
         if number == signal.SIGSTOP:
@@ -265,7 +258,7 @@ def test_after_a_dead_leader_another_actor_leads_and_what_it_gave_stays(
         asyncio.run(asyncio.wait_for(story(), WAIT_S))
     finally:
         child.kill()
-        child.communicate()
+        child.join()
 
 
 def test_a_leader_answers_again_after_it_had_no_descriptor_or_thread_to_spare(
