@@ -48,15 +48,15 @@ def child_environment() -> dict[str, str]:
 
 
 def _shadowing_modules(folder: Path) -> list[Path]:
-    installed = {
-        name
-        for name, module in sys.modules.items()
-        if "site-packages" in Path(getattr(module, "__file__", "") or "").parts
-    }
-    # `streamppo` is not reserved: the folder may be a checkout while an installed streamppo is in use.
-    reserved = {*sys.stdlib_module_names, *installed} - {"streamppo"}
     modules = [*folder.glob("*.py"), *(init.parent for init in folder.glob("*/__init__.py"))]
-    return sorted(path for path in modules if path.stem in reserved and "site-packages" not in path.parts)
+    return sorted(path for path in modules if _is_of_library(path.stem) and "site-packages" not in path.parts)
+
+
+def _is_of_library(name: str) -> bool:
+    # `streamppo` is not reserved: the folder may be a checkout while an installed streamppo is in use.
+    file = getattr(sys.modules.get(name), "__file__", None) or ""
+    is_installed = name != PACKAGE and "site-packages" in Path(file).parts
+    return is_installed or name in sys.stdlib_module_names
 
 
 def load(name: str, subject: str) -> object:
