@@ -70,8 +70,16 @@ def locate(error: BaseException) -> str:
 
     Example: a coroutine is cancelled at its time limit, where it awaits an answer.
     """
-    place = locate(error.__cause__) if error.__cause__ else ""
-    return place or _innermost(traceback.walk_tb(error.__traceback__))
+    places = [_innermost(traceback.walk_tb(one.__traceback__)) for one in _with_causes(error)]
+    return next(filter(None, reversed(places)), "")
+
+
+def _with_causes(error: BaseException) -> list[BaseException]:
+    """Return the error, its cause, the cause of that, and so on, each once: an error may be its own cause."""
+    found = {id(error): error}
+    while (cause := error.__cause__) is not None and id(cause) not in found:
+        found[id(cause)] = error = cause
+    return list(found.values())
 
 
 def locate_in_stack(text: str) -> str:

@@ -123,3 +123,18 @@ def test_a_library_of_any_environment_is_not_code_of_the_user(folder: str, tmp_p
         names["score"]()
     failed.value.__traceback__ = failed.tb.tb_next
     assert user_traceback.format_user_error(failed.value) == "mine.py:4: ValueError: bad"
+
+
+@pytest.mark.parametrize("length", [1, 2, 5000])
+def test_the_place_of_an_error_is_found_in_a_long_chain_or_a_cycle_of_causes(length: int, tmp_path: Path) -> None:
+    names: dict[str, Any] = {}
+    exec(compile("\ndef score():\n    raise ValueError('bad')", str(tmp_path / "mine.py"), "exec"), names)
+    with pytest.raises(ValueError, match="bad") as failed:
+        names["score"]()
+    first = last = failed.value
+    for _ in range(length - 1):
+        last.__cause__ = TimeoutError()
+        last = last.__cause__
+    last.__cause__ = first
+    assert user_traceback.locate(TimeoutError()) == ""
+    assert user_traceback.locate(first) == "mine.py:3"
