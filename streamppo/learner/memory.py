@@ -116,8 +116,8 @@ def _sizes(hf_config: PretrainedConfig, model: Model) -> ModelSizes:
             adapters.add(lm, model.lora, model.dtype)
     body, name = parent_of_layers(lm.base_model)
     layers = getattr(body, name)
-    head_width = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-    pair = 2 * (getattr(text, "num_key_value_heads", None) or text.num_attention_heads) * head_width
+    heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
+    pair = 2 * heads * max(classes.head_widths(text))
     parameters, other = _count(lm), sum(map(_count, getattr(lm, "other_parts", ())))
     head = parameters - _count(lm.base_model) - other
     whole = _count(classes.make(hf_config, whole=True, dtype=dtype)) if classes.is_multimodal(hf_config) else parameters

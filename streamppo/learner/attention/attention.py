@@ -26,6 +26,7 @@ from streamppo.config.rollout import FAMILIES
 from streamppo.errors import ModelError
 from streamppo.learner.attention import varlen
 from streamppo.learner.device import from_first_rank, gather, to_device
+from streamppo.weights.models import classes
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
@@ -33,6 +34,8 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 RUNS_ON = {"flash_attention_4": (9, 10, 11), "flash_attention_3": (9,), "flash_attention_2": (8, 9, 10, 11, 12)}
 """Versions of flash-attn, newest first, with the major compute capabilities of a deterministic backward pass."""
+BLACKWELL, FEWER_WIDTHS, DEDICATED = (10, 11), 128, 256
+"""On these GPUs flash-attn 4 takes up to `FEWER_WIDTHS` entries of a head or, without a cap of scores, `DEDICATED`."""
 PROBED = (5, 7)
 """The lengths of the two rows that `leak` passes together and alone; both are longer than a convolution's window."""
 LEAK = 1e-3
@@ -205,6 +208,10 @@ def _flash_refusal(name: str, config: "PretrainedConfig") -> str:
     compatible = getattr(model, "_compatible_flash_implementations", None)
     if compatible is not None and name not in compatible:
         return f"{text.model_type} models are computed by {' or '.join(compatible)}, not by {name}"
+    if name == "flash_attention_4" and torch.cuda.is_available() and torch.cuda.get_device_capability()[0] in BLACKWELL:
+        widest = max(classes.head_widths(text), default=0)
+        if widest > FEWER_WIDTHS and (widest != DEDICATED or getattr(text, varlen.CAP, None)):
+            return f"the model's attention has heads of {widest} entries, which {name} does not take on this GPU"
     # The interface of flash-attn 2 widens heads itself.
     return varlen.width_refusal(text, name, 1 if name == "flash_attention_2" else varlen.MULTIPLE)
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from streamppo.errors import ModelError
+from streamppo.weights.models import classes
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -21,8 +22,6 @@ BOUNDS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
 """transformers' names of the arguments with the bounds and greatest lengths of rows."""
 WIDEST, MULTIPLE = 256, 8
 """Flash attention takes heads of at most `WIDEST` entries, a multiple of `MULTIPLE`."""
-WIDTHS = ("head_dim", "qk_head_dim", "v_head_dim", "global_head_dim")
-"""transformers' fields that may hold the width of a head."""
 SINKS = ("gpt_oss", "deepseek_v4", "flint", "granite_swa", "granitemoe_swa", "hy_v4", "mimo_v2_flash")
 """Values of model_type whose attention adds a learned score that belongs to no token."""
 _registered: dict[str, Callable[..., object]] = {}
@@ -77,9 +76,7 @@ def model_class(text: "PretrainedConfig") -> object:
 
 def width_refusal(text: "PretrainedConfig", kernel: str, multiple: int = 1) -> str:
     """The reason why `kernel` cannot compute heads of the widths in `text`; "" if it can. It needs a `multiple`."""
-    widths = [width for name in WIDTHS if (width := getattr(text, name, None))]
-    if not widths and isinstance(heads := getattr(text, "num_attention_heads", None), int):
-        widths = [text.hidden_size // heads]
+    widths = classes.head_widths(text)
     if max(widths, default=0) > WIDEST:
         return f"the model's attention has heads of {max(widths)} entries, and {kernel} takes {WIDEST}"
     if odd := next((width for width in widths if width % multiple), 0):

@@ -26,6 +26,7 @@ from streamppo.rollout.embedded.parameters import Layer, Parameters
 from streamppo.rollout.embedded.spans import LEAST_ROWS, Span, width
 from streamppo.rollout.weight_checks import Architecture, cache_error, check_fit
 from streamppo.weights.content import compare, hash_tensor, write
+from streamppo.weights.models import classes
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -76,7 +77,7 @@ class FusedDecoder:
         self.head_dtype = torch.promote_types(dtype, torch.float32) if float32_head else dtype
         self.heads = config.num_attention_heads
         self.kv_heads = config.num_key_value_heads
-        self.head_width = getattr(config, "head_dim", None) or config.hidden_size // self.heads
+        self.head_width = max(classes.head_widths(config))
         self._expected = Architecture(config).shapes
         self._spare: Parameters | None = None
         self.stage(tensors)

@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 Kind: TypeAlias = Literal["AutoModel", "AutoModelForCausalLM", "AutoModelForSequenceClassification"]
 """What a model computes, by the transformers class that makes it: hidden states, logits, or scores of rows."""
 AXES = 3
+WIDTHS = ("head_dim", "qk_head_dim", "v_head_dim", "global_head_dim")
+"""transformers' fields that may hold the width of a head."""
 TEXT_ALONE = (
     "it also reads pictures or sounds, and its text model cannot be told apart: save the text model, with its "
     "tokenizer, as a separate folder"
@@ -51,6 +53,17 @@ def model_class(config: "PretrainedConfig", kind: Kind, *, whole: bool = False) 
         remedy = f": {TEXT_ALONE}" if is_multimodal(config) else ""
         raise ValueError(f"transformers has no {kind} of model_type {config.model_type!r}{remedy}")
     return made
+
+
+def head_widths(text: "PretrainedConfig") -> list[int]:
+    """Return the widths of the attention heads in `text`, which may differ for keys, values and layers; [] if unknown.
+
+    Example: 192 for keys, of which 64 with positions, and 128 for values -> [64, 192, 128].
+    """
+    widths = [width for name in WIDTHS if (width := getattr(text, name, None))]
+    if not widths and isinstance(heads := getattr(text, "num_attention_heads", None), int):
+        return [text.hidden_size // heads]
+    return widths
 
 
 def fitting(made: "type[PreTrainedModel]", config: "PretrainedConfig") -> "PretrainedConfig":

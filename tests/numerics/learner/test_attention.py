@@ -270,6 +270,27 @@ def test_a_model_that_a_flash_attention_cannot_compute_gets_the_next_one(
             attention.fall_back(name, named, [model])
 
 
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize(
+    ("model", "refused_on"),
+    [
+        *((Qwen3Config(head_dim=width), refused) for width, refused in ((128, []), (160, [10, 11]), (256, []))),
+        (LATENT, [10, 11]),
+        (Gemma2Config(head_dim=256), [10, 11]),
+        (Gemma2Config(head_dim=128), []),
+    ],
+    ids=lambda one: str(one.head_dim) if isinstance(one, PretrainedConfig) else str(one),
+)
+def test_flash_attention_4_takes_fewer_widths_on_blackwell(
+    monkeypatch: pytest.MonkeyPatch, model: PretrainedConfig, refused_on: list[int]
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    for major in (9, 10, 11):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda major=major: (major, 0))
+        assert ("does not take on this GPU" in attention._flash_refusal(FOUR, model)) == (major in refused_on)
+        assert "on this GPU" not in attention._flash_refusal(TWO, model)
+
+
 def test_ranks_that_would_compute_attention_differently_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(attention, "gather", lambda own: [own, "sdpa", own])
     with pytest.raises(ModelError, match=r"flash_attention_2 on rank 0, sdpa on rank 1\): set model.attention"):
