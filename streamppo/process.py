@@ -90,6 +90,11 @@ def make_gc_rare() -> None:
     gc.set_threshold(MORE_OBJECTS)
 
 
+def netloc(host: str, port: int) -> str:
+    """Return "host:port" as in a URL, where an IPv6 address is in brackets."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
 def compile_caches() -> dict[str, str]:
     """Return the environment variables that make a GPU process store compiled kernels, except those the user has set.
 

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from threading import Thread
+from urllib.parse import urlsplit
 
 import msgspec
 import pytest
@@ -273,3 +274,9 @@ def test_lines_of_a_log_and_of_anybody_are_broken_between_words_on_a_terminal_al
         found = shown(written(reader), 40)
     broken = ["a line of a log that is longer than a", "  row of forty columns"]
     assert found == [*broken, *broken, "row", ""]
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "::1", "fe80::1", "head.cluster"])
+def test_an_address_is_read_back_from_a_url(host: str) -> None:
+    parts = urlsplit(f"http://{process.netloc(host, 80)}/")
+    assert (parts.hostname, parts.port) == (host, 80)

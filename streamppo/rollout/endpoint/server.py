@@ -29,6 +29,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Mount, Route
 from starlette.types import Receive, Scope, Send
 
+from streamppo import process
 from streamppo.errors import RunError, TaskError
 from streamppo.rollout.endpoint import json_values
 from streamppo.rollout.endpoint.dialects import wire
@@ -79,8 +80,7 @@ class Endpoint:
         except OSError as error:
             listener.close()
             raise RunError(f"environment.host = {self._host!r} is not an address of this machine: {error}") from error
-        host, port = (reachable(self._host), listener.getsockname()[1])
-        self.address = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+        self.address = f"http://{process.netloc(reachable(self._host), listener.getsockname()[1])}"
         config = uvicorn.Config(
             self._application(),
             log_config=None,

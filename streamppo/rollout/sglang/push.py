@@ -13,6 +13,7 @@ from uuid import uuid4
 import torch
 from torch import Tensor
 
+from streamppo import process
 from streamppo.rollout.sglang import wire
 from streamppo.rollout.sglang.copies import VersionCopies
 from streamppo.rollout.sglang.link import Link
@@ -122,8 +123,6 @@ async def by_group(bucket_bytes: int, url: str, gpu: bool, link: Link) -> ByGrou
     from sglang.srt.utils.common import init_custom_process_group
 
     host, port = _address(url)
-    # A URL has an IPv6 address in brackets.
-    place = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
     name = f"streamppo-{host}-{port}-{uuid4().hex[:8]}"
     world, backend = 1 + link.ranks, "nccl" if gpu else "gloo"
     sglang_call = link.call(
@@ -138,7 +137,7 @@ async def by_group(bucket_bytes: int, url: str, gpu: bool, link: Link) -> ByGrou
     ours = _in_thread(
         init_custom_process_group,
         backend=backend,
-        init_method=f"tcp://{place}",
+        init_method=f"tcp://{process.netloc(host, port)}",
         world_size=world,
         rank=0,
         group_name=name,

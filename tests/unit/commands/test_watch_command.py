@@ -277,6 +277,7 @@ def test_the_default_port_is_another_one_where_it_is_taken(monkeypatch: pytest.M
         with server.listen("127.0.0.1", None) as found:
             assert found.getsockname()[1] not in (0, server.PORT)
             assert server.address(found, "127.0.0.1", None) == f"http://127.0.0.1:{found.getsockname()[1]}/"
+            assert server.address(found, "::1", None) == f"http://[::1]:{found.getsockname()[1]}/"
             anywhere = server.address(found, "0.0.0.0", "secret")
             assert anywhere == f"http://{socket.gethostname()}:{found.getsockname()[1]}/?token=secret"
 

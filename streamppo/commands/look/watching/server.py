@@ -22,6 +22,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse, RedirectResponse, Response
 from starlette.routing import Route
 
+from streamppo import process
 from streamppo.commands.console import echo
 from streamppo.commands.look.watching.run_tail import CurveSource, WatchedReplay, WatchedRun
 from streamppo.commands.look.watching.trajectories import Trajectories
@@ -76,7 +77,7 @@ def listen(host: str, port: int | None) -> socket.socket:
     try:
         return _listen(host, port or 0)
     except OSError as error:
-        raise RunError(f"{host}:{port or PORT}: cannot listen there: {error.strerror}") from error
+        raise RunError(f"{process.netloc(host, port or PORT)}: cannot listen there: {error.strerror}") from error
 
 
 def _listen(host: str, port: int) -> socket.socket:
@@ -87,8 +88,8 @@ def _listen(host: str, port: int) -> socket.socket:
 def address(listener: socket.socket, host: str, token: str | None) -> str:
     """Return the address to open in a browser."""
     reached = socket.gethostname() if host in ANYWHERE else host
-    name = f"[{reached}]" if ":" in reached else reached
-    return f"http://{name}:{listener.getsockname()[1]}/" + (f"?token={token}" if token else "")
+    name = process.netloc(reached, listener.getsockname()[1])
+    return f"http://{name}/" + (f"?token={token}" if token else "")
 
 
 class Page:
