@@ -10,9 +10,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import httpx
 import numpy as np
 import pytest
 import sglang_case as case
+import torch
 
 from streamppo.errors import ModelError, WeightsError
 from streamppo.rollout.engine import Completion, Sampling
@@ -230,6 +232,32 @@ def test_weights_also_come_by_a_process_group(setting: case.Setting) -> None:
             await engine.stop()
 
     setting.run(use())
+
+
+def test_a_process_group_ends_with_its_session_on_both_sides(setting: case.Setting, url: str) -> None:
+    # Of this process, whose only groups are those with SGLang.
+    groups = torch.distributed.distributed_c10d._world.pg_map
+    names: list[str] = []
+
+    async def use() -> None:
+        engine = await opened(setting, f"rollout.engine.urls=['{url}']", "rollout.engine.transport=group")
+        try:
+            names.append(engine._session.carrier._name)
+            engine._end_session("ended by a test")
+            while engine.usage().restarts < 1 or engine.usage().is_starting:
+                await asyncio.sleep(0.1)
+            names.append(engine._session.carrier._name)
+            assert len(groups) == 1
+            await engine.update_weights(1, case.tensors(case.model(seed=15)))
+        finally:
+            await engine.stop()
+
+    setting.run(use())
+    assert not groups
+    with httpx.Client(base_url=url, headers={"Authorization": f"Bearer {KEY}"}) as client:
+        for name in names:
+            answer = client.post("/destroy_weights_update_group", json={"group_name": name})
+            assert "does not exist" in answer.text
 
 
 def test_a_recomputed_cache_is_exactly_that_of_the_new_weights(setting: case.Setting, tmp_path: Path) -> None:

@@ -43,7 +43,7 @@ class Fake:
         self.returns.set()
         self.dead = ""
         self.swallows = self.deadly = self.barren = False
-        self.running = self.most = self.stopped = self.cached = 0
+        self.running = self.most = self.stopped = self.closed = self.cached = 0
         self.loaded, self.norm, self.staged = -1, 0.0, 0.0
 
     async def start(self, life: int) -> "Fake":
@@ -63,6 +63,10 @@ class Fake:
     async def carry(self, version: int, *, flush: bool) -> None:
         if not self.swallows:
             self.loaded, self.norm = version, self.staged
+
+    async def close(self) -> None:
+        assert self.closed == self.stopped, "the link is still connected"
+        self.closed += 1
 
     async def call(self, name: str, /, **fields: Any) -> Any:
         if name == "weights_checker":

@@ -148,7 +148,7 @@ class SGLangEngine:
         await asyncio.wait([self._watch])
         for cancel in list(self._cancel_calls):
             cancel()
-        await self._session.link.stop()
+        await self._session.stop()
         self._copying.shutdown(cancel_futures=True)
 
     async def _keep_alive(self) -> None:
@@ -161,7 +161,7 @@ class SGLangEngine:
                 self._end_session(reason)
             if session.end.done():
                 log.info("SGLang ended: %s; its next start gets version %d", session.end.result(), self._loaded_version)
-                await session.link.stop()
+                await session.stop()
                 self._restarts += 1
                 self._session = await sessions.start(self._setup, self._restarts, self._loaded_version, self._tensors)
                 self._serving.set()

@@ -29,6 +29,7 @@ REQUESTS = {
     "update_weights_from_tensor": "UpdateWeightsFromTensorReqInput",
     "update_weights_from_distributed": "UpdateWeightsFromDistributedReqInput",
     "init_weights_update_group": "InitWeightsUpdateGroupReqInput",
+    "destroy_weights_update_group": "DestroyWeightsUpdateGroupReqInput",
     "weights_checker": "CheckWeightsReqInput",
 }
 """The request class of each endpoint of SGLang. The method of its tokenizer manager has the endpoint's name."""

@@ -4,8 +4,10 @@
 # pyright: reportMissingImports=false
 
 import asyncio
+import logging
 import socket
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from typing import Protocol, TypeAlias, TypeVar
 from urllib.parse import urlsplit
 from uuid import uuid4
@@ -21,6 +23,9 @@ from streamppo.weights import shared_memory
 
 Named: TypeAlias = Sequence[tuple[str, Tensor]]
 T = TypeVar("T")
+log = logging.getLogger(__name__)
+LEAVE_S = 5.0
+"""Time limit for SGLang to leave a process group."""
 
 
 class Carrier(Protocol):
@@ -28,12 +33,17 @@ class Carrier(Protocol):
 
     stage     while SGLang decodes: put the weights where SGLang can read them
     carry     while SGLang is paused: SGLang only loads them
+    close     at the end of the session: release what the transport holds here and in SGLang
     """
 
     async def stage(self, tensors: Mapping[str, Tensor]) -> None: ...
 
     async def carry(self, version: int, *, flush: bool) -> None:
         """Load the staged weights as `version`; `flush` empties the prefix cache. Raises `ValueError` if refused."""
+        ...
+
+    async def close(self) -> None:
+        """Release everything. SGLang may be dead, or busy with a push that it has refused."""
         ...
 
 
@@ -62,6 +72,9 @@ class BySharedMemory:
                 load_format="flattened_bucket",
                 **_request_fields(version, last=number == len(self._staged), flush=flush),
             )
+
+    async def close(self) -> None:
+        self._staged = []
 
     def _stage(self, tensors: Mapping[str, Tensor]) -> None:
         from sglang.srt.weight_sync.tensor_bucket import FlattenedTensorMetadata
@@ -117,6 +130,18 @@ class ByGroup:
             flat: Tensor = FlattenedTensorBucket(named_tensors=list(part)).get_flattened_tensor().to(self._device)
             await asyncio.gather(sglang_call, _in_thread(torch.distributed.broadcast, flat, 0, self._group))
 
+    async def close(self) -> None:
+        """Leave the group on both sides: a server outlives sessions, and its end of the group ends a broadcast here."""
+        self._staged = {}
+        with suppress(ValueError, ConnectionError, TimeoutError):
+            async with asyncio.timeout(LEAVE_S):
+                if not await self._link.death():
+                    await self._link.call("destroy_weights_update_group", group_name=self._name)
+        try:
+            await asyncio.to_thread(_destroy, self._group)
+        except RuntimeError as error:
+            log.warning("the process group with SGLang could not be destroyed: %s", error)
+
 
 async def by_group(bucket_bytes: int, url: str, gpu: bool, link: Link) -> ByGroup:
     """Create a process group with SGLang's ranks: of NCCL if this actor has a GPU of its own (`gpu`), else of gloo."""
@@ -144,6 +169,12 @@ async def by_group(bucket_bytes: int, url: str, gpu: bool, link: Link) -> ByGrou
     )
     _, group = await asyncio.gather(sglang_call, ours)
     return ByGroup(link, bucket_bytes, name, group, "cuda" if gpu else "cpu")
+
+
+def _destroy(group: torch.distributed.ProcessGroup) -> None:
+    # `destroy_process_group` alone would wait for a broadcast of NCCL that SGLang does not receive.
+    group.abort()
+    torch.distributed.destroy_process_group(group)
 
 
 async def _in_thread(function: Callable[..., T], *arguments: object, **named: object) -> T:

@@ -66,6 +66,13 @@ class EngineSession:
         await self.link.call("continue_generation")
         await self.attestation.check(tensors)
 
+    async def stop(self) -> None:
+        """Release the transport of weights and the connection; processes that this actor has started end."""
+        try:
+            await self.carrier.close()
+        finally:
+            await self.link.stop()
+
 
 async def start(setup: SessionSetup, number: int, version: int, tensors: Mapping[str, Tensor]) -> EngineSession:
     """Start SGLang session `number` with `tensors` as `version`. Raises `ModelError`, or `WeightsError` if refused."""
@@ -98,12 +105,15 @@ async def _start_once(setup: SessionSetup, number: int, version: int, tensors: M
 
 async def _fill(setup: SessionSetup, link: Link, version: int, tensors: Mapping[str, Tensor]) -> EngineSession:
     carrier = await setup.connect(link)
-    attestation = Attestation(link, setup.encoders)
-    await attestation.begin()
-    await carrier.stage(tensors)
-    await _load(link, carrier, setup.kv, version)
-    await link.call("continue_generation")
-    await attestation.check(tensors)
+    async with AsyncExitStack() as undo:
+        undo.push_async_callback(carrier.close)
+        attestation = Attestation(link, setup.encoders)
+        await attestation.begin()
+        await carrier.stage(tensors)
+        await _load(link, carrier, setup.kv, version)
+        await link.call("continue_generation")
+        await attestation.check(tensors)
+        undo.pop_all()
     return EngineSession(link, carrier, attestation, setup.kv)
 
 
@@ -118,6 +128,8 @@ async def _until_death(link: Link, work: Coroutine[object, object, EngineSession
         return await task
     finally:
         task.cancel()
+        # A cancelled start releases its transport, which needs the link.
+        await asyncio.wait([task])
 
 
 async def _load(link: Link, carrier: Carrier, kv: Literal["keep", "recompute"], version: int) -> None:

@@ -11,19 +11,28 @@ import torch
 
 from streamppo.rollout.sglang import push
 
+pytest_plugins = ["rollout_log"]
 FAMILIES = {"127.0.0.1": socket.AF_INET, "::1": socket.AF_INET6}
 
 
 class Joined:
-    """A link that records its calls."""
+    """A link that records its calls, and answers them with `error`, if there is one, or never, if it `hangs`."""
 
     ranks = 2
 
-    def __init__(self) -> None:
+    def __init__(self, dead: str = "", error: Exception | None = None, *, hangs: bool = False) -> None:
         self.called: dict[str, dict[str, Any]] = {}
+        self.dead, self.error, self.hangs = dead, error, hangs
 
     async def call(self, name: str, /, **fields: object) -> None:
         self.called[name] = fields
+        if self.hangs:
+            await asyncio.Event().wait()
+        if self.error is not None:
+            raise self.error
+
+    async def death(self) -> str:
+        return self.dead
 
 
 def with_sglang(monkeypatch: pytest.MonkeyPatch, **functions: object) -> None:
@@ -62,3 +71,33 @@ def test_a_broken_group_is_a_broken_connection_so_that_sglang_starts_again(monke
     asyncio.run(group.stage({"weight": torch.zeros(1)}))
     with pytest.raises(ConnectionError, match="the process group with SGLang has failed"):
         asyncio.run(group.carry(3, flush=False))
+
+
+@pytest.mark.parametrize(
+    ("link", "calls"),
+    [
+        (Joined(), 1),
+        (Joined(error=ValueError("The group to be destroyed does not exist.")), 1),
+        (Joined(error=ConnectionError("it ended")), 1),
+        (Joined(hangs=True), 1),
+        (Joined(dead="killed"), 0),
+    ],
+    ids=["alive", "refuses", "disconnects", "hangs", "dead"],
+)
+def test_a_closed_group_is_left_by_both_sides(link: Joined, calls: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    ended: list[object] = []
+    group: Any = SimpleNamespace(abort=lambda: ended.append("abort"))
+    monkeypatch.setattr(torch.distributed, "destroy_process_group", ended.append)
+    monkeypatch.setattr(push, "LEAVE_S", 0.05)
+    asyncio.run(push.ByGroup(link, 8, "name", group, "cpu").close())  # pyright: ignore[reportArgumentType]
+    assert [*link.called.items()] == [("destroy_weights_update_group", {"group_name": "name"})][:calls]
+    assert ended == ["abort", group]
+
+
+def test_an_error_of_the_own_side_is_logged(monkeypatch: pytest.MonkeyPatch, log_lines: list[str]) -> None:
+    def broken() -> None:
+        raise RuntimeError("CUDA error")
+
+    group: Any = SimpleNamespace(abort=broken)
+    asyncio.run(push.ByGroup(Joined(), 8, "name", group, "cpu").close())  # pyright: ignore[reportArgumentType]
+    assert log_lines == ["the process group with SGLang could not be destroyed: CUDA error"]

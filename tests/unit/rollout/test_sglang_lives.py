@@ -63,6 +63,33 @@ def test_a_push_that_was_swallowed_is_noticed_and_ends_that_life() -> None:
     run(case())
 
 
+def test_the_transport_of_every_session_is_closed_before_its_link_is_stopped() -> None:
+    async def case() -> None:
+        fake = Fake()
+        engine = await opened(fake)
+        fake.swallows = True
+        with pytest.raises(WeightsError):
+            await engine.update_weights(6, pushed(2.0))
+        fake.swallows = False
+        await engine.generate(PROMPT, Sampling(1))
+        assert (fake.lives, fake.closed, fake.stopped) == ([0, 1], 1, 1), "after a refused push"
+        fake.dead = "killed by a test"
+        while len(fake.lives) < 3:
+            await asyncio.sleep(0.01)
+        await engine.generate(PROMPT, Sampling(1))
+        assert (fake.closed, fake.stopped) == (2, 2), "after a death"
+        await engine.stop()
+        assert (fake.closed, fake.stopped) == (3, 3)
+
+        refused = Fake()
+        refused.swallows = True
+        with pytest.raises(WeightsError):
+            await opened(refused)
+        assert (refused.lives, refused.closed, refused.stopped) == ([0], 1, 1), "after a failed start"
+
+    run(case())
+
+
 def test_a_completion_of_weights_in_doubt_is_not_handed_over() -> None:
     async def case() -> None:
         fake = Fake()
@@ -73,6 +100,8 @@ def test_a_completion_of_weights_in_doubt_is_not_handed_over() -> None:
         await asyncio.sleep(0.05)
         fake.swallows = True
         update = asyncio.ensure_future(engine.update_weights(6, pushed(2.0)))
+        while fake.staged != 2.0:
+            await asyncio.sleep(0.01)
         await asyncio.sleep(0.05)
         fake.gate.set()
         await asyncio.sleep(0.05)
