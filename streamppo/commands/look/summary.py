@@ -23,13 +23,13 @@ STATE, GAP, LEAST_STATE = 1, 2, 10
 
 def summary(run: Path, *, as_json: bool) -> int:
     """Print outcome, main numbers and warnings of a run (of a run that got worse, past warnings too), or JSON."""
-    shown = _view(run)
+    shown, condition = _read(run)
     if as_json:
         echo(*json.dumps(current_summary(run), indent=2).split("\n"))
         return 0
     rows = table("", "", "")
     for row in view.headline(shown):
-        rows.add_row(row.name, condition(run, shown) if row.name == "outcome" else row.value, row.remark)
+        rows.add_row(row.name, condition if row.name == "outcome" else row.value, row.remark)
     config = configfile.load(run / configfile.CONFIG)
     if origin := config.origin:
         rows.add_row("forked of", Path(origin.run).name, f"at version {origin.version} ({origin.digest[:12]})")
@@ -45,8 +45,8 @@ def summary(run: Path, *, as_json: bool) -> int:
 
 def current_summary(run: Path) -> dict[str, object]:
     """Return the content of summary.json. Without this file, return the totals of metrics.jsonl and the run's state."""
-    shown = _view(run)
-    numbers = {**(shown.summary or {"outcome": condition(run, shown), **summaries.line_totals(shown.lines)})}
+    shown, condition = _read(run)
+    numbers = {**(shown.summary or {"outcome": condition, **summaries.line_totals(shown.lines)})}
     if "attempts" not in numbers and (attempts := report.count_attempts(run, configfile.load(run / configfile.CONFIG))):
         numbers["attempts"] = attempts
     return numbers
@@ -77,21 +77,25 @@ def list_runs(runs: Path) -> int:
 
 
 def _row(folder: Path) -> list[str]:
-    shown, error = make_part(lambda: _view(folder))
-    shown = shown or View(folder.name, [])
+    read, error = make_part(lambda: _read(folder))
+    shown, condition = read or (View(folder.name, []), error)
     totals = summaries.line_totals(shown.lines)
     numbers = [or_dash(totals[name]["final"], "{:.3f}") for name in ("reward", "eval_accuracy")]
     when = datetime.fromtimestamp(_last_change_s(folder)).strftime("%Y-%m-%d %H:%M")
-    return [folder.name, error or condition_word(condition(folder, shown)), f"{totals['updates']}", *numbers, when]
+    return [folder.name, condition if error else condition_word(condition), f"{totals['updates']}", *numbers, when]
 
 
-def _view(run: Path) -> View:
-    return View(run.name, metrics_file.read(run), read_summary(run))
+def _read(run: Path) -> tuple[View, str]:
+    """Return the view of a run and its condition."""
+    # If the lines were read first, a run that ends meanwhile would have neither a driver nor an outcome.
+    is_running = run_folder.is_running(run)
+    shown = View(run.name, metrics_file.read(run), read_summary(run))
+    return shown, condition_of(shown, is_running=is_running)
 
 
-def condition(run: Path, shown: View) -> str:
-    """Return the state of a run: "running", its outcome, or "killed" if it has no outcome."""
-    if run_folder.is_running(run):
+def condition_of(shown: View, *, is_running: bool) -> str:
+    """Return "running", the outcome of the run, or "killed" if it has none. `is_running` is older than the lines."""
+    if is_running:
         return "running"
     return shown.outcome if any("end" in line for line in shown.lines[-1:]) else "killed"
 

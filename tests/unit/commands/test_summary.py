@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable
+from contextlib import ExitStack
 from io import StringIO
 from pathlib import Path
 
@@ -112,6 +113,19 @@ def test_runs_are_listed_with_their_state(
         "killed": ["killed", "4"],
         "alive": ["running", "4"],
     }
+
+
+def test_a_run_that_ends_while_it_is_read_is_not_said_to_be_killed(
+    run: Path, math_config: Callable[..., Config], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    other = run_folder(run.parent / "alive", math_config(), updates=4)
+    lines = metrics_file.read(other)[:-1]
+    for show in (lambda: summary.current_summary(other)["outcome"], lambda: summary._row(other)[1]):
+        with ExitStack() as driver:
+            driver.enter_context(driver_lock(other))
+            monkeypatch.setattr(metrics_file, "read", lambda _folder, driver=driver: (driver.close(), lines)[1])
+            assert show() == "running"
+    assert summary._row(other)[1] == "killed"
 
 
 @pytest.mark.parametrize("columns", [60, 80, 140])

@@ -5,6 +5,7 @@ import json
 import shutil
 import socket
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 
 import httpx
@@ -74,6 +75,20 @@ def test_new_lines_change_the_sections_and_nothing_else_does(run: Path) -> None:
         (later,) = get(app, f"/sections?tag={found['tag']}")
         found = later.json()
         assert found["version"] == version and words in found["sections"]["head"]
+
+
+def test_a_run_that_ends_while_the_page_reads_it_is_not_said_to_be_killed(
+    run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    without_end(run, 20)
+    watched, read = run_tail.WatchedRun(run, "math"), metrics_file.LineReader.read
+    with ExitStack() as driver:
+        driver.enter_context(driver_lock(run))
+        monkeypatch.setattr(metrics_file.LineReader, "read", lambda reader: (read(reader), driver.close())[0])
+        watched.tag()
+    assert watched.run_view().condition == "running"
+    watched.tag()
+    assert watched.run_view().condition == "killed"
 
 
 def test_a_run_that_dies_and_whose_folder_goes_is_shown_as_it_was(run: Path) -> None:

@@ -6,9 +6,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Protocol
 
-from streamppo.commands.look.summary import condition
+from streamppo.commands.look.summary import condition_of
 from streamppo.config import file as configfile
-from streamppo.driver import report
+from streamppo.driver import report, run_folder
 from streamppo.errors import RunError
 from streamppo.telemetry.diagnosis import Diagnosis
 from streamppo.telemetry.live.display import empty_state
@@ -52,9 +52,11 @@ class WatchedRun:
 
     def tag(self) -> str:
         """Read the new lines, a changed configuration, and the journal at most every `JOURNAL_S`."""
+        is_running = report.try_part(self.view, self._is_running)
         self._load_config()
         self._read()
-        self._condition = report.try_part(self.view, self._state_of_driver) or self.view.outcome
+        known = is_running is not None
+        self._condition = condition_of(self.view, is_running=is_running) if known else self.view.outcome
         is_due = time.monotonic() - self._journal_at >= JOURNAL_S and not self._is_early
         if self._state.version and is_due:
             self._look_into_journal()
@@ -130,12 +132,12 @@ class WatchedRun:
         self.view.queue, self.view.failures = queue or self.view.queue, failures or self.view.failures
         self._num_changes += (self.view.queue, self.view.failures) != before
 
-    def _state_of_driver(self) -> str:
+    def _is_running(self) -> bool | None:
         try:
-            return condition(self._folder, self.view)
+            return run_folder.is_running(self._folder)
         except RunError:
             # The lock of another user's folder cannot be opened.
-            return self.view.outcome
+            return None
 
 
 class WatchedReplay:
