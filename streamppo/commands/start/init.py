@@ -133,7 +133,7 @@ def _print_next_steps(file: Path, choices: text.ProjectChoices) -> int:
     prompt = f"the prompt is {data.prompt!r} (up to {data.longest_prompt} tokens)"
     answer = f"the answer {data.columns.get('answer', data.answer)!r} (up to {data.longest_answer} tokens)"
     _print_line(f"{file}: written for")
-    _print_line(f"  model    {model.path}: {model.parameters:,} parameters, context {model.context:,}{guess}")
+    _print_line(f"  model    {model.path}: {model.size}, context {model.context:,}{guess}")
     _print_line(f"  rows     {data.total:,}; {prompt}, {answer if data.answer else 'no column is the answer'}")
     if length.left_out:
         bound = f"{length.max_prompt_tokens} tokens"

@@ -559,6 +559,12 @@ def test_gpus_are_divided_between_ranks_and_engines(
 def test_a_model_that_is_not_here_is_sized_by_its_name(name: str, parameters: int, chat: bool) -> None:
     found = policy.read(name)
     assert (found.parameters, found.chat, found.is_known) == (parameters, chat, False)
+    assert found.size == f"about {parameters:,} parameters"
+
+
+def test_only_a_model_that_is_here_is_sized_exactly() -> None:
+    assert policy.read("builtin:tiny").size == "about 90,000 parameters"
+    assert model(84_544).size == "84,544 parameters"
 
 
 def test_a_second_copy_of_the_weights_under_another_name_is_not_counted(tmp_path: Path) -> None:

@@ -42,6 +42,11 @@ class PolicyModel(NamedTuple):
     def is_known(self) -> bool:
         return self.folder is not None or self.path == BUILTIN
 
+    @property
+    def size(self) -> str:
+        """The number of parameters in words. That of "builtin:tiny" grows with the number of different characters."""
+        return f"{'about ' if self.folder is None else ''}{self.parameters:,} parameters"
+
     def view(self) -> PromptView:
         """Return how the model sees prompts. Raises `ConfigError` if the tokenizer cannot be loaded."""
         if self.path == BUILTIN:

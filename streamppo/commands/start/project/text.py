@@ -71,7 +71,7 @@ def _tables(choices: ProjectChoices) -> Iterator[Table]:
 
 
 def _model(choices: ProjectChoices) -> Iterator[Line]:
-    size = f"{choices.policy.parameters:,} parameters" + ("" if choices.policy.is_known else ", by its name")
+    size = choices.policy.size + ("" if choices.policy.is_known else ", by its name")
     yield Line("path", _text(choices.model), size)
     if choices.sizes.places.gpus:
         yield Line(
