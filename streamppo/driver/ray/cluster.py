@@ -64,20 +64,17 @@ log = logging.getLogger(__name__)
 def ray_session(config: Config, interrupts: Interrupts) -> Generator[None]:
     """Run the block with Ray, and leave no process behind. If Ray's shutdown hangs, exit after `CLOSING_S`."""
     is_own = config.cluster.address == LOCAL
-    with orphans.kill_at_end() if is_own else nullcontext("") as mark:
-        # A closed terminal signals the process group; Ray's processes inherit SIG_IGN and outlive the signal.
-        signal.signal(signal.SIGHUP, signal.SIG_IGN)
-        with started_ray(config, mark):
-            # The start of Ray has replaced the handlers.
-            interrupts.catch()
-            try:
-                yield
-            finally:
-                last = Timer(CLOSING_S, _end_without_ray, [sys.exception()])
-                last.daemon = True
-                last.start()
-                _shut_down(is_own=is_own)
-                last.cancel()
+    with orphans.kill_at_end() if is_own else nullcontext("") as mark, started_ray(config, mark):
+        # The start of Ray has replaced the handlers.
+        interrupts.catch()
+        try:
+            yield
+        finally:
+            last = Timer(CLOSING_S, _end_without_ray, [sys.exception()])
+            last.daemon = True
+            last.start()
+            _shut_down(is_own=is_own)
+            last.cancel()
 
 
 @contextmanager
@@ -205,8 +202,8 @@ def init_own_ray(**options: Any) -> None:
         for name in UNUSED_SERVICES:
             restored.callback(setattr, Node, name, getattr(Node, name))
             setattr(Node, name, lambda node, **_options: None)
-        # A SIGTERM to the driver's process group, as `timeout` sends it, would end Ray's server at once, and the actors
-        # a minute later, perhaps before the last checkpoint is complete.
+        # A signal to the driver's process group (SIGTERM of `timeout`, SIGHUP of a closed terminal) would end Ray's
+        # server at once, and the actors a minute later, perhaps before the last checkpoint is complete.
         restored.callback(setattr, services, "ConsolePopen", services.ConsolePopen)
         services.ConsolePopen = functools.partial(services.ConsolePopen, process_group=0)
         restored.callback(setattr, services, "get_node", services.get_node)

@@ -13,9 +13,11 @@ import pytest
 from ray.core.generated.common_pb2 import ActorDiedErrorContext
 from ray.exceptions import ActorDiedError, RayTaskError
 
+from streamppo import process
 from streamppo.config.sections import Config
 from streamppo.driver.ray import cluster
 from streamppo.driver.ray.cluster import describe, ray_session
+from streamppo.driver.ray.interrupts import Interrupts
 from streamppo.errors import Interrupted, JournalError, RunError
 
 
@@ -162,3 +164,19 @@ def test_a_session_ends_ray_after_an_error_too_and_a_ray_that_hangs_does_not_hid
         raise KeyError("the reason")
     assert events == ["init", "catch", "shutdown", 1]
     assert logged.messages == ["Ray has not ended within 10 s; the process ends without waiting for it: 'the reason'"]
+
+
+@pytest.mark.parametrize("number", process.SIGNALS)
+def test_a_signal_while_ray_starts_ends_the_run(
+    number: signal.Signals, math_config: Callable[..., Config], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    handlers = {each: signal.signal(each, signal.SIG_DFL) for each in process.SIGNALS}
+    monkeypatch.setattr(cluster, "started_ray", lambda config, mark: nullcontext(os.kill(os.getpid(), number)))
+    monkeypatch.setattr(cluster.ray, "shutdown", lambda: None)
+    try:
+        interrupts = Interrupts()
+        with pytest.raises(Interrupted, match=number.name), ray_session(math_config(), interrupts):
+            interrupts.check()
+    finally:
+        for each, handler in handlers.items():
+            signal.signal(each, handler)

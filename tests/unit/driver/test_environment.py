@@ -380,7 +380,7 @@ class Service:
 @pytest.fixture
 def handlers() -> Iterator[None]:
     before = {number: signal.getsignal(number) for number in process.SIGNALS}
-    # A run that an earlier test started in this process has ignored it.
+    # A run that an earlier test started in this process has handled it.
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
     yield
     for number, handler in before.items():
