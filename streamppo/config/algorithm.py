@@ -175,7 +175,7 @@ class Critic(Section, frozen=True):
     warmup_updates: Count = 0
     """Number of first updates that train only the critic."""
     pretrain: str = ""
-    """Folder of a run. Before the first update the critic is trained on the archive of this run."""
+    """Folder of a run with the same tokenizer. Before the first update the critic is trained on the run's archive."""
 
     @property
     def loss(self) -> Literal["mse", "huber"]:

@@ -115,14 +115,18 @@ class Learner:
         return speed(self.size, updated, metrics, dist.get_world_size())
 
     def pretrain(self, batches: Iterable[PaddedBatch]) -> None:
-        """Train only the critic on the returns of `batches`, at the full learning rate."""
+        """Train only the critic on the returns of an archived run's `batches`, at the full learning rate.
+
+        Raises `ModelError` if the run was sampled with another tokenizer.
+        """
+        run = self.config.algorithm.critic.pretrain
+        hf_files.check_archived_tokens(run, self.model_path)
         optimizer.set_rate(self.optimizer, 1.0)
         explained = [self.updater.pretrain(batch.to(self.updater.device)) for batch in batches]
         if dist.get_rank() == 0:
             shares = (
                 f"{explained[0]:.2f} of the returns' variance explained at the start, {explained[-1]:.2f} at the end"
             )
-            run = self.config.algorithm.critic.pretrain
             log.info("the critic was trained on %d batches of %s: %s", len(explained), run, shares)
 
     def push(self, token_record: bytes = b"") -> PushedVersion:

@@ -12,7 +12,9 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from streamppo import durable
-from streamppo.errors import ModelError, TaskError
+from streamppo.config import file as configfile
+from streamppo.config.sections import model_path
+from streamppo.errors import ConfigError, ModelError, TaskError
 from streamppo.tasks.tokenizer import Tokenizer
 from streamppo.weights.models import generation
 from streamppo.weights.models import loading as models
@@ -178,14 +180,34 @@ def check_tokens(role: str, path: str, policy: str | Path) -> None:
         raise ModelError(
             f"the {role} {path!r} has {sizes[0]:,} tokens, and the policy may sample any of its {sizes[1]:,} tokens"
         )
-    tokens, policy_tokens = Tokenizer(path).numbers(), Tokenizer(policy).numbers()
-    differing = sorted(token for token, number in policy_tokens.items() if tokens.get(token) != number)
-    if differing:
-        number = policy_tokens[differing[0]]
+    if difference := _difference(Tokenizer(policy).numbers(), Tokenizer(path).numbers(), "there"):
+        raise ModelError(f"the {role} {path!r} must have the policy's tokenizer: {difference}")
+
+
+def check_archived_tokens(run: str, policy: str | Path) -> None:
+    """Raise `ModelError` if the model at `policy` numbers a token of an archived run differently.
+
+    If the run's tokenizer cannot be read, only a warning is logged.
+    """
+    try:
+        archived = Tokenizer(model_path(configfile.load(Path(run) / configfile.CONFIG), Path(run))).numbers()
+    except (ConfigError, TaskError) as error:
+        log.warning(f"it is unknown whether {run!r} was sampled with the policy's tokenizer: {error}")
+        return
+    if difference := _difference(archived, Tokenizer(policy).numbers(), "in the policy's"):
         raise ModelError(
-            f"the {role} {path!r} must have the policy's tokenizer: token {number}, {differing[0]!r}, is "
-            f"{tokens.get(differing[0], 'unknown')} there ({len(differing)} of {len(policy_tokens)} tokens differ)"
+            f"the critic cannot be trained on {run!r}, which was sampled with another tokenizer: {difference}; name a "
+            "run of this model, or leave algorithm.critic.pretrain out"
         )
+
+
+def _difference(expected: Mapping[str, int], tokens: Mapping[str, int], where: str) -> str:
+    """Describe the first token of `expected` that has another number in `tokens`; "" if there is none."""
+    differing = sorted(token for token, number in expected.items() if tokens.get(token) != number)
+    if not differing:
+        return ""
+    token, count = differing[0], f"{len(differing)} of {len(expected)} tokens differ"
+    return f"token {expected[token]}, {token!r}, is {tokens.get(token, 'unknown')} {where} ({count})"
 
 
 def critic_kind(path: str | Path) -> Kind:

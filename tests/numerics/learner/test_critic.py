@@ -10,9 +10,10 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForSequenceClassification
 
+from streamppo.config import file as configfile
 from streamppo.errors import ModelError
 from streamppo.learner.batch.padded import pad
-from streamppo.learner.model import load_policy
+from streamppo.learner.model import hf_files, load_policy
 from streamppo.learner.model import policy as model
 from streamppo.tasks.tokenizer import character_tokenizer
 
@@ -189,3 +190,22 @@ def test_a_critic_that_reads_other_tokens_is_refused(
     logged.clear()
     critic_at(ours, tmp_path / "rated")
     assert not logged.text
+
+
+def test_a_critic_learns_from_no_run_of_another_tokenizer(
+    folder: Path, tmp_path: Path, logged: pytest.LogCaptureFixture
+) -> None:
+    ours, theirs, run = (tmp_path / name for name in ("ours", "theirs", "run"))
+    run.mkdir()
+    configfile.save(case.config_of(f"model.path={theirs}"), run)
+    for alphabet in ("0123+=", "0123+=ab"):
+        shutil.copytree(folder, ours, dirs_exist_ok=True)
+        character_tokenizer(alphabet).save_pretrained(ours)
+        hf_files.check_archived_tokens(str(run), ours)
+        assert logged.text.count("it is unknown whether") == 1, "only while the run's model is missing"
+        character_tokenizer("0123+=").save_pretrained(theirs)
+    character_tokenizer("012=+3").save_pretrained(ours)
+    with pytest.raises(
+        ModelError, match=r"run', which was sampled with another.* token 6, '3', is 8 in the policy's \(2"
+    ):
+        hf_files.check_archived_tokens(str(run), ours)
