@@ -16,8 +16,12 @@
 docs/python.md explains these functions. `import streamppo` imports no other module of the package.
 """
 
+import sys
 from importlib import import_module
 from typing import TYPE_CHECKING
+
+if sys.platform == "win32":
+    raise ImportError("streamppo does not run on Windows: install it in WSL 2, which is Linux")
 
 if TYPE_CHECKING:
     from streamppo.api.runs import Run, bisect, bundle, fork, open, replay, resume, run, try_versions, verify

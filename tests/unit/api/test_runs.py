@@ -1,5 +1,6 @@
 """A run in Python: metrics, checkpoints, archive and summary of its folder; curves in notebooks; a light import."""
 
+import importlib
 import re
 import subprocess
 import sys
@@ -144,3 +145,9 @@ def test_outside_a_notebook_nothing_is_drawn(monkeypatch: pytest.MonkeyPatch) ->
 def test_a_run_shows_its_curves_as_html_that_keeps_its_style_to_itself(run: streamppo.Run) -> None:
     html = run._repr_html_()
     assert html.startswith("<div><iframe srcdoc=") and "<svg" not in html and "&lt;svg" in html
+
+
+def test_windows_is_refused_in_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "platform", "win32")
+    with pytest.raises(ImportError, match="does not run on Windows: install it in WSL 2"):
+        importlib.reload(streamppo)
