@@ -10,6 +10,7 @@ unblocks     nothing: requests in flight at an agent's end are cancelled
 
 import asyncio
 import contextlib
+import logging
 
 import msgspec
 import numpy as np
@@ -44,6 +45,8 @@ OVER_BUDGET = (
 MEMORY_MIB = 8192
 """Memory that one process may allocate after it has imported the agent (Linux)."""
 
+log = logging.getLogger(__name__)
+
 
 class Agents:
     """Plays each prompt with a new run of the agent. If not `scored`, the agent must give a reward."""
@@ -55,6 +58,7 @@ class Agents:
         self._pool: Pool | None = None
         self._starting = asyncio.Lock()
         self._places = asyncio.Semaphore(MOST_RUNS)
+        self._has_noted_imports = False
 
     async def start(self) -> None:
         """Load the agent, and start the endpoint. Raises `TaskError` or `RunError`. A second call changes nothing."""
@@ -123,6 +127,12 @@ class Agents:
             outcome = agent.AgentOutcome(reason=reason)
         else:
             outcome = _read_outcome(answer)
+        if outcome.imported and not self._has_noted_imports:
+            self._has_noted_imports = True
+            log.info(
+                f"note: the agent's function imports {', '.join(outcome.imported)}. Each of its processes repeats "
+                "this; import at the top of the file, and it happens once"
+            )
         # An agent's output may quote the key of its run, and is stored in journal, log and live page.
         texts = {"reason": outcome.reason, "explanation": outcome.explanation, "output": outcome.output}
         return structs.replace(outcome, **{name: text.replace(session.key, HIDDEN) for name, text in texts.items()})

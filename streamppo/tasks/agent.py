@@ -21,8 +21,10 @@ import json
 import os
 import re
 import subprocess
+import sys
 import threading
 import time
+from collections import Counter
 from collections.abc import Awaitable, Callable, Collection, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import IO, Any, NamedTuple, cast
@@ -48,6 +50,8 @@ TAIL = 2**16
 """Maximum number of characters kept from the end of a run's output."""
 QUOTED = 1000
 """Number of characters from the end of the output that a failure quotes."""
+MANY_MODULES = 50
+"""If a function imports at least so many modules while it runs, the import takes a noticeable part of the run."""
 ENDING_S = 1.0
 """Seconds to wait for a run's remaining tasks to end after their cancellation."""
 RUN_PARAMETERS = ("prompt", "base_url", "api_key")
@@ -76,6 +80,7 @@ class AgentOutcome(WireStruct, frozen=True):
 
     `output` is the end of what the run printed; failures quote it. `lingers` is true if a thread or task of the run
     continues. The process of a lingering run gets no other run, because the thread could read a later run's key.
+    `imported` names the largest packages that the function imported while it ran, if it imported `MANY_MODULES`.
     """
 
     score: float | None = None
@@ -85,6 +90,7 @@ class AgentOutcome(WireStruct, frozen=True):
     reason: str = ""
     output: str = ""
     lingers: bool = False
+    imported: tuple[str, ...] = ()
 
 
 class Agent:
@@ -135,7 +141,7 @@ class Agent:
             arguments = _select_arguments(self._function, {**columns, **run_arguments})
         except TaskError as error:
             return AgentOutcome(reason=str(error))
-        output = _Tail()
+        output, loaded = _Tail(), {*sys.modules}
         try:
             with contextlib.redirect_stdout(output), contextlib.redirect_stderr(output):
                 value = plugins.call("the agent", _run, self._runner, self._function, arguments, call.timeout_s)
@@ -146,7 +152,7 @@ class Agent:
             )
         except TaskError as error:
             outcome = AgentOutcome(reason=str(error))
-        return structs.replace(outcome, output=output.quoted())
+        return structs.replace(outcome, output=output.quoted(), imported=_packages({*sys.modules} - loaded))
 
     # --- a program -------------------------------------------------------------------------------------------
 
@@ -211,6 +217,12 @@ class _Threads(ThreadPoolExecutor):
     def idle(self) -> Collection[threading.Thread]:
         """Return all threads of the pool if no call is running in the pool; otherwise an empty tuple."""
         return () if self._under_way else self._threads
+
+
+def _packages(modules: Collection[str]) -> tuple[str, ...]:
+    """Return the packages with most of the `modules`, at most three; () if there are fewer than `MANY_MODULES`."""
+    packages = Counter(name.partition(".")[0] for name in modules)
+    return tuple(name for name, _ in packages.most_common(3)) if len(modules) >= MANY_MODULES else ()
 
 
 class _Tail(io.TextIOBase):

@@ -25,7 +25,7 @@ R = TypeVar("R")
 Arguments = TypeVarTuple("Arguments")
 PACKAGE = "streamppo"
 EXTRA = re.compile(r"extra == [\"']([^\"']+)")
-DEVELOPMENT = {"test", "docs", "peers"}
+DEVELOPMENT = {"test", "docs", "frameworks", "peers"}
 """Extras for development, which no run needs."""
 
 

@@ -256,6 +256,13 @@ async def works_in_a_thread(prompt: str, base_url: str, api_key: str) -> float:
     return float(os.getpid())
 
 
+async def imports_in_a_run(prompt: str, base_url: str, api_key: str) -> float:
+    import sympy
+
+    await ask(base_url, api_key, user(prompt))
+    return float(sympy.Integer(1))
+
+
 async def reads_the_environment(prompt: str) -> float:
     names = "OPENAI_BASE_URL", "OPENAI_API_KEY"
     await ask(*(os.environ[name] for name in names), user(os.environ["STREAMPPO_PROMPT"]))

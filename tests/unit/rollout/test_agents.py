@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import logging
 import re
 import subprocess
 import sys
@@ -214,6 +215,18 @@ def test_a_process_whose_threads_wait_for_work_plays_the_next_run(played: Callab
         return [await player.play(PROMPT, Sampling(32)) for _ in range(3)]
 
     assert len({one.turn_rewards for one in played("works_in_a_thread", ask)}) == 1
+
+
+def test_a_library_that_a_function_imports_in_each_process_is_named_once(
+    played: Callable[..., Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    async def ask(player: Player) -> list[Episode]:
+        return await asyncio.gather(*[player.play(PROMPT, Sampling(32)) for _ in range(2)])
+
+    with caplog.at_level(logging.INFO, "streamppo"):
+        assert len(played("imports_in_a_run", ask)) == 2
+    (note,) = [one.message for one in caplog.records if "imports" in one.message]
+    assert re.match(r"note: the agent's function imports sympy, .*\. Each of its processes repeats this; ", note)
 
 
 def test_what_nobody_received_is_counted_and_not_trained_on(played: Callable[..., Any]) -> None:
