@@ -47,7 +47,7 @@ PATHS: Mapping[str, tuple[str, ...]] = {
     "reward": ("function", "path", "sandbox", "environment"),
     "environment": ("name", "agent", "command", "files", "environment"),
     "algorithm": ("function", "model", "pretrain"),
-    "rollout": ("folder", "limit"),
+    "rollout": ("limit",),
 }
 """The fields that may contain a path, at any depth, by section."""
 SHOWN = 5

@@ -35,7 +35,7 @@ class EmbeddedEngine(EngineKind, frozen=True, tag="embedded"):
     start_s: ClassVar[float] = 0.0
     """Added to time limits while the engine starts: 0 s, because it starts at once."""
     routes: ClassVar[bool] = False
-    """False, because the engine runs no mixture of experts."""
+    """False, because the engine returns no experts to the learner."""
 
     def shares_weights(self, *, adapted: bool) -> bool:
         """False, because each actor holds its copy of the weights."""
