@@ -143,6 +143,14 @@ def test_a_job_that_a_configuration_names_has_the_gpus_that_its_run_asks_for(nam
     assert int(options["nodes"]) * int(options.get("gpus-per-node", 0)) == asked > 0
 
 
+@pytest.mark.parametrize("path", ["docs/clusters.md", "examples/clusters/slurm.sh", "examples/clusters/sky.yaml"])
+def test_who_starts_ray_sets_the_mode_of_its_token(path: str) -> None:
+    """`ray start --head` requires a token that lies in HOME; `ray start --address` sends it only with this variable."""
+    before, *_ = (REPOSITORY / path).read_text().split("ray start --")
+    export = re.search(r"\bexport [^`]*?\bRAY_AUTH_MODE=(token|disabled)", before)
+    assert export
+
+
 @pytest.mark.parametrize("name", ["rayjob.yaml", "sky.yaml"])
 def test_every_run_of_a_recipe_is_one_that_the_configuration_allows(name: str) -> None:
     found = yaml.safe_load((CLUSTERS / name).read_text())

@@ -51,6 +51,11 @@ UNUSED_SERVICES = ("start_monitor", "start_api_server")
 """Methods of Ray's node that start a process each: the autoscaler of a single node, and the server of a dashboard that
 is off. Ray has no option against them. They take a second of CPU, and `ray.init` waits for the server."""
 GIVEN_UP = "Ray has lost its machine: the raylet there died, was stopped, or had no CPU or memory for half a minute"
+NOT_JOINED = (
+    "is cluster.address that of its head? If the cluster has a token, set RAY_AUTH_MODE=token, with the head's "
+    "~/.ray/auth_token on this machine (docs/clusters.md)"
+)
+"""What a user can do if Ray does not join a cluster: its error is the same for a wrong address and a missing token."""
 RAYS_OWN = ("raylet", "gcs_server", "autoscaler")
 """The "pid" fields of log lines from Ray's processes. In log lines from actors, "pid" is a number."""
 ORDERS = (RAY_TQDM_MAGIC, ray_constants.LOG_PREFIX_INFO_MESSAGE)
@@ -175,12 +180,15 @@ def started_ray(config: Config, mark: str) -> Generator[None]:
         variables = environment.carried_variables(os.environ, environment.key_variables(config)) | {
             process.MARK: secret
         }
-        ray.init(
-            address=cluster.address,
-            log_to_driver=True,
-            logging_level=logging.ERROR,
-            runtime_env={"env_vars": variables},
-        )
+        try:
+            ray.init(
+                address=cluster.address,
+                log_to_driver=True,
+                logging_level=logging.ERROR,
+                runtime_env={"env_vars": variables},
+            )
+        except ConnectionError as error:
+            raise RunError(f"{error}: {NOT_JOINED}") from error
         yield
         return
     # GPU libraries read a worker's environment when they are imported. A template would import them too early.

@@ -71,6 +71,21 @@ def test_a_ray_that_has_not_started_in_time_is_told_in_a_sentence_and_other_erro
             pass
 
 
+def test_a_cluster_that_cannot_be_joined_is_told_with_its_token(
+    math_config: Callable[..., Config], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(**options: object) -> None:
+        raise ConnectionError("Failed to connect to Ray cluster at 10.0.0.1:6379")
+
+    monkeypatch.setattr(cluster.ray, "init", fail)
+    told = r"^Failed to connect to Ray cluster at 10.0.0.1:6379: .* set RAY_AUTH_MODE=token, with the head's"
+    with (
+        pytest.raises(RunError, match=told),
+        cluster.started_ray(math_config("cluster.address=10.0.0.1:6379"), ""),
+    ):
+        pass
+
+
 def test_a_slow_start_of_ray_has_longer_than_rays_own_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     answers: list[object] = [RuntimeError("not yet"), RuntimeError("not yet"), "a node", RuntimeError("never")]
 
