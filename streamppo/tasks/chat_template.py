@@ -280,7 +280,7 @@ class ChatTemplate:
 
     def _apply(self, messages: Sequence[Message], template: Template, **flags: bool) -> str:
         if not self._tokenizer.chat_template:
-            raise TaskError("the prompts are messages, but the model's tokenizer has no chat template")
+            raise TaskError("the model's tokenizer has no chat template, which messages need: use plain texts")
         if reserved := RESERVED & template.arguments.keys():
             raise TaskError(f"{min(reserved)!r} is not an argument that the configuration may give to a chat template")
         self._refuse_choice(template)

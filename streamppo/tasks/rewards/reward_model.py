@@ -77,7 +77,7 @@ class RewardModel:
         if not text.messages:
             return self._tokenizer(text.prompt + text.completion, split_special_tokens=True)["input_ids"]
         if not self._tokenizer.chat_template:
-            raise TaskError("the prompts are messages, but the reward model's tokenizer has no chat template")
+            raise TaskError("the reward model's tokenizer has no chat template, which messages need: use plain texts")
         rendered = self._chat.render_conversation((*text.prompt_messages, *text.completion_messages), PLAIN)
         if MARK in rendered:
             return self._control.ids(rendered)

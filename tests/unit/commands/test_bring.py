@@ -147,7 +147,11 @@ CALLS = [DONE[0], {"role": "assistant", "content": None, "tool_calls": [{"functi
     ("row", "options", "said"),
     [
         ({"a": "x", "b": "y", "answer": "z"}, {}, "name the prompt's column with --prompt"),
-        ({"prompt": [{"role": "user", "content": "x"}], "answer": "z"}, {}, "row 1: the prompts are messages, but the"),
+        (
+            {"prompt": [{"role": "user", "content": "x"}], "answer": "z"},
+            {},
+            "row 1: the model's tokenizer has no chat template, which",
+        ),
         ({"prompt": 3, "answer": "z"}, {}, "no column is the prompt by its name"),
         ({"prompt": 3, "answer": "z"}, {}, "'prompt' of row 1 is 3, neither a text nor messages"),
         ({"question": None, "problem": "", "answer": "z"}, {}, "'problem' of row 1 is empty: leave such rows out"),
