@@ -210,5 +210,7 @@ def _verdict(name: str, scored: Sequence[_GoldScore] | TaskError, texts: Sequenc
     if failures:
         return Finding(subject, "note", f"{text}, and {len(failures)} failed: {failures[0]}")
     if max(totals) <= 0 and is_answered:
-        return Finding(subject, "note", f"{text}, as wrong answers do: does the reward expect another form?")
+        return Finding(
+            subject, "note", f"{text}, as wrong answers do: does the reward expect another form, or is it a penalty?"
+        )
     return Finding(subject, "ok", text)
