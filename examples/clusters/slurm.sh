@@ -5,6 +5,10 @@
 # disk that all nodes see under the same path, and runs/ on a disk of the first node (docs/clusters.md). GPUs are asked for
 # by --gpus-per-node. The job's name is that of the run: the same command continues it. A job that is preempted, or runs out
 # of time, has two minutes to save a checkpoint.
+#
+# If the nodes share only a network disk (NFS, Lustre):   COPIES=$PWD/copies sbatch ...
+# The run's folder is then on the first node's own disk (in RUNS, by default /tmp), and a later job restores it from
+# $COPIES, which also has the trained model.
 #SBATCH --ntasks-per-node=1
 #SBATCH --exclusive
 #SBATCH --requeue
@@ -12,7 +16,13 @@
 #SBATCH --output=%x-%j.log
 set -euo pipefail
 
-run="runs/$SLURM_JOB_NAME"
+runs=runs
+if [ -n "${COPIES:-}" ]; then
+    # Not the folder of an earlier start, which may be older than the copies.
+    runs="${RUNS:-/tmp}/$SLURM_JOB_ID-${SLURM_RESTART_COUNT:-0}"
+    mkdir -p "$runs"
+fi
+run="$runs/$SLURM_JOB_NAME"
 # No `| head -n 1`: it would close the pipe, and pipefail would end the job.
 hosts=$(scontrol show hostnames "$SLURM_JOB_NODELIST")
 head=${hosts%%$'\n'*}
@@ -35,10 +45,17 @@ if [ "$SLURM_JOB_NUM_NODES" -gt 1 ]; then
     nodes+=($!)
 fi
 
-resume=()
-[ -d "$run" ] && resume=(--resume)
+options=("name=$SLURM_JOB_NAME" "cluster.address=$address")
+[ -z "${COPIES:-}" ] || options+=(cluster.own_disks=true queue.standby=true "checkpoint.remote=file://$COPIES")
+start=(run "$1" --runs "$runs")
+copies=("${COPIES:-}/$SLURM_JOB_NAME"-????????)
+if [ -n "${COPIES:-}" ] && [ -d "${copies[0]}" ]; then
+    start=(resume "$run" --from "file://${copies[0]}")
+elif [ -d "$run" ]; then
+    start+=(--resume)
+fi
 # It waits until there is room for all of it, so for all nodes that it needs.
-streamppo run "$1" "${resume[@]}" "name=$SLURM_JOB_NAME" "cluster.address=$address" "${@:2}" &
+streamppo "${start[@]}" "${options[@]}" "${@:2}" &
 training=$!
 trap 'kill -TERM "$training"' TERM
 # A signal ends the first wait; the second one is for the checkpoint.

@@ -4,6 +4,7 @@ import importlib.util
 import os
 import re
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -16,7 +17,7 @@ from typing import Any
 import pytest
 import yaml
 from conftest import MATH, REPOSITORY
-from test_run import MARK, family, gone, summary, wait_for_updates
+from test_run import MARK, family, gone, summary, updates, wait_for_updates
 
 from benchmarks.faults import node_deaths
 from benchmarks.lib import networks
@@ -31,7 +32,7 @@ SCONTROL = "#!/bin/bash\necho 127.0.0.1\necho 127.0.0.1\n"
 """Names two nodes."""
 
 
-def job(folder: Path, *overrides: str) -> "subprocess.Popen[str]":
+def job(folder: Path, number: int, *overrides: str, **variables: str) -> "subprocess.Popen[str]":
     """The script as Slurm would start it on the first of two nodes. It finds the run of an earlier job by its name."""
     tools = folder / "bin"
     tools.mkdir(exist_ok=True)
@@ -39,6 +40,7 @@ def job(folder: Path, *overrides: str) -> "subprocess.Popen[str]":
         (tools / name).write_text(text)
         (tools / name).chmod(0o755)
     slurm = {"SLURM_JOB_NODELIST": "node[1-2]", "SLURM_JOB_NUM_NODES": "2", "SLURM_JOB_NAME": "math"}
+    slurm |= {"SLURM_JOB_ID": f"{number}", **variables}
     path = f"{tools}:{Path(sys.executable).parent}:{os.environ['PATH']}"
     environment = {**os.environ, **slurm, "PATH": path, "RAY_PORT": "6391", MARK: str(folder / "runs")}
     return subprocess.Popen(
@@ -56,7 +58,7 @@ def job(folder: Path, *overrides: str) -> "subprocess.Popen[str]":
 def test_a_slurm_job_that_is_told_to_end_saves_a_checkpoint_and_the_next_one_goes_on(tmp_path: Path) -> None:
     runs = tmp_path / "runs"
     try:
-        first = job(tmp_path, "updates=100000")
+        first = job(tmp_path, 1, "updates=100000")
         wait_for_updates(runs, 3)
         first.send_signal(signal.SIGTERM)
         said, _ = first.communicate(timeout=120)
@@ -64,13 +66,42 @@ def test_a_slurm_job_that_is_told_to_end_saves_a_checkpoint_and_the_next_one_goe
         made = summary(runs)["updates"]
         assert (runs / "math" / "checkpoints" / f"{made:08d}").is_dir(), said
         assert gone(runs), [one.cmdline() for one in family(runs)]
-        second = job(tmp_path, f"updates={made + 3}")
+        second = job(tmp_path, 2, f"updates={made + 3}")
         said, _ = second.communicate(timeout=300)
         assert second.returncode == 0, said
         assert summary(runs)["updates"] == made + 3
         assert [path.name for path in runs.iterdir()] == ["math"], "the second job continued with the run of the first"
     finally:
         for left in family(runs):
+            left.kill()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_a_slurm_job_on_a_network_disk_continues_on_another_node_from_copies(tmp_path: Path) -> None:
+    nodes = [tmp_path / name for name in ("node1", "node2")]
+    for node in nodes:
+        node.mkdir()
+    disks = [{"COPIES": str(tmp_path / "copies"), "RUNS": str(node)} for node in nodes]
+    try:
+        first = job(tmp_path, 1, "updates=100000", **disks[0])
+        while len(updates(nodes[0] / "1-0")) < 3:
+            assert first.poll() is None, first.communicate()[0]
+            time.sleep(0.2)
+        first.send_signal(signal.SIGTERM)
+        said, _ = first.communicate(timeout=120)
+        assert first.returncode == 128 + signal.SIGTERM, said
+        made = summary(nodes[0] / "1-0")["updates"]
+        shutil.rmtree(nodes[0])
+        second = job(tmp_path, 2, f"updates={made + 3}", **disks[1])
+        said, _ = second.communicate(timeout=300)
+        assert second.returncode == 0, said
+        assert summary(nodes[1] / "2-0")["updates"] == made + 3
+        assert not (tmp_path / "runs").exists()
+        (copies,) = (tmp_path / "copies").iterdir()
+        assert (copies / "final" / "model.safetensors").is_file()
+    finally:
+        for left in family(tmp_path / "runs"):
             left.kill()
 
 
