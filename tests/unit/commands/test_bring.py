@@ -18,6 +18,7 @@ from streamppo.commands.start.project import policy, sizes
 from streamppo.commands.start.project.policy import PolicyModel
 from streamppo.commands.start.project.rows import DataRows
 from streamppo.config import file as configfile
+from streamppo.config.correction import Topr
 from streamppo.config.reward import FunctionScorer
 from streamppo.config.sections import Config
 from streamppo.config.task import DataTask, Source
@@ -539,6 +540,16 @@ def test_rates_fall_with_the_size_and_the_cache_fits_the_memory() -> None:
     assert slots == sorted(slots) and slots[0] >= 1 and slots[-1] == 64
     asked = slots[1] * 24_576 * (200 + 256)
     assert asked <= 1024 * 2**20 // 4
+
+
+@pytest.mark.parametrize("bound", [0, sizes.SMALL])
+def test_models_of_any_size_get_the_rule_for_old_data(
+    bound: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sizes, "SMALL", bound)
+    config, _ = begun(capsys, case.bring(tmp_path))
+    assert isinstance(config.algorithm.correction, Topr) and config.algorithm.negative_weight == 0.25
+    assert (config.learner.minibatches, config.learner.betas) == (4, (0.9, 0.999))
 
 
 @pytest.mark.parametrize(("gpus", "places"), [(1, (1, 1, 0.5)), (2, (1, 1, 1)), (3, (1, 2, 1)), (8, (4, 4, 1))])

@@ -65,7 +65,7 @@ def _tables(choices: ProjectChoices) -> Iterator[Table]:
     yield from _reward(choices.rewards)
     yield Table("rollout", list(_rollout(choices)))
     yield Table("queue", _queue(sizes))
-    yield Table("algorithm", _algorithm(choices))
+    yield Table("algorithm", _algorithm())
     yield Table("learner", list(_learner(choices)))
     yield from _further_tables(choices)
 
@@ -147,15 +147,10 @@ def _queue(sizes: Sizes) -> list[Line]:
     ]
 
 
-def _algorithm(choices: ProjectChoices) -> list[Line]:
-    lines = [
+def _algorithm() -> list[Line]:
+    return [
         Line("advantage", '"grpo"', "compares the completions of a prompt, without a critic"),
         Line("zero_variance", '"mask"', "no training on prompts whose completions all score the same"),
-    ]
-    if not is_small(choices.policy):
-        return [*lines, Line("correction", '"truncate"', "old tokens are weighted by proximal / behavior, at most 2")]
-    return [
-        *lines,
         Line("correction", '"topr"', "a negative advantage weighs less if its completion has become unlikely"),
         Line("negative_weight", "0.25", "further factor for negative advantages, which mislead most in old data"),
     ]
@@ -168,9 +163,8 @@ def _learner(choices: ProjectChoices) -> Iterator[Line]:
         tokens = str(sizes.micro_batch_tokens)
         yield Line("micro_batch_tokens", tokens, "tokens of a forward and backward pass; fewer tokens need less memory")
     yield Line("lr", f"{sizes.lr:g}", "the rate for a model of this size; twice as high may diverge")
-    if small:
-        yield Line("betas", "[0.9, 0.999]", "AdamW's moments")
-        yield Line("minibatches", "4", "optimizer steps in an update")
+    yield Line("betas", "[0.9, 0.999]", "AdamW's moments")
+    yield Line("minibatches", "4", "optimizer steps in an update")
     yield Line("warmup_updates", "5" if small else "10", "first updates, in which lr rises from 0")
     yield Line("decay", '"linear"' if small else '"constant"', "decay of lr after the warm-up")
     if small:
