@@ -7,14 +7,21 @@ from pathlib import Path
 from streamppo.errors import TaskError
 from streamppo.tasks.columns import plain_columns
 
+ROWS_OF = {
+    "DataFrame": "pass data.to_dict('records') of pandas, or data.to_dicts() of polars",
+    "Table": "pass data.to_pylist()",
+    "DatasetDict": "pass one of its splits",
+    "dict": "pass a list with a dict for each row",
+}
+"""How to get rows from an object of the type with this name."""
+
 
 def write(data: Iterable[Mapping[str, object]], file: Path) -> None:
     """Write a line for each row. Raises `TaskError`, with the number of the row, for a value that JSON cannot hold."""
-    if isinstance(data, str | bytes | Mapping) or not isinstance(data, Iterable):
-        raise TaskError(
-            f"data: a list of rows is needed, each a dict, not a {type(data).__name__}; the name of a file belongs in "
-            "task.data"
-        )
+    kind = type(data).__name__
+    if isinstance(data, str | bytes | Mapping) or not isinstance(data, Iterable) or kind in ROWS_OF:
+        remedy = ROWS_OF.get(kind, "the name of a file belongs in task.data")
+        raise TaskError(f"data: a list of rows is needed, each a dict, not a {kind}: {remedy}")
     count = 0
     with file.open("w", encoding="utf-8") as lines:
         for count, row in enumerate(data, start=1):

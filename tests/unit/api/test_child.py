@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow
 import pytest
 from conftest import MATH
 
@@ -91,8 +92,9 @@ def test_rows_and_a_reward_become_files_of_the_run(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("data", "message"),
     [
-        ("rows.jsonl", "not a str; the name of a file belongs in task.data"),
-        ({"prompt": ["1+2="]}, "not a dict"),
+        ("rows.jsonl", "not a str: the name of a file belongs in task.data"),
+        ({"prompt": ["1+2="]}, "not a dict: pass a list with a dict for each row"),
+        (pyarrow.table({"prompt": ["1+2="]}), r"not a Table: pass data\.to_pylist\(\)"),
         ([], "data: no rows"),
         ([{"prompt": "1+2="}, "1+2="], "data, row 2: a row must be a mapping"),
         ([{"prompt": object()}], "data, row 1: the column 'prompt' holds values of builtins.object: leave it out"),
