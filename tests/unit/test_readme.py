@@ -120,7 +120,7 @@ def test_the_readme_s_block_writes_rows_a_reward_and_a_configuration_that_check_
         env={**os.environ, "PATH": path},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=280,
         check=False,
     )
     assert done.returncode == 0, done.stderr
