@@ -1,5 +1,6 @@
 """Prints a command's result: rich text on a terminal, plain text to a file or pipe. Log lines go to stderr."""
 
+import json
 import logging
 import os
 import sys
@@ -45,6 +46,15 @@ def echo(*rows: str, result: Path | None = None) -> None:
     """
     is_result = result is None or result.is_file()
     console(sys.stdout if is_result else sys.stderr).print("\n".join(map(harmless, rows)), soft_wrap=True)
+
+
+def to_json(value: object, indent: int | None = None) -> bytes:
+    """Return JSON for other programs: a number that is not finite is null, and half a surrogate pair is escaped.
+
+    Python's json writes NaN, which is not JSON, and msgspec refuses the half pair.
+    """
+    plain = json.loads(json.dumps(value), parse_constant=lambda _: None)
+    return json.dumps(plain, indent=indent).encode()
 
 
 def console(stream: TextIO | None = None) -> Console:

@@ -13,13 +13,12 @@ from itertools import count
 from pathlib import Path
 from typing import TypeAlias, TypedDict, TypeVar
 
-import msgspec
 import ray
 from msgspec import structs
 from ray.exceptions import RayError
 
 from streamppo import durable
-from streamppo.commands.console import console, echo, table
+from streamppo.commands.console import console, echo, table, to_json
 from streamppo.config import file as configfile
 from streamppo.config.diff import moved_paths
 from streamppo.config.sections import Config, model_path
@@ -258,8 +257,7 @@ def _report(
     with durable.naming(folder, RunError):
         durable.folder(folder)
         path = _claim_name(folder)
-        # msgspec turns NaN, which is not JSON, into null.
-        durable.write(path, msgspec.json.format(msgspec.json.encode(content), indent=1) + b"\n")
+        durable.write(path, to_json(content, indent=1) + b"\n")
     return path
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import msgspec
 
 from streamppo import durable
-from streamppo.commands.console import echo
+from streamppo.commands.console import echo, to_json
 from streamppo.driver import report as reports
 from streamppo.errors import ConfigError, RunError
 from streamppo.process import WHOLE
@@ -65,8 +65,7 @@ def trace(run: Path, to: Path) -> int:
     if not (lines := metrics_file.read(run)):
         raise RunError(f"{run}: {metrics_file.METRICS} has no line yet")
     timeline = {"traceEvents": traces.events(lines, run.name), "displayTimeUnit": "ms"}
-    # A loss that is not finite becomes null: json would write NaN, which is not JSON.
-    durable.write_output(to, msgspec.json.encode(timeline), RunError)
+    durable.write_output(to, to_json(timeline), RunError)
     echo(f"{to}: open it at https://ui.perfetto.dev, or in chrome://tracing; the browser does not upload it", result=to)
     return 0
 
