@@ -1,18 +1,16 @@
 """`streamppo replay FILE`: replays the update of a bundle, and shows the numbers of every token."""
 
-import json
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 
-import msgspec
 import numpy as np
 import torch
 
 from streamppo.commands.bundle import file, make, update
 from streamppo.commands.bundle.file import Bundle
 from streamppo.commands.bundle.update import BundleUpdate
-from streamppo.commands.console import PLAIN_WIDTH, console, echo, log_to_stderr, table
+from streamppo.commands.console import PLAIN_WIDTH, console, echo, log_to_stderr, table, to_json
 from streamppo.errors import ConfigError, Diverged
 from streamppo.types import ints
 
@@ -84,8 +82,7 @@ def _json(path: Path, bundle: Bundle, replayed: BundleUpdate, reasons: Sequence[
         "metrics": replayed.metrics,
         "tokens": {name: column.tolist() for name, column in replayed.tokens.items()},
     }
-    # msgspec turns NaN into null, and json escapes characters outside ASCII.
-    return json.dumps(json.loads(msgspec.json.encode(content)))
+    return to_json(content).decode()
 
 
 def _show(bundle: Bundle, replayed: BundleUpdate, rows: Sequence[int]) -> None:

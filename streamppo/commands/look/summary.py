@@ -23,10 +23,10 @@ STATE, GAP, LEAST_STATE = 1, 2, 10
 
 def summary(run: Path, *, as_json: bool) -> int:
     """Print outcome, main numbers and warnings of a run (of a run that got worse, past warnings too), or JSON."""
-    shown, condition = _read(run)
     if as_json:
         echo(*json.dumps(current_summary(run), indent=2).split("\n"))
         return 0
+    shown, condition = _read(run)
     rows = table("", "", "")
     for row in view.headline(shown):
         rows.add_row(row.name, condition if row.name == "outcome" else row.value, row.remark)
